@@ -1,0 +1,1 @@
+"""Checkpoint formats: loaders, savers, conversion, verification."""

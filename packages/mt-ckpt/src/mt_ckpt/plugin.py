@@ -1,0 +1,1 @@
+"""What mt-ckpt registers."""

@@ -1,0 +1,1 @@
+"""What mt-cli registers."""

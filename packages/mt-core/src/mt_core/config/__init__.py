@@ -1,0 +1,1 @@
+"""Typed configuration: one tree, every value with the place it came from."""

@@ -1,0 +1,275 @@
+"""The sections of the configuration. The text under a field is its help.
+
+Keys are Megatron's argument names with underscores. Sections that are chosen by name (a model family, a
+tokenizer, a data set, an optimizer, a schedule) are subclasses registered by plugins; the selecting key
+stands in the base class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+def used_when(default: Any, **conditions: Any) -> Any:
+    """A field that only counts while other keys of its section have certain values.
+
+    A condition is a value or a tuple of values. Setting the field while a condition does not hold is an
+    error, since the value would be ignored: `rotary_base: float = used_when(1e4, position_embedding_type="rope")`.
+    """
+    listed = {key: value if isinstance(value, tuple) else (value,) for key, value in conditions.items()}
+    if isinstance(default, (list, dict)):
+        return Field(default_factory=lambda: type(default)(default), json_schema_extra={"used_when": listed})
+    return Field(default, json_schema_extra={"used_when": listed})
+
+
+class Section(BaseModel):
+    """Base of every section: no unknown key, no silent conversion of types, immutable once checked."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+    selector: ClassVar[str | None] = None
+    """The key of this section that names a registered plugin thing, if there is one."""
+
+
+class ModelConfig(Section):
+    """What every model family has; the family's own config type adds the rest."""
+
+    selector: ClassVar[str | None] = "family"
+
+    family: str
+    """Name of the model family, as `mt models` lists it."""
+    vocab_size: PositiveInt | None = None
+    """True number of token ids, without padding. Default: the tokenizer's."""
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """The embedding table in memory is padded to a multiple of this times tensor_model_parallel_size.
+    Padding rows are never predicted and never stored."""
+
+
+class TokenizerConfig(Section):
+    """Text to ids."""
+
+    selector: ClassVar[str | None] = "tokenizer_type"
+
+    tokenizer_type: str = "ByteLevelTokenizer"
+    """Name of the tokenizer; `mt plugins` lists them."""
+
+
+class DataConfig(Section):
+    """Where samples come from and how they are cut."""
+
+    selector: ClassVar[str | None] = "dataset_type"
+
+    dataset_type: str = "builtin"
+    """Name of the data set; `builtin` is the text that every Python carries."""
+    seq_length: PositiveInt = 128
+    """Input positions of a sample."""
+    reset_position_ids: bool = False
+    """Positions start again at each document within a sample."""
+    reset_attention_mask: bool = False
+    """Documents packed in one sample do not see one another."""
+    eod_mask_loss: bool = False
+    """Positions whose input is the end-of-document id do not count in the loss."""
+    num_workers: NonNegativeInt = 1
+    """Threads that read samples ahead; 0 reads them in the training loop. Does not change any sample."""
+    prefetch_batches: PositiveInt = 2
+    """Global batches held ready by the readers."""
+
+
+class ParallelConfig(Section):
+    """How the model and the batch are divided over processes. Data parallel takes the rest of the world."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Processes that share each layer's matrices."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages of layers."""
+    context_parallel_size: PositiveInt = 1
+    """Processes that share each sequence."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Processes that share the experts of a mixture."""
+
+
+class TrainConfig(Section):
+    """The training loop."""
+
+    micro_batch_size: PositiveInt = 8
+    """Samples that go through the model at once on a data-parallel rank."""
+    global_batch_size: PositiveInt | None = None
+    """Samples of an optimizer step over all ranks. Default: micro_batch_size times data parallel size."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, NonNegativeInt] | None = Field(None, strict=False)
+    """[start, increment, samples]: the global batch grows from start to global_batch_size by increments,
+    evenly over the first so many samples."""
+    train_iters: PositiveInt | None = None
+    """Optimizer steps to train. Give this or train_samples."""
+    train_samples: PositiveInt | None = None
+    """Samples to train. Give this or train_iters."""
+    eval_interval: PositiveInt | None = 100
+    """Steps between evaluations; null never evaluates while training."""
+    eval_iters: NonNegativeInt = 10
+    """Global batches of an evaluation."""
+    seed: NonNegativeInt = 1234
+    """Seed of initialization, dropout and the order of samples."""
+    deterministic: bool = False
+    """Bitwise repeatable; refuses options that cannot be, by name."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto` takes the GPU when there is one, and says so."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of torch. Default: torch's own choice."""
+    loss: str = "cross_entropy"
+    """Name of the loss."""
+    callbacks: list[str] = Field(default_factory=list)
+    """Names of callbacks to add to those that are always on."""
+    sample_prompt: str | None = "def "
+    """A text is generated from this prompt at the end; null generates none."""
+    sample_tokens: PositiveInt = 200
+    """Tokens of that text."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer; each one's own type adds its parameters."""
+
+    selector: ClassVar[str | None] = "optimizer"
+
+    optimizer: str = "adam"
+    """Name of the optimizer: adam is AdamW, as in Megatron."""
+    lr: NonNegativeFloat = 1e-3
+    """Highest learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Lowest learning rate of the schedule."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, on weights of two dimensions and more (never on biases and norms)."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global norm of the gradient; 0 does not clip."""
+
+
+class LRScheduleConfig(Section):
+    """Learning rate over time. Internally steps are counted in samples; give iterations or samples."""
+
+    selector: ClassVar[str | None] = "lr_decay_style"
+
+    lr_decay_style: str = "linear"
+    """Name of the schedule: constant, linear, cosine, inverse-square-root or WSD."""
+    lr_warmup_iters: NonNegativeInt | None = None
+    """Steps of linear warm-up. At most one of lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction."""
+    lr_warmup_samples: NonNegativeInt | None = None
+    """Samples of linear warm-up."""
+    lr_warmup_fraction: Probability | None = None
+    """Warm-up as a fraction of the decay."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the first step of warm-up."""
+    lr_decay_iters: PositiveInt | None = None
+    """Steps after which the learning rate is min_lr. Default: the length of training."""
+    lr_decay_samples: PositiveInt | None = None
+    """The same in samples."""
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Weights and activations. bf16 and fp16 keep fp32 main weights and accumulate gradients in fp32."""
+    loss_scale: NonNegativeFloat | None = used_when(None, dtype="fp16")
+    """A constant loss scale; null scales dynamically."""
+    initial_loss_scale: NonNegativeFloat = used_when(2.0**32, dtype="fp16")
+    """Dynamic loss scale at the start."""
+    min_loss_scale: NonNegativeFloat = used_when(1.0, dtype="fp16")
+    """Dynamic loss scale never falls below this."""
+    loss_scale_window: PositiveInt = used_when(1000, dtype="fp16")
+    """Steps without overflow after which the loss scale doubles."""
+    hysteresis: PositiveInt = used_when(2, dtype="fp16")
+    """Overflows in a row that are borne before the loss scale halves."""
+    attention_softmax_in_fp32: bool = True
+    """The eager attention computes its softmax in fp32."""
+
+
+class RecomputeConfig(Section):
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    recompute_granularity: Literal["none", "full"] = "none"
+    """`full` keeps only the input of each recomputed layer."""
+    recompute_num_layers: PositiveInt | None = used_when(None, recompute_granularity="full")
+    """The first so many layers are recomputed. Default: all."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    ckpt_format: str = "mt"
+    """Name of the checkpoint saver."""
+    save_interval: PositiveInt | None = 100
+    """Steps between checkpoints; null saves only at the end."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """`auto` goes on from the run directory's latest checkpoint if it has one; `required` is an error
+    without one; `never` refuses a run directory that already holds checkpoints."""
+    load: str | None = None
+    """Start from the weights of this checkpoint (a run directory or a checkpoint) with a new optimizer,
+    unless the run directory already has a checkpoint of its own."""
+    accept_changes: list[str] = Field(default_factory=list)
+    """Keys that may differ from the ones the resumed checkpoint was made with."""
+
+
+class LoggingConfig(Section):
+    """What is shown and written."""
+
+    log_interval: PositiveInt = 10
+    """Steps between lines of log and metrics."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
+
+
+class Config(Section):
+    """The whole configuration. Sections hold the types of the plugins that they name."""
+
+    model: SerializeAsAny[ModelConfig]
+    tokenizer: SerializeAsAny[TokenizerConfig]
+    data: SerializeAsAny[DataConfig]
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: SerializeAsAny[OptimizerConfig]
+    lr_schedule: SerializeAsAny[LRScheduleConfig]
+    precision: PrecisionConfig
+    recompute: RecomputeConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and TOML values, every key present (None included)."""
+        return self.model_dump(mode="json")
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelConfig,
+    "tokenizer": TokenizerConfig,
+    "data": DataConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "lr_schedule": LRScheduleConfig,
+    "precision": PrecisionConfig,
+    "recompute": RecomputeConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+REGISTRY_OF_SECTION: Mapping[str, str] = {
+    "model": "models",
+    "tokenizer": "tokenizers",
+    "data": "datasets",
+    "optimizer": "optimizers",
+    "lr_schedule": "lr_schedules",
+}
+"""Sections whose type is chosen by a registered name, and the kind of registry that holds it."""

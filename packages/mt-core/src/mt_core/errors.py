@@ -1,0 +1,51 @@
+"""The errors a user of mt can meet, each with one sentence that says what to change.
+
+Every error here is shown without a traceback by the command line; anything else is a defect of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MtError(Exception):
+    """Something the user can put right; the message says what was given, what is allowed, what to change."""
+
+    exit_code = 1
+
+
+class ConfigError(MtError, ValueError):
+    """A configuration that cannot be: an unknown key, a wrong type, values that contradict one another."""
+
+    exit_code = 2
+
+
+class PluginError(MtError):
+    """A plugin that cannot be loaded, or a name that no plugin (or more than one) registers."""
+
+    exit_code = 3
+
+
+class DataError(MtError):
+    """Data that is missing, empty, damaged or of another format than said."""
+
+    exit_code = 4
+
+
+class CheckpointError(MtError):
+    """A checkpoint that is missing, incomplete, damaged or does not fit the model."""
+
+    exit_code = 5
+
+
+class TrainingError(MtError):
+    """Training that must not go on, for instance because the loss is not finite."""
+
+    exit_code = 6
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A trailing ` (did you mean "x"?)`, or nothing when no known word is near to the given one."""
+    near = get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f' (did you mean "{near[0]}"?)' if near else ""

@@ -1,0 +1,127 @@
+"""The hooks of mt. A plugin is a module named under the entry-point group `mt` that implements some of them:
+
+    # pyproject.toml                          # my_plugin/plugin.py
+    [project]                                 from mt_core.hookspecs import hookimpl
+    dependencies = ["mt-core>=0.1,<0.2"]      from mt_core.specs import Lazy, TokenizerSpec
+    [project.entry-points.mt]
+    my-plugin = "my_plugin.plugin"            @hookimpl
+                                              def mt_register_tokenizers():
+                                                  return [TokenizerSpec(name="mine", ...)]
+
+Implementations may take fewer arguments than the hook has; hooks only ever gain arguments.
+A plugin module should import nothing heavy: specs point to code with `Lazy`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+    from mt_core.specs import (
+        AttentionBackendSpec,
+        CallbackSpec,
+        CheckpointLoaderSpec,
+        CheckpointSaverSpec,
+        CommandSpec,
+        DatasetSpec,
+        FeedForwardSpec,
+        LossSpec,
+        LRScheduleSpec,
+        ModelSpec,
+        MoeDispatcherSpec,
+        OptimizerSpec,
+        TokenizerSpec,
+    )
+
+PROJECT = "mt"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def mt_register_models() -> list[ModelSpec]:
+    """Model families, selected by `model.family`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_tokenizers() -> list[TokenizerSpec]:
+    """Tokenizers, selected by `tokenizer.tokenizer_type`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_datasets() -> list[DatasetSpec]:
+    """Data sets, selected by `data.dataset_type`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
+    """Checkpoint formats that can be read; `auto` asks each one's `detect`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
+    """Checkpoint formats that can be written, selected by `checkpoint.ckpt_format`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
+    """Ways to carry tokens to the ranks of their experts and back."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_feed_forwards() -> list[FeedForwardSpec]:
+    """Feed-forward blocks of a layer: "dense", "moe" and others."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_attention_backends() -> list[AttentionBackendSpec]:
+    """Ways to compute attention, selected by `model.attention_backend`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_optimizers() -> list[OptimizerSpec]:
+    """Optimizers, selected by `optimizer.optimizer`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_lr_schedules() -> list[LRScheduleSpec]:
+    """Learning-rate schedules, selected by `lr_schedule.lr_decay_style`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_losses() -> list[LossSpec]:
+    """Losses, selected by `train.loss`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_callbacks() -> list[CallbackSpec]:
+    """Observers of training: sinks for metrics, early stops, profilers; selected by `train.callbacks`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_commands() -> list[CommandSpec]:
+    """Sub-commands of `mt`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_check_config(config: Config) -> None:
+    """Look at the whole resolved configuration and raise ConfigError if it cannot work.
+
+    Called before any process group, model or data set exists.
+    """

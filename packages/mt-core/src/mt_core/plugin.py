@@ -1,0 +1,1 @@
+"""What mt-core registers."""

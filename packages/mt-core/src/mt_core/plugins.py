@@ -1,0 +1,408 @@
+"""The plugin host: finds plugins through entry points, loads each one by itself, and keeps what they register.
+
+A plugin that fails is recorded with its distribution, version, the stage and the error, and stops nobody
+else. `MT_PLUGINS=a,b` loads only the plugins (entry-point names) in the list; an empty value loads none.
+`MT_PLUGINS_STRICT=1` turns every problem into an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import pluggy
+
+from mt_core import hookspecs, specs
+from mt_core.errors import MtError, PluginError, did_you_mean
+from mt_core.specs import Spec
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+
+ENTRY_POINT_GROUP = "mt"
+ALLOW_LIST_VARIABLE = "MT_PLUGINS"
+STRICT_VARIABLE = "MT_PLUGINS_STRICT"
+
+SpecT = TypeVar("SpecT", bound=Spec)
+Stage = Literal["allow-list", "version", "import", "hooks", "register"]
+
+
+@dataclass(frozen=True)
+class Kind(Generic[SpecT]):
+    """One kind of registered thing; `home` is the distribution that brings mt's own ones."""
+
+    title: str
+    """Singular, with its article, as messages say it: "a model family"."""
+    hook: str
+    spec_type: type[SpecT]
+    home: str
+    homes: Mapping[str, str] = field(default_factory=dict)
+    """Names that live in another distribution than `home`."""
+
+
+KINDS: dict[str, Kind[Any]] = {
+    "models": Kind("a model family", "mt_register_models", specs.ModelSpec, "mt-models"),
+    "tokenizers": Kind("a tokenizer", "mt_register_tokenizers", specs.TokenizerSpec, "mt-data"),
+    "datasets": Kind("a data set", "mt_register_datasets", specs.DatasetSpec, "mt-data"),
+    "checkpoint_loaders": Kind(
+        "a checkpoint loader", "mt_register_checkpoint_loaders", specs.CheckpointLoaderSpec, "mt-ckpt"
+    ),
+    "checkpoint_savers": Kind(
+        "a checkpoint saver", "mt_register_checkpoint_savers", specs.CheckpointSaverSpec, "mt-ckpt"
+    ),
+    "moe_dispatchers": Kind(
+        "a token dispatcher", "mt_register_moe_dispatchers", specs.MoeDispatcherSpec, "mt-moe"
+    ),
+    "feed_forwards": Kind(
+        "a feed-forward", "mt_register_feed_forwards", specs.FeedForwardSpec, "mt-core", {"moe": "mt-moe"}
+    ),
+    "attention_backends": Kind(
+        "an attention backend", "mt_register_attention_backends", specs.AttentionBackendSpec, "mt-core"
+    ),
+    "optimizers": Kind("an optimizer", "mt_register_optimizers", specs.OptimizerSpec, "mt-core"),
+    "lr_schedules": Kind(
+        "a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"
+    ),
+    "losses": Kind("a loss", "mt_register_losses", specs.LossSpec, "mt-core"),
+    "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
+    "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
+}
+
+
+@dataclass
+class Plugin:
+    """One entry point of the group `mt`, loaded or not."""
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    mt_core_range: str | None = None
+    """The range of mt-core that its distribution asks for; None when it states none."""
+    problems: list[Problem] = field(default_factory=list)
+    loaded: bool = False
+
+    @property
+    def label(self) -> str:
+        return f'plugin "{self.name}" ({self.distribution} {self.version})'
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a plugin, or a part of it, is missing."""
+
+    stage: Stage
+    message: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Registration(Generic[SpecT]):
+    """A spec and the plugin that brought it."""
+
+    spec: SpecT
+    plugin: Plugin
+
+
+class Registry(Generic[SpecT]):
+    """All registered things of one kind, by name."""
+
+    def __init__(self, kind: Kind[SpecT], registrations: list[Registration[SpecT]]) -> None:
+        self.kind = kind
+        self.registrations = registrations
+
+    def names(self) -> list[str]:
+        return sorted({registration.spec.name for registration in self.registrations})
+
+    def __iter__(self) -> Iterable[SpecT]:
+        return iter([registration.spec for registration in self.registrations])
+
+    def owners(self, name: str) -> list[Plugin]:
+        return [r.plugin for r in self.registrations if r.spec.name == name]
+
+    def get(self, name: str, *, key: str | None = None) -> SpecT:
+        """The spec registered as `name`. `key` is the configuration key that asked for it.
+
+        Raises PluginError when no plugin registers the name, or when more than one does.
+        """
+        found = [r for r in self.registrations if r.spec.name == name]
+        if len(found) == 1:
+            return found[0].spec
+        asked = f"{key}={name}" if key else name
+        if found:
+            owners = " and ".join(r.plugin.label for r in found)
+            raise PluginError(
+                f'{asked}: {self.kind.title} named "{name}" is registered by {owners}; '
+                f"keep one of them with {ALLOW_LIST_VARIABLE}, or uninstall the other"
+            )
+        raise PluginError(f"{asked} needs {self.kind.title} named \"{name}\"; {self._missing(name)}")
+
+    def _missing(self, name: str) -> str:
+        known = self.names()
+        home = self.kind.homes.get(name, self.kind.home)
+        if not known or name in self.kind.homes:
+            return f"no installed plugin registers one (pip install {home})"
+        return f"installed plugins register {', '.join(known)}{did_you_mean(name, known)}"
+
+
+class PluginHost:
+    """Loaded plugins and everything they registered. Made by `load_plugins`, passed to whoever needs it."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.plugins: list[Plugin] = []
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._collected: dict[str, Registry[Any]] = {}
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load_entry_point(self, entry_point: EntryPoint) -> None:
+        """Load one plugin; a failure of any stage is recorded, not raised (unless the host is strict)."""
+        plugin = _describe(entry_point)
+        self.plugins.append(plugin)
+        if reason := _version_conflict(plugin):
+            self._record(plugin, Problem("version", reason))
+            return
+        try:
+            module = entry_point.load()
+        except Exception as error:  # a plugin may raise anything while it is imported
+            self._record(plugin, Problem("import", f"{type(error).__name__}: {error}", error))
+            return
+        self.add(module, plugin)
+
+    def add(self, module: object, plugin: Plugin) -> None:
+        """Register the hook implementations of an imported plugin (also how tests add one)."""
+        if plugin not in self.plugins:
+            self.plugins.append(plugin)
+        try:
+            unknown = _unknown_hooks(module)
+            if unknown:
+                raise PluginError(unknown)
+            self._manager.register(module, name=plugin.name)
+        except Exception as error:
+            if self._manager.get_plugin(plugin.name) is module:
+                self._manager.unregister(name=plugin.name)
+            self._record(plugin, Problem("hooks", str(error), error))
+            return
+        plugin.loaded = True
+
+    def skip_entry_point(self, entry_point: EntryPoint, reason: str) -> None:
+        plugin = _describe(entry_point)
+        plugin.problems.append(Problem("allow-list", reason))
+        self.plugins.append(plugin)
+
+    def _record(self, plugin: Plugin, problem: Problem) -> None:
+        plugin.problems.append(problem)
+        if self.strict:
+            raise PluginError(f"{plugin.label}, stage {problem.stage}: {problem.message}") from problem.error
+
+    # -- what plugins registered ----------------------------------------------------------------
+
+    def registry(self, kind: str) -> Registry[Any]:
+        """Everything of one kind (a key of KINDS), each with its plugin. Collected once, one plugin at a time."""
+        if kind not in self._collected:
+            self._collected[kind] = Registry(KINDS[kind], self._collect(KINDS[kind]))
+        return self._collected[kind]
+
+    def _collect(self, kind: Kind[SpecT]) -> list[Registration[SpecT]]:
+        registrations = []
+        for plugin, function in self._implementations(kind.hook):
+            try:
+                returned = function()
+                _check_specs(returned, kind)
+            except Exception as error:
+                self._record(plugin, Problem("register", f"{kind.hook}: {error}", error))
+                continue
+            registrations += [Registration(spec, plugin) for spec in returned]
+        return registrations
+
+    def _implementations(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
+        by_name = {plugin.name: plugin for plugin in self.plugins if plugin.loaded}
+        caller = getattr(self._manager.hook, hook)
+        return [(by_name[impl.plugin_name], impl.function) for impl in caller.get_hookimpls()]
+
+    @cached_property
+    def models(self) -> Registry[specs.ModelSpec]:
+        return self.registry("models")
+
+    @cached_property
+    def tokenizers(self) -> Registry[specs.TokenizerSpec]:
+        return self.registry("tokenizers")
+
+    @cached_property
+    def datasets(self) -> Registry[specs.DatasetSpec]:
+        return self.registry("datasets")
+
+    @cached_property
+    def checkpoint_loaders(self) -> Registry[specs.CheckpointLoaderSpec]:
+        return self.registry("checkpoint_loaders")
+
+    @cached_property
+    def checkpoint_savers(self) -> Registry[specs.CheckpointSaverSpec]:
+        return self.registry("checkpoint_savers")
+
+    @cached_property
+    def moe_dispatchers(self) -> Registry[specs.MoeDispatcherSpec]:
+        return self.registry("moe_dispatchers")
+
+    @cached_property
+    def feed_forwards(self) -> Registry[specs.FeedForwardSpec]:
+        return self.registry("feed_forwards")
+
+    @cached_property
+    def attention_backends(self) -> Registry[specs.AttentionBackendSpec]:
+        return self.registry("attention_backends")
+
+    @cached_property
+    def optimizers(self) -> Registry[specs.OptimizerSpec]:
+        return self.registry("optimizers")
+
+    @cached_property
+    def lr_schedules(self) -> Registry[specs.LRScheduleSpec]:
+        return self.registry("lr_schedules")
+
+    @cached_property
+    def losses(self) -> Registry[specs.LossSpec]:
+        return self.registry("losses")
+
+    @cached_property
+    def callbacks(self) -> Registry[specs.CallbackSpec]:
+        return self.registry("callbacks")
+
+    @cached_property
+    def commands(self) -> Registry[specs.CommandSpec]:
+        return self.registry("commands")
+
+    def check_config(self, config: Config) -> None:
+        """Let every plugin look at the resolved configuration; the first objection is raised."""
+        for plugin, function in self._implementations("mt_check_config"):
+            try:
+                function(config)
+            except MtError:
+                raise
+            except Exception as error:
+                raise PluginError(f"{plugin.label}, mt_check_config: {type(error).__name__}: {error}") from error
+
+    # -- problems -------------------------------------------------------------------------------
+
+    def duplicates(self) -> list[tuple[str, str, list[Plugin]]]:
+        """(kind, name, plugins) for each name that more than one plugin registers."""
+        found = []
+        for kind in KINDS:
+            registry = self.registry(kind)
+            for name in registry.names():
+                owners = registry.owners(name)
+                if len(owners) > 1:
+                    found.append((kind, name, owners))
+        return found
+
+
+def load_plugins(
+    *, allow: Iterable[str] | None = None, strict: bool | None = None, found: Iterable[EntryPoint] | None = None
+) -> PluginHost:
+    """Find and load all plugins.
+
+    allow: entry-point names to load, default from MT_PLUGINS (unset: all). strict: raise PluginError at
+    the first problem, default from MT_PLUGINS_STRICT. found: entry points to use in place of the
+    installed ones, for tests.
+    """
+    if allow is None and ALLOW_LIST_VARIABLE in os.environ:
+        allow = [name.strip() for name in os.environ[ALLOW_LIST_VARIABLE].split(",") if name.strip()]
+    if strict is None:
+        strict = os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
+    host = PluginHost(strict=strict)
+    allowed = None if allow is None else set(allow)
+    candidates = list(entry_points(group=ENTRY_POINT_GROUP)) if found is None else list(found)
+    _refuse_unknown_names(allowed, candidates, strict)
+    # Sorted, so that listings and messages do not depend on the order of directories on a disk.
+    for entry_point in sorted(candidates, key=lambda e: (e.name, _distribution_name(e))):
+        if allowed is not None and entry_point.name not in allowed:
+            host.skip_entry_point(entry_point, f"not in {ALLOW_LIST_VARIABLE}={','.join(sorted(allowed))}")
+        else:
+            host.load_entry_point(entry_point)
+    if strict:
+        for kind, name, owners in host.duplicates():
+            host.registry(kind).get(name)
+            raise AssertionError(f"{kind} {name} has {len(owners)} owners")  # get() has raised
+    return host
+
+
+def _refuse_unknown_names(allowed: set[str] | None, candidates: list[EntryPoint], strict: bool) -> None:
+    if allowed is None or not strict:
+        return
+    known = {entry_point.name for entry_point in candidates}
+    for name in sorted(allowed - known):
+        raise PluginError(
+            f"{ALLOW_LIST_VARIABLE} names {name}, which is not installed; "
+            f"installed plugins are {', '.join(sorted(known))}{did_you_mean(name, known)}"
+        )
+
+
+def _describe(entry_point: EntryPoint) -> Plugin:
+    distribution = entry_point.dist
+    return Plugin(
+        name=entry_point.name,
+        module=entry_point.value,
+        distribution=_distribution_name(entry_point),
+        version=distribution.version if distribution else "?",
+        mt_core_range=_mt_core_range(distribution),
+    )
+
+
+def _distribution_name(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else "unknown distribution"
+
+
+def _mt_core_range(distribution: Distribution | None) -> str | None:
+    """The version specifier of the mt-core requirement in a distribution's metadata, as text."""
+    if distribution is None:
+        return None
+    for line in distribution.requires or []:
+        if not line.replace("_", "-").lower().startswith("mt-core"):
+            continue
+        from packaging.requirements import Requirement  # 15 ms, and most entry points need it only here
+
+        requirement = Requirement(line)
+        if requirement.name.replace("_", "-").lower() == "mt-core" and requirement.marker is None:
+            return str(requirement.specifier) or None
+    return None
+
+
+def _version_conflict(plugin: Plugin) -> str | None:
+    if plugin.mt_core_range is None:
+        return None
+    from packaging.specifiers import SpecifierSet
+
+    installed = mt_core_version()
+    if SpecifierSet(plugin.mt_core_range).contains(installed, prereleases=True):
+        return None
+    return f"{plugin.distribution} {plugin.version} needs mt-core{plugin.mt_core_range}, installed is {installed}"
+
+
+def mt_core_version() -> str:
+    from importlib.metadata import version
+
+    return version("mt-core")
+
+
+def _unknown_hooks(module: object) -> str | None:
+    """A message about `mt_*` implementations that no hook of mt is named like, else None."""
+    known = [name for name in vars(hookspecs) if name.startswith("mt_")]
+    for name in dir(module):
+        marked = getattr(getattr(module, name, None), f"{hookspecs.PROJECT}_impl", None)
+        if marked and name not in known:
+            return f"{name} is not a hook of mt{did_you_mean(name, known)}"
+    return None
+
+
+def _check_specs(returned: object, kind: Kind[Any]) -> None:
+    if not isinstance(returned, (list, tuple)):
+        raise PluginError(f"must return a list of {kind.spec_type.__name__}, returned {type(returned).__name__}")
+    for spec in returned:
+        if not isinstance(spec, kind.spec_type):
+            raise PluginError(f"must return {kind.spec_type.__name__} objects, one is {type(spec).__name__}")

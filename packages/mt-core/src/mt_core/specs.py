@@ -1,0 +1,356 @@
+"""What plugins register: one frozen dataclass for each kind of thing, and the interfaces behind them.
+
+A spec is cheap: it names its owner's code by `Lazy("module:attribute")` and imports it only when it is
+used, so that listing plugins never imports torch. This module must stay free of heavy imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from mt_core.config.schema import Config, LRScheduleConfig
+    from mt_core.parallel.context import ParallelContext
+
+T = TypeVar("T")
+Split = Literal["train", "valid", "test"]
+
+
+class Lazy(Generic[T]):
+    """An object of a plugin's code, imported at the first `load()`.
+
+    Written in code by the plugin's author, as an entry point is; configuration never holds one.
+    """
+
+    def __init__(self, reference: str) -> None:
+        module, _, attribute = reference.partition(":")
+        if not module or not attribute:
+            raise ValueError(f'a Lazy reference reads "package.module:attribute", got {reference!r}')
+        self.reference = reference
+
+    def load(self) -> T:
+        module, _, attribute = self.reference.partition(":")
+        return getattr(import_module(module), attribute)
+
+    def __repr__(self) -> str:
+        return f"Lazy({self.reference!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lazy) and other.reference == self.reference
+
+    def __hash__(self) -> int:
+        return hash(self.reference)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Interfaces of the things that specs build
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """Ids with a meaning of their own. One that a tokenizer does not have is None, never a made-up number."""
+
+    eod: int | None = None
+    """Put after each document."""
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    mask: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    sentinels: tuple[int, ...] = ()
+    """T5's span markers, in the order in which they are used."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The true number of ids, special ones included, without any padding."""
+        ...
+
+    @property
+    def special(self) -> SpecialTokens: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def fingerprint(self) -> str:
+        """A hash of everything that changes the ids; data sets and checkpoints record it."""
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """The files from which this tokenizer can be built again; they travel with checkpoints."""
+        ...
+
+
+class Dataset(Protocol):
+    """Samples by number. The order is part of the data set: sample k is the k-th one trained on."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+    def describe(self, index: int) -> str:
+        """Where sample `index` came from (file, document, offset), for error messages and `mt data where`."""
+        ...
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """What the trainer asks of a data set.
+
+    num_samples is None for all samples of one epoch. sequence_length counts the model's input positions.
+    """
+
+    split: Split
+    num_samples: int | None
+    sequence_length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class SampleField:
+    """One array of a sample; shape is in words, for instance "[sequence_length]"."""
+
+    name: str
+    dtype: str
+    shape: str
+    doc: str
+
+
+CAUSAL_LM_SAMPLE = (
+    SampleField("tokens", "int64", "[sequence_length]", "input ids"),
+    SampleField("labels", "int64", "[sequence_length]", "the id to predict at each position"),
+    SampleField("loss_mask", "float32", "[sequence_length]", "1 where the position counts in the loss, else 0"),
+    SampleField("position_ids", "int64", "[sequence_length]", "positions; restart at documents if asked"),
+    SampleField(
+        "segment_ids",
+        "int32",
+        "[sequence_length]",
+        "number of the document within the sample; positions see only their own. Absent unless "
+        "data.reset_attention_mask is set",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What a model asks of an attention backend; `supports` answers it before training starts."""
+
+    device_type: str
+    dtype: str
+    head_dim: int
+    num_heads: int
+    num_query_groups: int
+    causal: bool
+    segments: bool
+    """Several documents in one sequence that must not see one another."""
+    bias: bool
+    """A bias added to the scores, such as ALiBi."""
+    dropout: float
+    deterministic: bool
+    window: int | None = None
+    logit_softcap: float | None = None
+
+
+class CheckpointReader(Protocol):
+    """An open checkpoint. Names are canonical: `model.<parameter>`, `optimizer.<state>.<parameter>`."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """JSON values: iteration, consumed samples, the resolved config, and what the saver added."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One full tensor on CPU, its checksum verified."""
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """Small files that travel along, such as the tokenizer's."""
+        ...
+
+
+@runtime_checkable
+class MoeDispatcher(Protocol):
+    """Moves tokens to the ranks that hold their experts, and the results back."""
+
+    def dispatch(self, tokens: torch.Tensor, routing: Any) -> Any: ...
+
+    def combine(self, expert_output: torch.Tensor, state: Any) -> torch.Tensor: ...
+
+
+# ---------------------------------------------------------------------------------------------------
+# Specs
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A registered thing: `name` is what configuration selects it by, `doc` one line that lists show."""
+
+    name: str
+    doc: str
+
+
+class BuildModel(Protocol):
+    def __call__(self, config: Any, ctx: ParallelContext) -> torch.nn.Module: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Spec):
+    """A model family, selected by `model.family`.
+
+    The module that `build` returns declares its parameters with `mt_core.nn.layout`, which gives each
+    one its canonical name and layout. `presets` loads a mapping from preset name to a partial config
+    tree (at least its `model` section). `name_maps` are keyed by external format ("hf").
+    """
+
+    config_type: Lazy[type]
+    build: Lazy[BuildModel]
+    presets: Lazy[Mapping[str, Mapping[str, Any]]]
+    name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
+
+
+class BuildTokenizer(Protocol):
+    def __call__(self, config: Any) -> Tokenizer: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec(Spec):
+    """A tokenizer, selected by `tokenizer.tokenizer_type`."""
+
+    config_type: Lazy[type]
+    build: Lazy[BuildTokenizer]
+
+
+class BuildDataset(Protocol):
+    def __call__(self, config: Any, tokenizer: Tokenizer, request: SplitRequest) -> Dataset | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec(Spec):
+    """A data set, selected by `data.dataset_type`. `build` returns None for a split without data."""
+
+    config_type: Lazy[type]
+    build: Lazy[BuildDataset]
+    sample: tuple[SampleField, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLoaderSpec(Spec):
+    """Reads one checkpoint format. `detect` looks at file names only; `open` raises CheckpointError."""
+
+    detect: Lazy[Any]
+    """(path: Path) -> bool"""
+    open: Lazy[Any]
+    """(path: Path) -> CheckpointReader"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaverSpec(Spec):
+    """Writes one checkpoint format; `path` appears only when everything in it is on the disk."""
+
+    save: Lazy[SaveCheckpoint]
+
+
+class SaveCheckpoint(Protocol):
+    def __call__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        metadata: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeDispatcherSpec(Spec):
+    """Carries tokens between ranks, selected by `model.moe.token_dispatcher_type`."""
+
+    config_type: Lazy[type]
+    build: Lazy[Any]
+    """(config, group) -> MoeDispatcher"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardSpec(Spec):
+    """The block after attention: "dense", "moe", ..."""
+
+    config_type: Lazy[type]
+    build: Lazy[Any]
+    """(config, ctx) -> Module: [batch, sequence, hidden] -> [batch, sequence, hidden]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackendSpec(Spec):
+    """Computes attention, selected by `model.attention_backend`."""
+
+    supports: Lazy[Any]
+    """(request: AttentionRequest) -> True, or the reason why not as a string"""
+    build: Lazy[Any]
+    """(request: AttentionRequest) -> mt_core.nn.attention.AttentionCore"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(Spec):
+    """An optimizer, selected by `optimizer.optimizer`."""
+
+    config_type: Lazy[type]
+    build: Lazy[Any]
+    """(config, param_groups) -> torch.optim.Optimizer"""
+
+
+class LRSchedule(Protocol):
+    def __call__(self, config: LRScheduleConfig, max_lr: float, min_lr: float, step: int) -> float:
+        """Learning rate at `step`, counted in samples, after warm-up ended at config.warmup_samples."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduleSpec(Spec):
+    """A learning-rate decay, selected by `lr_schedule.lr_decay_style`."""
+
+    config_type: Lazy[type]
+    build: Lazy[Any]
+    """(config, total_samples) -> mt_core.optim.schedules.Schedule"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec(Spec):
+    """A loss, selected by `train.loss`: per-position losses, which the trainer masks, sums and divides."""
+
+    build: Lazy[Any]
+    """(config) -> (model_output, batch) -> losses [batch, sequence]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackSpec(Spec):
+    """Follows training (`mt_core.train.callbacks.Callback`); on when `train.callbacks` names it, or always."""
+
+    build: Lazy[Any]
+    """(config: Config) -> Callback"""
+    always: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSpec(Spec):
+    """A sub-command of `mt`: a typer app, imported when it is called."""
+
+    app: Lazy[Any]
+
+
+class CheckConfig(Protocol):
+    def __call__(self, config: Config) -> None: ...

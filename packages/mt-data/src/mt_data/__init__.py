@@ -1,0 +1,1 @@
+"""From raw text to training samples: tokenizers, indexed data sets, blends, preprocessing. Needs no torch."""

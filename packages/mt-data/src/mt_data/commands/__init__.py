@@ -1,0 +1,1 @@
+"""The sub-commands of `mt data`, a module each; `app` puts them together."""
