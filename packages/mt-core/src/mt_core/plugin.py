@@ -1,1 +1,105 @@
 """What mt-core registers."""
+
+from __future__ import annotations
+
+from mt_core.hookspecs import hookimpl
+from mt_core.specs import (
+    AttentionBackendSpec,
+    CallbackSpec,
+    FeedForwardSpec,
+    Lazy,
+    LossSpec,
+    LRScheduleSpec,
+    OptimizerSpec,
+)
+
+
+@hookimpl
+def mt_register_attention_backends() -> list[AttentionBackendSpec]:
+    return [
+        AttentionBackendSpec(
+            name="sdpa",
+            doc="torch's scaled_dot_product_attention",
+            supports=Lazy("mt_core.nn.attention:supports_sdpa"),
+            build=Lazy("mt_core.nn.attention:build_sdpa"),
+        ),
+        AttentionBackendSpec(
+            name="eager",
+            doc="Attention written out, softmax in fp32; the reference for the others",
+            supports=Lazy("mt_core.nn.attention:supports_eager"),
+            build=Lazy("mt_core.nn.attention:build_eager"),
+        ),
+    ]
+
+
+@hookimpl
+def mt_register_feed_forwards() -> list[FeedForwardSpec]:
+    return [
+        FeedForwardSpec(
+            name="dense",
+            doc="Two matrices with an activation between them",
+            config_type=Lazy("mt_core.nn.feed_forward:DenseConfig"),
+            build=Lazy("mt_core.nn.feed_forward:build_dense"),
+        )
+    ]
+
+
+@hookimpl
+def mt_register_optimizers() -> list[OptimizerSpec]:
+    return [
+        OptimizerSpec(
+            name="adam",
+            doc="AdamW, with decoupled weight decay",
+            config_type=Lazy("mt_core.optim.configs:AdamConfig"),
+            build=Lazy("mt_core.optim.optimizers:build_adam"),
+        ),
+        OptimizerSpec(
+            name="sgd",
+            doc="Stochastic gradient descent with momentum",
+            config_type=Lazy("mt_core.optim.configs:SGDConfig"),
+            build=Lazy("mt_core.optim.optimizers:build_sgd"),
+        ),
+    ]
+
+
+def _schedule(name: str, function: str, doc: str, config: str = "config.schema:LRScheduleConfig") -> LRScheduleSpec:
+    return LRScheduleSpec(
+        name=name,
+        doc=doc,
+        config_type=Lazy(f"mt_core.{config}"),
+        build=Lazy(f"mt_core.optim.schedules:{function}"),
+    )
+
+
+@hookimpl
+def mt_register_lr_schedules() -> list[LRScheduleSpec]:
+    return [
+        _schedule("constant", "build_constant", "Warm-up, then constant"),
+        _schedule("linear", "build_linear", "Warm-up, then a line down to min_lr"),
+        _schedule("cosine", "build_cosine", "Warm-up, then half a cosine down to min_lr"),
+        _schedule("inverse-square-root", "build_inverse_square_root", "Warm-up, then 1 / sqrt(samples)"),
+        _schedule("WSD", "build_wsd", "Warm-up, stable, then a tail", "optim.configs:WSDScheduleConfig"),
+    ]
+
+
+@hookimpl
+def mt_register_losses() -> list[LossSpec]:
+    return [
+        LossSpec(
+            name="cross_entropy",
+            doc="Cross entropy of the next token, softmax in fp32",
+            build=Lazy("mt_core.nn.loss:build_cross_entropy"),
+        )
+    ]
+
+
+@hookimpl
+def mt_register_callbacks() -> list[CallbackSpec]:
+    return [
+        CallbackSpec(
+            name="metrics_jsonl",
+            doc="Writes metrics.jsonl in the run directory",
+            build=Lazy("mt_core.train.metrics:build_metrics_jsonl"),
+            always=True,
+        ),
+    ]

@@ -54,9 +54,7 @@ KINDS: dict[str, Kind[Any]] = {
     "checkpoint_savers": Kind(
         "a checkpoint saver", "mt_register_checkpoint_savers", specs.CheckpointSaverSpec, "mt-ckpt"
     ),
-    "moe_dispatchers": Kind(
-        "a token dispatcher", "mt_register_moe_dispatchers", specs.MoeDispatcherSpec, "mt-moe"
-    ),
+    "moe_dispatchers": Kind("a token dispatcher", "mt_register_moe_dispatchers", specs.MoeDispatcherSpec, "mt-moe"),
     "feed_forwards": Kind(
         "a feed-forward", "mt_register_feed_forwards", specs.FeedForwardSpec, "mt-core", {"moe": "mt-moe"}
     ),
@@ -64,9 +62,7 @@ KINDS: dict[str, Kind[Any]] = {
         "an attention backend", "mt_register_attention_backends", specs.AttentionBackendSpec, "mt-core"
     ),
     "optimizers": Kind("an optimizer", "mt_register_optimizers", specs.OptimizerSpec, "mt-core"),
-    "lr_schedules": Kind(
-        "a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"
-    ),
+    "lr_schedules": Kind("a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"),
     "losses": Kind("a loss", "mt_register_losses", specs.LossSpec, "mt-core"),
     "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
     "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
@@ -139,7 +135,7 @@ class Registry(Generic[SpecT]):
                 f'{asked}: {self.kind.title} named "{name}" is registered by {owners}; '
                 f"keep one of them with {ALLOW_LIST_VARIABLE}, or uninstall the other"
             )
-        raise PluginError(f"{asked} needs {self.kind.title} named \"{name}\"; {self._missing(name)}")
+        raise PluginError(f'{asked} needs {self.kind.title} named "{name}"; {self._missing(name)}')
 
     def _missing(self, name: str) -> str:
         known = self.names()
@@ -303,7 +299,10 @@ class PluginHost:
 
 
 def load_plugins(
-    *, allow: Iterable[str] | None = None, strict: bool | None = None, found: Iterable[EntryPoint] | None = None
+    *,
+    allow: Iterable[str] | None = None,
+    strict: bool | None = None,
+    found: Iterable[EntryPoint] | None = None,
 ) -> PluginHost:
     """Find and load all plugins.
 

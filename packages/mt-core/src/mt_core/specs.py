@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from mt_core.config.schema import Config, LRScheduleConfig
-    from mt_core.parallel.context import ParallelContext
+    from mt_core.config.schema import Config
+    from mt_core.nn.environment import ModelEnvironment
 
 T = TypeVar("T")
 Split = Literal["train", "valid", "test"]
@@ -206,7 +206,7 @@ class Spec:
 
 
 class BuildModel(Protocol):
-    def __call__(self, config: Any, ctx: ParallelContext) -> torch.nn.Module: ...
+    def __call__(self, config: Any, environment: ModelEnvironment) -> torch.nn.Module: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ class AttentionBackendSpec(Spec):
     supports: Lazy[Any]
     """(request: AttentionRequest) -> True, or the reason why not as a string"""
     build: Lazy[Any]
-    """(request: AttentionRequest) -> mt_core.nn.attention.AttentionCore"""
+    """(request: AttentionRequest, *, softmax_in_fp32: bool) -> mt_core.nn.attention.AttentionCore"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,19 +313,13 @@ class OptimizerSpec(Spec):
     """(config, param_groups) -> torch.optim.Optimizer"""
 
 
-class LRSchedule(Protocol):
-    def __call__(self, config: LRScheduleConfig, max_lr: float, min_lr: float, step: int) -> float:
-        """Learning rate at `step`, counted in samples, after warm-up ended at config.warmup_samples."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class LRScheduleSpec(Spec):
     """A learning-rate decay, selected by `lr_schedule.lr_decay_style`."""
 
     config_type: Lazy[type]
     build: Lazy[Any]
-    """(config, total_samples) -> mt_core.optim.schedules.Schedule"""
+    """(config, horizon: mt_core.optim.schedules.Horizon) -> (consumed samples -> learning rate)"""
 
 
 @dataclass(frozen=True, kw_only=True)

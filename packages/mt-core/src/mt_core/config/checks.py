@@ -1,0 +1,131 @@
+"""Rules that span several keys. Each objection names the values that would be legal."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+
+
+def check_config(config: Config) -> None:
+    """Raise ConfigError for values that cannot work together, before anything is built."""
+    check_layout(config)
+    check_batch_size(config)
+    check_duration(config)
+    check_schedule(config)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def listed(values: list[int]) -> str:
+    """ "1, 2 or 4"; long lists keep their ends."""
+    shown = [str(value) for value in values]
+    if len(shown) > 12:
+        shown = [*shown[:8], "...", *shown[-2:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def must_divide(key: str, value: int, whole_key: str, whole: int) -> None:
+    """`value` (of `key`) has to divide `whole`; the message lists what it can be."""
+    if whole % value:
+        raise ConfigError(f"{key}={value} does not divide {whole_key}={whole}; it can be {listed(divisors(whole))}")
+
+
+def world_size() -> int:
+    """Processes of this job, as the launcher says (torchrun's WORLD_SIZE), else 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def data_parallel_size(config: Config) -> int:
+    parallel = config.parallel
+    return world_size() // (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+
+
+def global_batch_size(config: Config) -> int:
+    """Samples of a full optimizer step."""
+    return config.train.global_batch_size or config.train.micro_batch_size * data_parallel_size(config)
+
+
+def check_layout(config: Config) -> None:
+    world = world_size()
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ):
+        must_divide(f"parallel.{key}", getattr(config.parallel, key), "the number of processes", world)
+    if world != 1:
+        raise ConfigError(
+            f"this job has {world} processes (WORLD_SIZE={world}), and mt trains in one; "
+            "start one process, without a launcher or with its number of processes set to 1"
+        )
+
+
+def check_batch_size(config: Config) -> None:
+    train = config.train
+    total, unit = global_batch_size(config), train.micro_batch_size * data_parallel_size(config)
+    if total % unit:
+        below, above = total - total % unit, total + unit - total % unit
+        near = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch_size} "
+            f"times the data-parallel size {data_parallel_size(config)}; the nearest legal values are {near}"
+        )
+    if train.rampup_batch_size is not None:
+        _check_rampup(train.rampup_batch_size, total, unit)
+
+
+def _check_rampup(rampup: tuple[int, int, int], total: int, unit: int) -> None:
+    start, increment, _ = rampup
+    if start > total or (total - start) % increment:
+        raise ConfigError(
+            f"train.rampup_batch_size={list(rampup)}: from {start} by steps of {increment} the batch never "
+            f"reaches train.global_batch_size={total}; the increment can be {listed(divisors(max(total - start, 1)))}"
+        )
+    for name, value in (("start", start), ("increment", increment)):
+        if value % unit:
+            raise ConfigError(
+                f"train.rampup_batch_size={list(rampup)}: {name} {value} is no multiple of micro_batch_size times "
+                f"the data-parallel size, {unit}"
+            )
+
+
+def check_duration(config: Config) -> None:
+    train = config.train
+    if (train.train_iters is None) == (train.train_samples is None):
+        given = "both are" if train.train_iters is not None else "neither is"
+        raise ConfigError(f"set exactly one of train.train_iters and train.train_samples; {given} set")
+    if train.rampup_batch_size is not None and train.train_samples is None:
+        raise ConfigError(
+            "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not train_iters"
+        )
+
+
+def check_schedule(config: Config) -> None:
+    schedule, optimizer = config.lr_schedule, config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")
+    warmups = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    given = [key for key in warmups if getattr(schedule, key) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"lr_schedule: set at most one of {', '.join(warmups)}; {' and '.join(given)} are set")
+    if schedule.lr_decay_iters is not None and schedule.lr_decay_samples is not None:
+        raise ConfigError("lr_schedule: set at most one of lr_decay_iters and lr_decay_samples")
+    by_samples = config.train.train_samples is not None
+    mixed = ("lr_warmup_iters", "lr_decay_iters") if by_samples else ("lr_warmup_samples", "lr_decay_samples")
+    for key in mixed:
+        if getattr(schedule, key) is not None:
+            length, instead = ("train_samples", "samples") if by_samples else ("train_iters", "iters")
+            raise ConfigError(
+                f"lr_schedule.{key} is set while training is counted by train.{length}; "
+                f"use lr_schedule.{key.rsplit('_', 1)[0]}_{instead}"
+            )

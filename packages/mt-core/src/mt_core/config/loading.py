@@ -1,0 +1,211 @@
+"""Default < preset < file < `--set`: layers are merged key by key, each value remembering its layer."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from mt_core.config.checks import check_config
+from mt_core.config.messages import unknown_key, validation_message
+from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Config, Section
+from mt_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place; `origin` is how that place is shown, for instance "file run.toml"."""
+
+    origin: str
+    values: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked configuration and, for each dotted key, the layer that its value came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+    preset: str | None
+
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, DEFAULT)
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    overrides: Iterable[str] = (),
+    host: PluginHost | None = None,
+) -> LoadedConfig:
+    """Read, merge and check a configuration.
+
+    path: a TOML or JSON file; it may name a preset with the top-level key `preset`. preset: wins over
+    the file's. overrides: "section.key=value" with the value written as in TOML, `null`, or bare text.
+    Raises ConfigError, and PluginError for a name that no plugin registers.
+    """
+    host = host or _load_plugins()
+    file_preset, file_layer = _read_file(Path(path)) if path is not None else (None, None)
+    preset = preset or file_preset
+    layers = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
+    layers += [file_layer] if file_layer else []
+    layers += [_override_layer(text, layers) for text in overrides]
+    merged = merge_layers(layers)
+    config = Config(**{name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
+    origins = {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
+    loaded = LoadedConfig(config, origins, preset)
+    _refuse_unused_values(loaded)
+    check_config(config)
+    host.check_config(config)
+    return loaded
+
+
+def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
+    """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again."""
+    merged = merge_layers([Layer("stored configuration", values)])
+    return Config(**{name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
+
+
+def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
+    """The partial config tree registered as preset `name` by a model family."""
+    presets = {key: (spec, tree) for spec in host.models for key, tree in spec.presets.load().items()}
+    if name not in presets:
+        if not presets:
+            raise ConfigError(f"preset {name}: no installed plugin brings a preset (pip install mt-models)")
+        raise ConfigError(
+            f"preset {name} is unknown; presets are {', '.join(sorted(presets))}{did_you_mean(name, presets)}"
+        )
+    spec, tree = presets[name]
+    return {**tree, "model": {"family": spec.name, **tree.get("model", {})}}
+
+
+def merge_layers(layers: Iterable[Layer]) -> dict[str, dict[str, tuple[Any, str]]]:
+    """section -> key -> (value, origin), later layers winning; unknown sections are errors."""
+    merged: dict[str, dict[str, tuple[Any, str]]] = {}
+    for layer in layers:
+        for section, values in layer.values.items():
+            if section not in SECTIONS:
+                raise ConfigError(unknown_key(section, None, layer.origin))
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"{section} (from {layer.origin}): got {values!r}, expected a table of keys")
+            for key, value in values.items():
+                merged.setdefault(section, {})[key] = (value, layer.origin)
+    return merged
+
+
+def _load_plugins() -> PluginHost:
+    from mt_core.plugins import load_plugins
+
+    return load_plugins()
+
+
+def _read_file(path: Path) -> tuple[str | None, Layer]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    except (ValueError, UnicodeDecodeError) as error:  # both decoders' errors are ValueErrors
+        raise ConfigError(f"config file {path}: {error}") from error
+    preset = values.pop("preset", None)
+    if preset is not None and not isinstance(preset, str):
+        raise ConfigError(f"config file {path}: preset is {preset!r}, expected the name of a preset")
+    return preset, Layer(f"file {path.name}", values)
+
+
+def _override_layer(text: str, below: list[Layer]) -> Layer:
+    """One `--set`. A path below a key (model.rope_scaling.factor) changes one entry of its table."""
+    path, equals, value = text.partition("=")
+    parts = path.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {text}: expected section.key=value, for instance train.train_iters=100")
+    section, key, *inner = parts
+    parsed = _parse_value(value.strip())
+    if inner:
+        table = merge_layers(below).get(section, {}).get(key, ({}, ""))[0]
+        parsed = _with_entry(table if isinstance(table, Mapping) else {}, inner, parsed)
+    return Layer("--set", {section: {key: parsed}})
+
+
+def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    inner = table.get(head, {})
+    return {
+        **table,
+        head: _with_entry(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value,
+    }
+
+
+def _parse_value(text: str) -> Any:
+    if text in ("null", "none", "None"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def section_type(name: str, selected: str | None, host: PluginHost) -> type[Section]:
+    """The type of a section, given the value of its selector (None: the default)."""
+    base = SECTIONS[name]
+    if name not in REGISTRY_OF_SECTION or base.selector is None:
+        return base
+    if selected is None:
+        field = base.model_fields[base.selector]
+        if field.is_required():
+            raise ConfigError(_nothing_selected(name, base.selector, host))
+        selected = field.default
+    registry = host.registry(REGISTRY_OF_SECTION[name])
+    return registry.get(selected, key=f"{name}.{base.selector}").config_type.load()
+
+
+def _nothing_selected(section: str, selector: str, host: PluginHost) -> str:
+    names = host.registry(REGISTRY_OF_SECTION[section]).names()
+    if not names:
+        return f"{section}.{selector} is not set, and no installed plugin registers one (pip install mt-models)"
+    return f"{section}.{selector} is not set; choose a preset (mt models lists them) or one of {', '.join(names)}"
+
+
+def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> Section:
+    selector = SECTIONS[name].selector
+    selected = values[selector][0] if selector in values else None
+    if selected is not None and not isinstance(selected, str):
+        raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
+    type_ = section_type(name, selected, host)
+    try:
+        return type_.model_validate({key: value for key, (value, _) in values.items()})
+    except ValidationError as error:
+        origins = {key: origin for key, (_, origin) in values.items()}
+        raise ConfigError(validation_message(name, type_, error, origins)) from None
+
+
+def _refuse_unused_values(loaded: LoadedConfig) -> None:
+    """A value that somebody wrote but nothing reads is an error (presets may set what a file turns off)."""
+    for name in SECTIONS:
+        section = getattr(loaded.config, name)
+        for key, field in type(section).model_fields.items():
+            origin = loaded.origin(f"{name}.{key}")
+            if origin == DEFAULT or origin.startswith("preset"):
+                continue
+            extra = field.json_schema_extra
+            conditions = extra.get("used_when", {}) if isinstance(extra, dict) else {}
+            if getattr(section, key) == field.get_default(call_default_factory=True):
+                continue
+            for other, allowed in conditions.items():
+                if getattr(section, other) not in allowed:
+                    legal = " or ".join(str(value) for value in allowed)
+                    raise ConfigError(
+                        f"{name}.{key} (from {origin}) would be ignored: it only counts when {name}.{other} is "
+                        f"{legal}, and that is {getattr(section, other)} (from {loaded.origin(f'{name}.{other}')})"
+                    )

@@ -1,0 +1,58 @@
+"""Turns what pydantic finds into sentences that name the key, its origin, what was given and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from mt_core.config.schema import SECTIONS, Section
+from mt_core.errors import did_you_mean
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+}
+
+
+def validation_message(section: str, type_: type[Section], error: ValidationError, origins: Mapping[str, str]) -> str:
+    """One line for each thing that is wrong in a section."""
+    return "\n".join(_line(section, type_, dict(entry), origins) for entry in error.errors())
+
+
+def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Mapping[str, str]) -> str:
+    path = [str(part) for part in entry["loc"]]
+    key = path[0] if path else ""
+    origin = origins.get(key, "default")
+    if entry["type"] == "extra_forbidden" and len(path) == 1:
+        return unknown_key(section, key, origin, type_)
+    dotted = ".".join([section, *path])
+    if entry["type"] == "missing":
+        return f"{dotted} is missing; set it in the file or with --set {dotted}=..."
+    if entry["type"] == "value_error":
+        return f"{dotted} (from {origin}): {entry['ctx']['error']}"
+    expected = _EXPECTED.get(entry["type"])
+    what = f"expected {expected}" if expected else entry["msg"][0].lower() + entry["msg"][1:]
+    return f"{dotted} (from {origin}): got {entry['input']!r}, {what}"
+
+
+def unknown_key(section: str, key: str | None, origin: str, type_: type[Section] | None = None) -> str:
+    """A key or section that does not exist: where it belongs, or what it resembles."""
+    if key is None:
+        homes = [name for name, base in SECTIONS.items() if section in base.model_fields]
+        belongs = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
+        hint = belongs or did_you_mean(section, [*SECTIONS, "preset"])
+        return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(SECTIONS)}"
+    fields = list((type_ or SECTIONS[section]).model_fields)
+    hint = did_you_mean(key, fields)
+    homes = [name for name, base in SECTIONS.items() if key in base.model_fields and name != section]
+    if homes:
+        hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"
+    return f"unknown key {section}.{key} (from {origin}){hint}"

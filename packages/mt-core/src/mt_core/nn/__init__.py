@@ -1,0 +1,1 @@
+"""Layers that all model families share, each declaring the layout of its parameters."""

@@ -1,0 +1,126 @@
+"""The attention core: softmax(Q K^T / sqrt(d)) V, computed by interchangeable backends.
+
+Shapes: B batch, S query positions, T key positions, N query heads, G key-value groups (G divides N), D
+head size. Queries are [B, S, N, D], keys and values [B, T, G, D], the result [B, S, N, D]. When T > S the
+queries are the last S of the T positions (decoding with a cache).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.specs import AttentionRequest
+
+
+@dataclass
+class AttentionPattern:
+    """Which keys a query sees, and what is added to its scores. One object serves all layers of a forward.
+
+    segment_ids: [B, T] document numbers; a query sees its own only. alibi_slopes: [N].
+    """
+
+    causal: bool = True
+    segment_ids: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    _mask: Tensor | None = None
+
+    @property
+    def is_plain_causal(self) -> bool:
+        return self.causal and self.segment_ids is None and self.alibi_slopes is None
+
+    def additive_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[B or 1, N or 1, S, T]: 0 or the bias where a query sees a key, -inf elsewhere. Built once."""
+        if self._mask is None or self._mask.shape[-2:] != (queries, keys):
+            self._mask = self._build_mask(queries, keys, dtype, device)
+        return self._mask
+
+    def _build_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        query_positions = torch.arange(keys - queries, keys, device=device)
+        distance = query_positions[:, None] - torch.arange(keys, device=device)[None, :]  # [S, T]
+        hidden = (distance < 0)[None, None] if self.causal else torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        if self.segment_ids is not None:
+            own = self.segment_ids[:, keys - queries :, None] == self.segment_ids[:, None, :]  # [B, S, T]
+            hidden = hidden | ~own[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        if self.alibi_slopes is not None:
+            mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)
+        return mask.masked_fill(hidden, float("-inf"))
+
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionPattern, float], Tensor]
+"""(q, k, v, pattern, dropout probability) -> [B, S, N, D]; dropout is 0 outside training."""
+
+
+def expand_groups(x: Tensor, num_heads: int) -> Tensor:
+    """[B, T, G, D] -> [B, T, N, D]: each group's keys or values serve N / G query heads."""
+    groups = x.shape[2]
+    return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=2)
+
+
+def eager_attention(*, softmax_in_fp32: bool = True) -> AttentionCore:
+    """Attention written out, for reference: every intermediate tensor is there to look at."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        heads = q.shape[2]
+        k, v = expand_groups(k, heads), expand_groups(v, heads)
+        scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+        if softmax_in_fp32:
+            scores = scores.float()
+        scores = scores + pattern.additive_mask(q.shape[1], k.shape[1], scores.dtype, q.device)
+        weights = torch.softmax(scores, dim=-1).to(q.dtype)
+        return torch.einsum("bnst,btnd->bsnd", F.dropout(weights, dropout), v)
+
+    return attend
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    """Attention by torch's scaled_dot_product_attention, which keeps no S x T tensor where it can."""
+    heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
+    causal = pattern.is_plain_causal and queries == keys
+    # A single query in plain causal attention is the last position: it sees every key.
+    unmasked = pattern.is_plain_causal and queries == 1
+    mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        expand_groups(k, heads).transpose(1, 2),
+        expand_groups(v, heads).transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+    )
+    return out.transpose(1, 2)
+
+
+# -- registration ----------------------------------------------------------------------------------
+
+
+def supports_eager(request: AttentionRequest) -> bool | str:
+    return _dense_backends_lack(request)
+
+
+def supports_sdpa(request: AttentionRequest) -> bool | str:
+    if request.deterministic and request.device_type == "cuda":
+        return "its backward on cuda adds in no fixed order; deterministic runs need eager"
+    return _dense_backends_lack(request)
+
+
+def _dense_backends_lack(request: AttentionRequest) -> bool | str:
+    if request.window is not None:
+        return "it has no sliding window"
+    if request.logit_softcap is not None:
+        return "it has no soft cap on the scores"
+    return True
+
+
+def build_eager(request: AttentionRequest, *, softmax_in_fp32: bool = True) -> AttentionCore:
+    return eager_attention(softmax_in_fp32=softmax_in_fp32)
+
+
+def build_sdpa(request: AttentionRequest, *, softmax_in_fp32: bool = True) -> AttentionCore:
+    return sdpa_attention

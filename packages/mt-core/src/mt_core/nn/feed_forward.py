@@ -1,0 +1,66 @@
+"""The dense feed-forward block: two matrices with an activation between them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from mt_core.config.schema import Section
+from mt_core.nn.activations import Activation, activate, is_gated
+from mt_core.nn.layout import Init, normal
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.parallel.context import ParallelContext
+
+
+class FeedForwardShape(Protocol):
+    """What a feed-forward reads from the configuration of its model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+    @property
+    def activation(self) -> Activation: ...
+    @property
+    def add_bias_linear(self) -> bool: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def output_init_std(self) -> float: ...
+
+
+class DenseConfig(Section):
+    """The dense block takes its shape from the model; it has no options of its own."""
+
+
+class DenseFeedForward(nn.Module):
+    """linear_fc2(activation(linear_fc1(x))): [batch, sequence, hidden] -> the same."""
+
+    def __init__(self, config: FeedForwardShape, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.activation = config.activation
+        blocks = 2 if is_gated(config.activation) else 1
+        init: Init = normal(config.init_method_std)
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            blocks * config.ffn_size,
+            ctx,
+            bias=config.add_bias_linear,
+            init=init,
+            sections=blocks,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            ctx,
+            bias=config.add_bias_linear,
+            init=normal(config.output_init_std),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
+
+
+def build_dense(config: FeedForwardShape, ctx: ParallelContext) -> nn.Module:
+    return DenseFeedForward(config, ctx)

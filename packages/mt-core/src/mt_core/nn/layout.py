@@ -1,0 +1,142 @@
+"""The one declaration of a parameter: its canonical shape, how it is split, and how it is initialized.
+
+Checkpoints, conversion, optimizer state and initialization read it; there is no second table.
+
+A parameter has a canonical tensor (what one process without padding would hold) and a local tensor
+(this rank's slice of it, vocabulary padded). `to_local` and `to_canonical` go from one to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.parallel.context import AxisName, ParallelContext
+
+Init = Callable[[Tensor, torch.Generator], object]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Dimension `dim` is divided over `axis`.
+
+    sections: the dimension is this many blocks laid end to end, and a rank holds its share of each. A
+    gated MLP's first matrix has two, all gate rows and then all up rows.
+    """
+
+    dim: int
+    axis: AxisName
+    sections: int = 1
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """shape: canonical. padded: dimension -> its size in memory over all ranks, if larger."""
+
+    shape: tuple[int, ...]
+    init: Init
+    splits: tuple[Split, ...] = ()
+    padded: Mapping[int, int] = field(default_factory=dict)
+
+    def local_shape(self, ctx: ParallelContext) -> tuple[int, ...]:
+        """Shape of this rank's tensor."""
+        sizes = [self.padded.get(dim, size) for dim, size in enumerate(self.shape)]
+        for split in self.splits:
+            sizes[split.dim] //= ctx.axis(split.axis).size
+        return tuple(sizes)
+
+    def to_local(self, canonical: Tensor, ctx: ParallelContext) -> Tensor:
+        """This rank's slice of a canonical tensor; padding is zero."""
+        tensor = canonical
+        for dim, size in self.padded.items():
+            filler = tensor.new_zeros([*tensor.shape[:dim], size - tensor.shape[dim], *tensor.shape[dim + 1 :]])
+            tensor = torch.cat([tensor, filler], dim)
+        for split in self.splits:
+            axis = ctx.axis(split.axis)
+            if axis.size > 1:
+                blocks = tensor.chunk(split.sections, split.dim)
+                tensor = torch.cat([block.chunk(axis.size, split.dim)[axis.rank] for block in blocks], split.dim)
+        return tensor
+
+    def to_canonical(self, local: Tensor) -> Tensor:
+        """The canonical tensor, when this process holds all of it (no axis splits it)."""
+        tensor = local
+        for dim in self.padded:
+            tensor = tensor.narrow(dim, 0, self.shape[dim])
+        return tensor
+
+
+class LayoutModule(nn.Module):
+    """A module whose own parameters are made by `declare`."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    def declare(self, name: str, layout: ParameterLayout | None) -> None:
+        """Make the parameter `name` with uninitialized memory of this rank's shape; None: leave it None."""
+        if layout is None:
+            self.register_parameter(name, None)
+            return
+        shape = layout.local_shape(self.ctx)
+        tensor = torch.empty(shape, dtype=self.ctx.params_dtype, device=self.ctx.device)
+        self.register_parameter(name, nn.Parameter(tensor))
+        self.layouts[name] = layout
+
+
+def parameter_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
+    """Canonical name -> layout, for every parameter of a model.
+
+    Raises ValueError for a parameter that was made without `declare`: it would have no known layout.
+    """
+    found = {f"{prefix}{name}": layout for prefix, name, layout in _declared(model)}
+    for name, _ in model.named_parameters():
+        if name not in found:
+            raise ValueError(f"parameter {name} has no layout; make it with LayoutModule.declare")
+    # A parameter that two modules share counts once, under the name that PyTorch lists.
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+def _declared(model: nn.Module) -> Iterator[tuple[str, str, ParameterLayout]]:
+    for path, module in model.named_modules():
+        for name, layout in getattr(module, "layouts", {}).items():
+            yield (f"{path}." if path else ""), name, layout
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, ctx: ParallelContext) -> None:
+    """Fill every parameter from a stream of its own, seeded by (seed, canonical name).
+
+    So the weights do not depend on the layout, nor on the order in which layers are built.
+    """
+    layouts = parameter_layouts(model)
+    for name, parameter in model.named_parameters():
+        layout = layouts[name]
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(stream_seed(seed, name))
+        canonical = torch.empty(layout.shape, dtype=torch.float32, device=parameter.device)
+        layout.init(canonical, generator)
+        parameter.copy_(layout.to_local(canonical, ctx))
+
+
+def stream_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for the random stream `name` of a run."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def normal(std: float) -> Init:
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+
+
+def zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()
+
+
+def ones(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(1.0)

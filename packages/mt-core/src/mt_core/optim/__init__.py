@@ -1,0 +1,1 @@
+"""Optimizers, schedules, clipping, loss scaling, 16-bit training with fp32 main weights."""

@@ -1,0 +1,68 @@
+"""Loss scaling for fp16, with Megatron's rules of growth, back-off and hysteresis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mt_core.config.schema import PrecisionConfig
+
+GROWTH, BACKOFF = 2.0, 0.5
+
+
+@dataclass
+class LossScaler:
+    """The factor on the loss. `update` is told after each step whether a gradient overflowed."""
+
+    scale: float
+    dynamic: bool
+    min_scale: float = 1.0
+    window: int = 1000
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are borne before the scale halves."""
+    clean_steps: int = 0
+    patience: int = 2
+
+    def update(self, overflowed: bool) -> None:
+        if not self.dynamic:
+            return
+        if overflowed:
+            self.clean_steps = 0
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale * BACKOFF, self.min_scale)
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.window:
+            self.clean_steps = 0
+            self.patience = self.hysteresis
+            self.scale *= GROWTH
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether overflow can no longer be answered with a smaller scale."""
+        return not self.dynamic or self.scale <= self.min_scale
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "patience": self.patience}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self.clean_steps = int(state["clean_steps"])
+        self.patience = int(state["patience"])
+
+
+def build_loss_scaler(config: PrecisionConfig) -> LossScaler:
+    """Scale 1 and never changed, except for fp16."""
+    if config.dtype != "fp16":
+        return LossScaler(scale=1.0, dynamic=False)
+    if config.loss_scale is not None:
+        return LossScaler(scale=config.loss_scale, dynamic=False)
+    return LossScaler(
+        scale=config.initial_loss_scale,
+        dynamic=True,
+        min_scale=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        patience=config.hysteresis,
+    )

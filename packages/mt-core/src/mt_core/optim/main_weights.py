@@ -1,0 +1,91 @@
+"""What the optimizer works on: the model's own weights in fp32, or fp32 copies of 16-bit ones.
+
+With 16-bit weights each gradient is added to an fp32 buffer as soon as the backward pass has made it, so
+that accumulating over micro-batches loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class MainWeights(Protocol):
+    """Named fp32 weights with gradients that the optimizer may use."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def zero_grad(self) -> None: ...
+
+    def publish(self) -> None:
+        """Called after the optimizer's step: the model gets the new weights."""
+        ...
+
+    def refresh(self) -> None:
+        """Called when the model's weights were set from outside (a checkpoint without main weights)."""
+        ...
+
+
+class ModelWeights:
+    """fp32 training: the model's weights are the main weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def publish(self) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
+class CopiedWeights:
+    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.copies = {name: nn.Parameter(parameter.detach().float()) for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            copy = self.copies[name]
+            copy.grad = torch.zeros_like(copy)
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self.copies.items())
+
+    def zero_grad(self) -> None:
+        for copy in self.copies.values():
+            if copy.grad is not None:
+                copy.grad.zero_()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.copies[name])
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.copies[name].copy_(parameter)
+
+
+def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:
+    def accumulate(parameter: Tensor) -> None:
+        assert copy.grad is not None
+        assert parameter.grad is not None
+        copy.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return accumulate
+
+
+def build_main_weights(model: nn.Module) -> MainWeights:
+    is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return ModelWeights(model) if is_fp32 else CopiedWeights(model)

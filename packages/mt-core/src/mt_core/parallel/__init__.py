@@ -1,0 +1,1 @@
+"""How a model and a batch are divided over processes."""

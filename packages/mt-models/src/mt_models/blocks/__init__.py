@@ -1,0 +1,1 @@
+"""Pieces that families are composed from."""

@@ -1,0 +1,22 @@
+"""ALiBi (Press et al., Train Short, Test Long, 2021): a penalty on scores that grows with distance."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """[num_heads] slopes in fp32. For a power of two: 2^(-8 (i + 1) / n); else the paper's interleaving."""
+    closest = 2 ** math.floor(math.log2(num_heads))
+    slopes = _geometric(closest)
+    if closest < num_heads:
+        slopes += _geometric(2 * closest)[0::2][: num_heads - closest]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def _geometric(count: int) -> list[float]:
+    ratio = 2.0 ** (-8.0 / count)
+    return [ratio ** (i + 1) for i in range(count)]

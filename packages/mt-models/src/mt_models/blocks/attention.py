@@ -1,0 +1,99 @@
+"""Self-attention: one matrix for queries, keys and values, positions, the core, the output projection."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.norm import Normalization, build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.cache import LayerCache
+from mt_models.blocks.rotary import RotaryAngles, rotate
+
+
+class AttentionShape(Protocol):
+    """What attention reads from the configuration of its model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def query_groups(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def add_bias_linear(self) -> bool: ...
+    @property
+    def add_qkv_bias(self) -> bool: ...
+    @property
+    def qk_layernorm(self) -> bool: ...
+    @property
+    def normalization(self) -> Normalization: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def attention_dropout(self) -> float: ...
+    @property
+    def rotary_interleaved(self) -> bool: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def output_init_std(self) -> float: ...
+
+
+class SelfAttention(nn.Module):
+    """x -> linear_proj(core(q, k, v)): [batch, sequence, hidden] -> the same.
+
+    Rows of linear_qkv are grouped by key-value group, as Megatron stores them: for each group its query
+    heads, then its key head, then its value head.
+    """
+
+    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.core = core
+        self.groups = config.query_groups
+        self.heads_per_group = config.num_attention_heads // config.query_groups
+        self.head_dim = config.head_dim
+        self.dropout = config.attention_dropout
+        self.rotary_interleaved = config.rotary_interleaved
+        width = config.num_attention_heads * config.head_dim
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            width + 2 * self.groups * config.head_dim,
+            ctx,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=normal(config.init_method_std),
+        )
+        self.linear_proj = RowParallelLinear(
+            width, config.hidden_size, ctx, bias=config.add_bias_linear, init=normal(config.output_init_std)
+        )
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if config.qk_layernorm:
+            self.q_layernorm = build_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
+            self.k_layernorm = build_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
+
+    def forward(
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
+    ) -> Tensor:
+        q, k, v = self.project(x)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if angles is not None:
+            q, k = rotate(q, angles, self.rotary_interleaved), rotate(k, angles, self.rotary_interleaved)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        out = self.core(q, k, v, pattern, self.dropout if self.training else 0.0)
+        return self.linear_proj(out.flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D]"""
+        batch, sequence, _ = x.shape
+        qkv = self.linear_qkv(x).view(batch, sequence, self.groups, self.heads_per_group + 2, self.head_dim)
+        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)

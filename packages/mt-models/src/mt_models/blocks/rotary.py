@@ -1,0 +1,36 @@
+"""Rotary position embedding (Su et al., RoFormer, 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
+    """[rotary_dim / 2] angles per position, in fp32: base^(-2i / rotary_dim)."""
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+class RotaryAngles:
+    """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32."""
+
+    def __init__(self, position_ids: Tensor, frequencies: Tensor) -> None:
+        angles = position_ids.to(torch.float32)[..., None, None] * frequencies.to(position_ids.device)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, angles: RotaryAngles, interleaved: bool) -> Tensor:
+    """Rotate the first 2 * (rotary_dim / 2) channels of x [B, S, N, D]; the others pass.
+
+    interleaved: channel pairs are neighbours (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
+    """
+    rotary_dim = 2 * angles.cos.shape[-1]
+    turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    cos, sin = angles.cos.to(x.dtype), angles.sin.to(x.dtype)
+    pair = (first * cos - second * sin, first * sin + second * cos)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned

@@ -1,0 +1,76 @@
+"""The pre-norm transformer layer, and a stack of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import AttentionShape, SelfAttention
+from mt_models.blocks.cache import KeyValueCache, LayerCache
+from mt_models.blocks.rotary import RotaryAngles
+
+
+class LayerShape(AttentionShape, Protocol):
+    """What a transformer layer reads from the configuration of its model."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_dropout(self) -> float: ...
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): [batch, sequence, hidden] -> the same."""
+
+    def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.hidden_dropout = config.hidden_dropout
+        self.input_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.self_attention = SelfAttention(config, core, ctx)
+        self.pre_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.mlp = feed_forward
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        x = x + self._drop(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
+        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.hidden_dropout, self.training)
+
+
+class TransformerStack(nn.Module):
+    """Layers and the norm behind them. The first `recomputed` layers keep only their input for backward."""
+
+    def __init__(
+        self, layers: list[TransformerLayer], config: LayerShape, ctx: ParallelContext, recomputed: int = 0
+    ) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.layers = nn.ModuleList(layers)
+        self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training and index < self.recomputed:
+                x = checkpoint(layer, x, pattern, angles, use_reentrant=False)
+            else:
+                x = layer(x, pattern, angles, cache.layers[index] if cache else None)
+        return self.final_layernorm(x)

@@ -1,0 +1,139 @@
+"""Configuration of the GPT family, with the rules that tie its keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.errors import ConfigError
+
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
+GATED = ("swiglu", "geglu", "geglu_tanh")
+
+
+class GPTConfig(ModelConfig):
+    """A decoder-only transformer."""
+
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads; each serves num_attention_heads / num_query_groups query heads. 1 is multi-query.
+    Default: num_attention_heads (multi-head)."""
+    kv_channels: PositiveInt | None = None
+    """Size of a head. Default: hidden_size / num_attention_heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 4 hidden_size, or 8/3 hidden_size rounded down to a multiple
+    of 64 (at least 64) when the activation is gated."""
+    max_position_embeddings: PositiveInt | None = used_when(None, position_embedding_type="learned_absolute")
+    """Rows of the table of learned positions, the longest sequence that the model can take."""
+    position_embedding_type: PositionEmbedding = "learned_absolute"
+    """learned_absolute, rope (rotary), alibi or none."""
+    rotary_base: Annotated[float, Field(gt=0)] = used_when(10000.0, position_embedding_type="rope")
+    """Base of the rotary wavelengths."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = used_when(1.0, position_embedding_type="rope")
+    """Share of each head that is rotated."""
+    rotary_interleaved: bool = used_when(False, position_embedding_type="rope")
+    """Rotate pairs of neighbours (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of normalization."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance."""
+    activation: Activation = "gelu"
+    """Of the feed-forward; swiglu and geglu are gated. gelu is the exact one, gelu_tanh that of GPT-2."""
+    qk_layernorm: bool = False
+    """Normalize each query and key head before positions are applied."""
+    add_bias_linear: bool = True
+    """Biases in the linear layers."""
+    add_qkv_bias: bool = used_when(False, add_bias_linear=False)
+    """A bias on queries, keys and values alone."""
+    untie_embeddings_and_output_weights: bool = False
+    """The output projection has a matrix of its own."""
+    hidden_dropout: Probability = 0.0
+    """Dropout after the embedding, the attention and the feed-forward."""
+    attention_dropout: Probability = 0.0
+    """Dropout on the attention weights."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+    moe: dict[str, Any] | None = None
+    """Options of a mixture of experts in place of the dense feed-forward; needs the feed-forward "moe"."""
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation in GATED:
+            return max(self.hidden_size * 8 // 3 // 64 * 64, 64)
+        return 4 * self.hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head, an even number."""
+        return int(self.head_dim * self.rotary_percent) // 2 * 2
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+    @property
+    def feed_forward(self) -> str:
+        return "dense" if self.moe is None else "moe"
+
+
+def check_gpt(config: Config) -> None:
+    """Raise ConfigError for a GPT that cannot be built, or cannot read its samples."""
+    model = config.model
+    assert isinstance(model, GPTConfig)
+    _check_heads(model)
+    _check_positions(model, config.data.seq_length)
+
+
+def _check_heads(model: GPTConfig) -> None:
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        legal = listed(divisors(model.hidden_size))
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.num_attention_heads={model.num_attention_heads}; the number of heads can be {legal}, "
+            "or set model.kv_channels"
+        )
+    must_divide("model.num_query_groups", model.query_groups, "model.num_attention_heads", model.num_attention_heads)
+    if model.position_embedding_type == "rope" and model.rotary_dim < 2:
+        raise ConfigError(
+            f"model.rotary_percent={model.rotary_percent} of a head of {model.head_dim} leaves no channel to rotate; "
+            f"at least {2 / model.head_dim:.3g} is needed"
+        )
+
+
+def _check_positions(model: GPTConfig, seq_length: int) -> None:
+    if model.position_embedding_type != "learned_absolute":
+        return
+    if model.max_position_embeddings is None:
+        raise ConfigError(
+            "model.max_position_embeddings is not set; learned positions need it, at least "
+            f"data.seq_length={seq_length}"
+        )
+    if seq_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_length={seq_length} is longer than model.max_position_embeddings="
+            f"{model.max_position_embeddings}; use at most {model.max_position_embeddings}, or more positions"
+        )
