@@ -234,15 +234,24 @@ class TokenizerSpec(Spec):
 
     config_type: Lazy[type]
     build: Lazy[BuildTokenizer]
+    restore: Lazy[RestoreTokenizer] | None = None
+    """Builds it from the files that travel with a checkpoint; None: `build` needs no files."""
+
+
+class RestoreTokenizer(Protocol):
+    def __call__(self, config: Any, files: Mapping[str, bytes]) -> Tokenizer: ...
 
 
 class BuildDataset(Protocol):
-    def __call__(self, config: Any, tokenizer: Tokenizer, request: SplitRequest) -> Dataset | None: ...
+    def __call__(
+        self, config: Any, tokenizer: Tokenizer, request: SplitRequest
+    ) -> Dataset | Mapping[str, Dataset] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(Spec):
-    """A data set, selected by `data.dataset_type`. `build` returns None for a split without data."""
+    """A data set, selected by `data.dataset_type`. `build` returns None for a split without data,
+    and several data sets by name for several validation sets."""
 
     config_type: Lazy[type]
     build: Lazy[BuildDataset]

@@ -117,6 +117,8 @@ class TrainConfig(Section):
     """Optimizer steps to train. Give this or train_samples."""
     train_samples: PositiveInt | None = None
     """Samples to train. Give this or train_iters."""
+    exit_iteration: PositiveInt | None = None
+    """Save and stop after this step, as if asked by a signal; the schedule stays that of the whole training."""
     eval_interval: PositiveInt | None = 100
     """Steps between evaluations; null never evaluates while training."""
     eval_iters: NonNegativeInt = 10

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mt_core._torch_compat import zero_all_
+
 
 class MainWeights(Protocol):
     """Named fp32 weights with gradients that the optimizer may use."""
@@ -61,9 +63,7 @@ class CopiedWeights:
         return iter(self.copies.items())
 
     def zero_grad(self) -> None:
-        for copy in self.copies.values():
-            if copy.grad is not None:
-                copy.grad.zero_()
+        zero_all_([copy.grad for copy in self.copies.values() if copy.grad is not None])
 
     @torch.no_grad()
     def publish(self) -> None:

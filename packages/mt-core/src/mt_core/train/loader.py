@@ -1,0 +1,93 @@
+"""From samples by number to batches of arrays.
+
+The order of samples is the data set's own; which of them a step takes depends on the consumed samples
+alone, and which of those a data-parallel rank takes on its rank. Reader threads change nothing but speed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from mt_core.specs import Dataset
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank does in one step. micro_batches: arrays [micro_batch_size, ...]; samples: their numbers."""
+
+    micro_batches: list[Arrays]
+    samples: list[range]
+
+
+def micro_batch_samples(first: int, size: int, micro_size: int, dp_rank: int, dp_size: int) -> list[range]:
+    """Numbers of the samples in each micro-batch of a rank.
+
+    A step takes samples first ... first + size - 1. Each round of micro-batches takes dp_size * micro_size
+    consecutive ones, of which rank r has the r-th micro_size (Megatron's order).
+    """
+    starts = range(first + dp_rank * micro_size, first + size, dp_size * micro_size)
+    return [range(start, min(start + micro_size, first + size)) for start in starts]
+
+
+def collate(samples: Iterable[Mapping[str, np.ndarray]]) -> Arrays:
+    """Stack samples: each array gets a leading batch dimension."""
+    rows = list(samples)
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class BatchReader:
+    """Reads the batches of the given steps, `ahead` of them in `workers` threads (0: when asked)."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        steps: Iterable[tuple[int, int]],
+        *,
+        micro_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        workers: int = 0,
+        ahead: int = 2,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_size, self.dp_rank, self.dp_size = micro_size, dp_rank, dp_size
+        self._steps = iter(steps)
+        self._ahead = ahead
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="mt-reader") if workers else None
+        self._pending: deque[Future[RankBatch]] = deque()
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        try:
+            if self._pool is None:
+                yield from (self.read(first, size) for first, size in self._steps)
+            else:
+                yield from self._read_ahead(self._pool)
+        finally:
+            self.close()
+
+    def read(self, first: int, size: int) -> RankBatch:
+        """The batch of the step that takes samples first ... first + size - 1."""
+        groups = micro_batch_samples(first, size, self.micro_size, self.dp_rank, self.dp_size)
+        return RankBatch([collate(self.dataset[index] for index in group) for group in groups], groups)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[RankBatch]:
+        while True:
+            while len(self._pending) < self._ahead:
+                step = next(self._steps, None)
+                if step is None:
+                    break
+                self._pending.append(pool.submit(self.read, *step))
+            if not self._pending:
+                return
+            yield self._pending.popleft().result()

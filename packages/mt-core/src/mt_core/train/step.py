@@ -1,0 +1,103 @@
+"""One optimizer step: forward and backward over micro-batches, norm, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mt_core._torch_compat import scale_all_
+from mt_core.nn.loss import Loss
+from mt_core.optim.loss_scale import LossScaler
+from mt_core.optim.main_weights import MainWeights
+
+Batch = Mapping[str, Tensor]
+ForwardStep = Callable[[nn.Module, Batch], Tensor]
+"""(model, micro-batch) -> losses [batch, sequence], before masking"""
+
+MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
+
+
+def default_forward_step(loss: Loss) -> ForwardStep:
+    """model(inputs of the batch), then the loss. A model's `inputs` attribute names other inputs."""
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        names = getattr(model, "inputs", MODEL_INPUTS)
+        return loss(model(**{name: batch[name] for name in names if name in batch}), batch)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled."""
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    updated: bool
+    """False when a gradient overflowed and the step was left out."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class OptimizerStep:
+    """Owns the order of things in a step. The model and the optimizer are the caller's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: MainWeights,
+        optimizer: torch.optim.Optimizer,
+        forward_step: ForwardStep,
+        scaler: LossScaler,
+        clip_grad: float,
+    ) -> None:
+        self.model, self.weights, self.optimizer = model, weights, optimizer
+        self.forward_step, self.scaler, self.clip_grad = forward_step, scaler, clip_grad
+
+    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float) -> StepOutcome:
+        """Update the weights from one global batch. Losses are summed and divided by the count of unmasked tokens."""
+        tokens = float(sum(batch["loss_mask"].sum() for batch in micro_batches))
+        self.weights.zero_grad()
+        # A batch without a counted token has loss 0 and gradient 0, not 0/0.
+        loss = sum((self._accumulate(batch, max(tokens, 1.0)) for batch in micro_batches), torch.zeros(()))
+        return self._update(float(loss), tokens, learning_rate)
+
+    def _accumulate(self, batch: Batch, tokens: float) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the loss."""
+        share = masked_sum(self.forward_step(self.model, batch), batch["loss_mask"]) / tokens
+        (share * self.scaler.scale if self.scaler.scale != 1.0 else share).backward()
+        return share.detach()
+
+    def _update(self, loss: float, tokens: float, learning_rate: float) -> StepOutcome:
+        gradients = [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
+        scale = self.scaler.scale
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        overflowed = not math.isfinite(norm) or not math.isfinite(loss)
+        self.scaler.update(overflowed)
+        if overflowed:
+            return StepOutcome(loss, norm, tokens, updated=False)
+        factor = clip_factor(norm, self.clip_grad) / scale
+        if factor != 1.0:
+            scale_all_(gradients, factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.weights.publish()
+        return StepOutcome(loss, norm, tokens, updated=True)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients are multiplied by so that their global norm is at most `limit` (0: no limit)."""
+    return min(limit / (norm + 1e-6), 1.0) if limit > 0.0 else 1.0
+
+
+def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    """Sum of losses where mask is 1. A masked position adds exactly 0, even if its loss is not finite."""
+    return losses.masked_fill(mask == 0, 0.0).sum()

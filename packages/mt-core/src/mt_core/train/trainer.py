@@ -1,0 +1,370 @@
+"""`Trainer`: builds a run from its configuration, takes up its checkpoint, and trains.
+
+from mt_core.config import load_config
+from mt_core.train import Trainer
+
+trainer = Trainer(load_config(preset="gpt-tiny"), run_dir="runs/mine")
+result = trainer.train()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mt_core.config.loading import LoadedConfig
+from mt_core.errors import CheckpointError, DataError, TrainingError
+from mt_core.nn.layout import parameter_layouts, stream_seed
+from mt_core.nn.loss import Loss
+from mt_core.optim.loss_scale import build_loss_scaler
+from mt_core.optim.main_weights import build_main_weights
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import Dataset
+from mt_core.train import build
+from mt_core.train.batch_size import build_batch_size, total_train_samples
+from mt_core.train.callbacks import Callback, CallbackList
+from mt_core.train.checkpointing import MODEL, Checkpointed, load_parameters, open_checkpoint, require_fit
+from mt_core.train.evaluation import evaluate
+from mt_core.train.loader import BatchReader, RankBatch
+from mt_core.train.resume import require_same_run
+from mt_core.train.run_directory import RunDirectory, find_checkpoint
+from mt_core.train.signals import StopSignals
+from mt_core.train.state import TrainState
+from mt_core.train.step import Batch, ForwardStep, OptimizerStep, StepOutcome, default_forward_step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. losses: the last evaluation, by validation set. stopped: why early, else None."""
+
+    state: TrainState
+    losses: Mapping[str, float]
+    reference_losses: Mapping[str, float]
+    stopped: str | None
+
+
+@dataclass
+class LogWindow:
+    """What happened since the last line of the log."""
+
+    loss: float = 0.0
+    steps: int = 0
+    tokens: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Trainer:
+    """A run. Every part can be given instead of being built from the configuration.
+
+    model: a module whose parameters were made with `LayoutModule.declare`. train_data, valid_data: data
+    sets (valid by name). loss: (output, batch) -> losses [batch, sequence]. forward_step: (model, batch) ->
+    losses, in place of both the call of the model and the loss. callbacks: added to the configured ones.
+    run_dir: None writes nothing to disk.
+    """
+
+    def __init__(
+        self,
+        config: LoadedConfig,
+        *,
+        run_dir: str | Path | None = None,
+        host: PluginHost | None = None,
+        model: nn.Module | None = None,
+        train_data: Dataset | None = None,
+        valid_data: Mapping[str, Dataset] | None = None,
+        loss: Loss | None = None,
+        forward_step: ForwardStep | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.host = host or load_plugins()
+        self.loaded = config
+        self.directory = RunDirectory(run_dir) if run_dir is not None else None
+        self.state = TrainState()
+        self.callbacks = CallbackList([*self._configured_callbacks(), *callbacks])
+        self._stop_reason: str | None = None
+        self._resumed_from = self._find_resume()
+
+        train = config.config.train
+        if train.num_threads is not None:
+            torch.set_num_threads(train.num_threads)
+        self.device = build.resolve_device(train.device)
+        self.tokenizer = build.build_tokenizer(config.config, self.host)
+        self.config = build.with_vocab_size(config.config, self.tokenizer)
+        self.ctx = build.build_context(self.config, self.device)
+        self.model = model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host)
+        self.weights = build_main_weights(self.model)
+        self.optimizer = build.build_optimizer(self.config, self.weights, self.host)
+        self.schedule = build.build_schedule(self.config, self.host)
+        self.batch_size = build_batch_size(self.config)
+        self.total_samples = total_train_samples(self.config)
+        self.forward_step = forward_step or default_forward_step(loss or self._configured_loss())
+        self.scaler = build_loss_scaler(self.config.precision)
+        self.step = OptimizerStep(
+            self.model,
+            self.weights,
+            self.optimizer,
+            self.forward_step,
+            self.scaler,
+            self.config.optimizer.clip_grad,
+        )
+        torch.manual_seed(stream_seed(train.seed, "dropout"))
+        self._restore()
+        self.train_data = train_data if train_data is not None else self._build_train_data()
+        self.valid_data = valid_data if valid_data is not None else self._build_datasets("valid")
+        build.require_samples(self.train_data, self.total_samples)
+        self.last_losses: dict[str, float] = {}
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def train(self) -> TrainResult:
+        """Train to the end, or until a signal or a callback stops it; the last step is always saved."""
+        if self.directory is not None:
+            self.directory.create()
+            self.directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
+        try:
+            with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
+                self._announce()
+                self.callbacks.on_train_start(self)
+                self._run_steps(signals)
+            result = self._finish()
+            self.callbacks.on_train_end(self, result)
+            return result
+        finally:
+            self.callbacks.close()
+
+    def stop(self, reason: str) -> None:
+        """End training after the step at hand, with a checkpoint."""
+        self._stop_reason = reason
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss on each validation set, over train.eval_iters global batches."""
+        losses = {}
+        for name, dataset in self.valid_data.items():
+            size = self.batch_size.full
+            count = min(self.config.train.eval_iters * size, len(dataset))
+            steps = [(first, min(size, count - first)) for first in range(0, count, size)]
+            reader = self._reader(dataset, steps)
+            batches = (batch for rank_batch in reader for batch in self._to_device(rank_batch))
+            losses[f"{name}_loss"] = evaluate(self.model, batches, self.forward_step)
+        self.last_losses = losses
+        if losses:
+            self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
+        return losses
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this step and point `latest` to it; None without a run directory."""
+        if self.directory is None:
+            return None
+        path = self.directory.checkpoint(self.state.iteration)
+        spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
+        state = self._checkpointed()
+        spec.save.load()(path, state.tensors(), state.metadata(self.config), dict(self.tokenizer.files()))
+        self.directory.set_latest(path)
+        self._last_saved = self.state.iteration
+        self.callbacks.on_checkpoint(self, path)
+        return path
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _run_steps(self, signals: StopSignals) -> None:
+        self.model.train()
+        steps = self.batch_size.steps(self.state.consumed_samples, self.total_samples)
+        reader = iter(self._reader(self.train_data, steps))
+        window = LogWindow()
+        try:
+            for rank_batch in reader:
+                window = self._one_step(rank_batch, window)
+                if signals.received is not None:
+                    self.stop(f"signal {signals.received.name}")
+                if self.state.iteration == self.config.train.exit_iteration:
+                    self.stop(f"train.exit_iteration={self.state.iteration}")
+                if self._stop_reason is not None:
+                    return
+        finally:
+            reader.close()
+
+    def _one_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
+        started = time.perf_counter()
+        learning_rate = self.schedule(self.state.consumed_samples)
+        outcome = self.step(self._to_device(rank_batch), learning_rate)
+        self._account(rank_batch, outcome)
+        seconds = time.perf_counter() - started
+        metrics = {
+            "iteration": self.state.iteration,
+            "consumed_samples": self.state.consumed_samples,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": learning_rate,
+            "loss_scale": self.scaler.scale,
+            "skipped_iterations": self.state.skipped_iterations,
+            "tokens_per_second": outcome.tokens / seconds,
+        }
+        self.callbacks.on_step_end(self, metrics)
+        window = self._log(metrics, outcome, window)
+        self._evaluate_and_save_if_due()
+        return window
+
+    def _account(self, rank_batch: RankBatch, outcome: StepOutcome) -> None:
+        self.state.iteration += 1
+        self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
+        if outcome.updated:
+            return
+        self.state.skipped_iterations += 1
+        if self.config.precision.dtype != "fp16" or self.scaler.exhausted:
+            raise TrainingError(self._not_finite(rank_batch, outcome))
+
+    def _not_finite(self, rank_batch: RankBatch, outcome: StepOutcome) -> str:
+        """Which quantity, at which step, from which samples."""
+        what = "loss" if not torch.isfinite(torch.tensor(outcome.loss)) else "gradient norm"
+        samples = [index for group in rank_batch.samples for index in group]
+        places = [self.train_data.describe(index) for index in samples[:4]] if _describes(self.train_data) else []
+        more = f"; and {len(samples) - 4} more" if places and len(samples) > 4 else ""
+        return (
+            f"the {what} is not finite at iteration {self.state.iteration} (loss {outcome.loss}, gradient norm "
+            f"{outcome.grad_norm}). The batch: samples {samples[0]} to {samples[-1]}"
+            + (f", from {'; '.join(places)}{more}" if places else "")
+            + ". The last checkpoint is from before this step; lower optimizer.lr, or look at the data"
+        )
+
+    def _log(self, metrics: dict[str, float | int], outcome: StepOutcome, window: LogWindow) -> LogWindow:
+        """Every log_interval steps, and after the first: the loss averaged since the last time."""
+        if outcome.updated:
+            window.loss += outcome.loss
+            window.steps += 1
+        window.tokens += outcome.tokens
+        if self.state.iteration % self.config.logging.log_interval and self.state.iteration != 1:
+            return window
+        seconds = time.perf_counter() - window.started
+        averaged = {"loss": window.loss / max(window.steps, 1), "tokens_per_second": window.tokens / seconds}
+        self.callbacks.on_log(self, {**metrics, **averaged})
+        return LogWindow()
+
+    def _evaluate_and_save_if_due(self) -> None:
+        iteration = self.state.iteration
+        if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
+            self.evaluate()
+            self._last_evaluated = iteration
+        if self.config.checkpoint.save_interval and iteration % self.config.checkpoint.save_interval == 0:
+            self.save()
+
+    def _finish(self) -> TrainResult:
+        if self._last_saved != self.state.iteration:
+            self.save()
+        if self._stop_reason is None and self._last_evaluated != self.state.iteration:
+            self.evaluate()
+        return TrainResult(self.state, self.last_losses, self._reference_losses(), self._stop_reason)
+
+    # -- data -----------------------------------------------------------------------------------
+
+    def _reader(self, dataset: Dataset, steps: Iterator[tuple[int, int]] | list[tuple[int, int]]) -> BatchReader:
+        return BatchReader(
+            dataset,
+            steps,
+            micro_size=self.config.train.micro_batch_size,
+            dp_rank=self.ctx.dp.rank,
+            dp_size=self.ctx.dp.size,
+            workers=self.config.data.num_workers,
+            ahead=self.config.data.prefetch_batches,
+        )
+
+    def _to_device(self, rank_batch: RankBatch) -> list[Batch]:
+        return [
+            {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in arrays.items()}
+            for arrays in rank_batch.micro_batches
+        ]
+
+    def _build_datasets(self, split: str) -> Mapping[str, Dataset]:
+        return build.build_datasets(self.config, self.tokenizer, split, self.host)  # type: ignore[arg-type]
+
+    def _build_train_data(self) -> Dataset:
+        datasets = self._build_datasets("train")
+        if not datasets:
+            raise DataError(f"data.dataset_type={self.config.data.dataset_type} has no training samples")
+        return datasets["train"]
+
+    def _reference_losses(self) -> dict[str, float]:
+        """Losses of simple models on the same text, from data sets that offer them."""
+        measure = getattr(self.train_data, "reference_losses", None)
+        if measure is None or "valid" not in self.valid_data or self._stop_reason is not None:
+            return {}
+        return dict(measure(self.valid_data["valid"]))
+
+    # -- resuming -------------------------------------------------------------------------------
+
+    def _find_resume(self) -> Path | None:
+        """The checkpoint to go on from, or an error before anything is built."""
+        self._last_saved = self._last_evaluated = -1
+        resume = self.loaded.config.checkpoint.resume
+        latest = self.directory.latest_checkpoint() if self.directory is not None else None
+        if resume == "required" and latest is None:
+            where = self.directory.path if self.directory is not None else "no run directory was given, so it"
+            raise CheckpointError(f"checkpoint.resume=required, but {where} has no checkpoint")
+        if resume == "never" and latest is not None:
+            raise CheckpointError(
+                f"checkpoint.resume=never, but {latest} exists; choose another --run-dir or remove that one"
+            )
+        return latest
+
+    def _restore(self) -> None:
+        if self._resumed_from is not None:
+            reader = open_checkpoint(self._resumed_from, self.host)
+            for change in require_same_run(reader.metadata, self.config, str(self._resumed_from)):
+                self.callbacks.on_message(self, f"accepted change: {change}")
+            self._checkpointed().restore(reader)
+            self._last_saved = self.state.iteration
+        elif self.config.checkpoint.load is not None:
+            reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
+            layouts = parameter_layouts(self.model)
+            require_fit(reader, layouts, MODEL)
+            load_parameters(self.model.named_parameters(), reader, layouts, MODEL, self.ctx)
+            self.weights.refresh()
+
+    def _checkpointed(self) -> Checkpointed:
+        return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
+
+    # -- what the user is told ------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        threads = f" with {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        self.callbacks.on_message(
+            self,
+            f"{self.config.model.family}: {count:,} parameters in {self.config.precision.dtype} on "
+            f"{self.device}{threads}, attention {getattr(self.config.model, 'attention_backend', 'of the model')}",
+        )
+        if self._resumed_from is not None:
+            self.callbacks.on_message(self, f"resumed from {self._resumed_from} (step {self.state.iteration})")
+        elif self.config.checkpoint.load is not None:
+            self.callbacks.on_message(self, f"weights from {self.config.checkpoint.load}, new optimizer")
+
+    def _configured_callbacks(self) -> list[Callback]:
+        named = self.loaded.config.train.callbacks
+        specs = [spec for spec in self.host.callbacks if spec.always and spec.name not in named]
+        specs += [self.host.callbacks.get(name, key="train.callbacks") for name in named]
+        return [spec.build.load()(self.loaded.config) for spec in specs]
+
+    def _configured_loss(self) -> Loss:
+        return self.host.losses.get(self.config.train.loss, key="train.loss").build.load()(self.config)
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """torch refuses, by name, every operation that has no deterministic form."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _describes(dataset: Dataset) -> bool:
+    return hasattr(dataset, "describe")
