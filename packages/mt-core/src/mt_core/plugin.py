@@ -102,4 +102,10 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_core.train.metrics:build_metrics_jsonl"),
             always=True,
         ),
+        CallbackSpec(
+            name="log_file",
+            doc="Writes log.txt in the run directory",
+            build=Lazy("mt_core.train.log_file:build_log_file"),
+            always=True,
+        ),
     ]

@@ -148,7 +148,7 @@ def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[s
 
 
 def _parse_value(text: str) -> Any:
-    if text in ("null", "none", "None"):
+    if text == "null":
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -183,11 +183,26 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
     type_ = section_type(name, selected, host)
+    if selected is not None:
+        values = _without_replaced_preset(values, type_, chosen_by=values[str(selector)][1])
     try:
         return type_.model_validate({key: value for key, (value, _) in values.items()})
     except ValidationError as error:
         origins = {key: origin for key, (_, origin) in values.items()}
         raise ConfigError(validation_message(name, type_, error, origins)) from None
+
+
+def _without_replaced_preset(
+    values: Mapping[str, tuple[Any, str]], type_: type[Section], chosen_by: str
+) -> Mapping[str, tuple[Any, str]]:
+    """A preset's options of, say, adam go with adam when a file or --set chooses another optimizer."""
+    if chosen_by.startswith("preset"):
+        return values
+    return {
+        key: (value, origin)
+        for key, (value, origin) in values.items()
+        if key in type_.model_fields or not origin.startswith("preset")
+    }
 
 
 def _refuse_unused_values(loaded: LoadedConfig) -> None:

@@ -69,9 +69,8 @@ def eager_attention(*, softmax_in_fp32: bool = True) -> AttentionCore:
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         heads = q.shape[2]
         k, v = expand_groups(k, heads), expand_groups(v, heads)
-        scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
-        if softmax_in_fp32:
-            scores = scores.float()
+        scores = torch.einsum("bsnd,btnd->bnst", q, k)
+        scores = (scores.float() if softmax_in_fp32 else scores) / math.sqrt(q.shape[-1])
         scores = scores + pattern.additive_mask(q.shape[1], k.shape[1], scores.dtype, q.device)
         weights = torch.softmax(scores, dim=-1).to(q.dtype)
         return torch.einsum("bnst,btnd->bsnd", F.dropout(weights, dropout), v)

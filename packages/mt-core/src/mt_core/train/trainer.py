@@ -169,6 +169,12 @@ class Trainer:
         self.callbacks.on_checkpoint(self, path)
         return path
 
+    @property
+    def last_iteration(self) -> int:
+        """The step that ends training, if nothing stops it before."""
+        rest = self.batch_size.steps(self.state.consumed_samples, self.total_samples)
+        return self.state.iteration + sum(1 for _ in rest)
+
     # -- steps ----------------------------------------------------------------------------------
 
     def _run_steps(self, signals: StopSignals) -> None:

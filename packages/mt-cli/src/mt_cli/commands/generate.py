@@ -1,0 +1,39 @@
+"""`mt generate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from mt_core.plugins import load_plugins
+
+from mt_cli.requirements import need
+
+
+def generate(
+    path: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: another each time.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cache: Annotated[bool, typer.Option(help="Keep keys and values of past positions (same text, faster).")] = True,
+) -> None:
+    """Continue a prompt with a trained model."""
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
+    from mt_core.inference.generation import generate_text
+    from mt_core.inference.loading import load_trained_model
+    from mt_core.inference.sampling import SamplingOptions
+
+    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    trained = load_trained_model(path, load_plugins(), device=device)
+    typer.echo(text, nl=False)
+    for piece in generate_text(trained.model, trained.tokenizer, text, max_tokens, options, use_cache=cache):
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+    typer.echo()

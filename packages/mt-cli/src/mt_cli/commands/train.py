@@ -1,0 +1,87 @@
+"""`mt train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from mt_core.plugins import load_plugins
+
+from mt_cli.requirements import need
+
+if TYPE_CHECKING:
+    from mt_core.train.trainer import Trainer, TrainResult
+
+DEFAULT_PRESET = "gpt-tiny"
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file.", show_default=False)] = None,
+    preset: Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: runs/ and the name of the file or preset.")
+    ] = None,
+) -> None:
+    """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
+    from mt_core.config.loading import load_config
+    from mt_core.train.trainer import Trainer
+
+    host = load_plugins()
+    if config is None and preset is None:
+        preset = DEFAULT_PRESET
+    loaded = load_config(config, preset=preset, overrides=set_ or (), host=host)
+    directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
+    trainer = Trainer(loaded, run_dir=directory, host=host)
+    already = trainer.state.iteration
+    result = trainer.train()
+    _report(trainer, result, directory, already)
+
+
+def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if result.stopped:
+        console.print(f"Stopped at step {result.state.iteration}; the same command goes on from there.")
+        return
+    if already == result.state.iteration:
+        console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
+    for name, loss in result.losses.items():
+        console.print(f"{name.removesuffix('_loss')} loss {loss:.4f} ({loss / _LN2:.3f} bits per token)", style="bold")
+    for name, loss in result.reference_losses.items():
+        console.print(f"a {name} model of the same text has {loss:.4f}")
+    _sample(trainer, console)
+    console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, checkpoints/.")
+    console.print("Next:")
+    prompt = trainer.config.train.sample_prompt or "Once"
+    console.print(f'  mt generate {directory} --prompt "{prompt}"   text from this model', markup=False)
+    console.print("  mt train --preset gpt2-124m --help          other models and options", markup=False)
+    console.print("  mt config show --origin                     every setting, and where it came from", markup=False)
+
+
+_LN2 = 0.6931471805599453
+
+
+def _sample(trainer: Trainer, console: object) -> None:
+    """A text from the model, printed as it comes."""
+    from mt_core.inference.generation import generate_text
+    from mt_core.inference.sampling import SamplingOptions
+
+    train = trainer.config.train
+    if train.sample_prompt is None or not hasattr(trainer.model, "new_cache"):
+        return
+    longest = getattr(trainer.model, "max_sequence_length", None) or trainer.config.data.seq_length
+    room = longest - len(trainer.tokenizer.encode(train.sample_prompt))
+    options = SamplingOptions(temperature=0.8, top_k=50, seed=train.seed)
+    typer.echo("\nA sample:\n")
+    typer.echo(train.sample_prompt, nl=False)
+    if room > 0:
+        tokens = min(train.sample_tokens, room)
+        for piece in generate_text(trainer.model, trainer.tokenizer, train.sample_prompt, tokens, options):
+            typer.echo(piece, nl=False)
+    typer.echo()
