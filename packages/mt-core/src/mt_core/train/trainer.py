@@ -146,7 +146,7 @@ class Trainer:
         losses = {}
         for name, dataset in self.valid_data.items():
             size = self.batch_size.full
-            count = min(self.config.train.eval_iters * size, len(dataset))
+            count = self._evaluated_samples(dataset)
             steps = [(first, min(size, count - first)) for first in range(0, count, size)]
             reader = self._reader(dataset, steps)
             batches = (batch for rank_batch in reader for batch in self._to_device(rank_batch))
@@ -184,7 +184,7 @@ class Trainer:
         window = LogWindow()
         try:
             for rank_batch in reader:
-                window = self._one_step(rank_batch, window)
+                window = self.take_step(rank_batch, window)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
                 if self.state.iteration == self.config.train.exit_iteration:
@@ -194,7 +194,8 @@ class Trainer:
         finally:
             reader.close()
 
-    def _one_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
+    def take_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
+        """One optimizer step on a batch, with all that surrounds it: metrics, callbacks, evaluation, saving."""
         started = time.perf_counter()
         learning_rate = self.schedule(self.state.consumed_samples)
         outcome = self.step(self._to_device(rank_batch), learning_rate)
@@ -294,11 +295,15 @@ class Trainer:
         return datasets["train"]
 
     def _reference_losses(self) -> dict[str, float]:
-        """Losses of simple models on the same text, from data sets that offer them."""
+        """Losses of simple models on the samples of the evaluation, from data sets that offer them."""
         measure = getattr(self.train_data, "reference_losses", None)
-        if measure is None or "valid" not in self.valid_data or self._stop_reason is not None:
+        valid = self.valid_data.get("valid")
+        if measure is None or valid is None or self._stop_reason is not None:
             return {}
-        return dict(measure(self.valid_data["valid"]))
+        return dict(measure(valid, range(self._evaluated_samples(valid))))
+
+    def _evaluated_samples(self, dataset: Dataset) -> int:
+        return min(self.config.train.eval_iters * self.batch_size.full, len(dataset))
 
     # -- resuming -------------------------------------------------------------------------------
 
