@@ -17,10 +17,11 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from mt_core.config.loading import load_config
 from mt_core.train.loader import RankBatch, collate
 from mt_core.train.trainer import LogWindow, Trainer
-from torch import Tensor, nn
 
 SHAPES = {
     "small GPT, wide vocabulary": {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 4},
@@ -145,7 +146,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads, {arguments.steps} pairs, fp32")
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads, {arguments.steps} pairs, fp32"
+    )
     for name, shape in SHAPES.items():
         compare(name, shape, arguments.steps)
 

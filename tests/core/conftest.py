@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.plugins import PluginHost, load_plugins
 

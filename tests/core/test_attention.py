@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mt_core.nn.attention import AttentionPattern, eager_attention, sdpa_attention
 
 BACKENDS = {"eager": eager_attention(), "sdpa": sdpa_attention}
@@ -23,7 +24,9 @@ def by_hand(q, k, v, segment_ids=None, slopes=None):
             for s in range(queries):
                 at = keys - queries + s
                 seen = [t for t in range(at + 1) if segment_ids is None or segment_ids[b, t] == segment_ids[b, at]]
-                scores = torch.stack([(q[b, s, n].double() @ k[b, t, n // group].double()) / math.sqrt(size) for t in seen])
+                scores = torch.stack(
+                    [(q[b, s, n].double() @ k[b, t, n // group].double()) / math.sqrt(size) for t in seen]
+                )
                 if slopes is not None:
                     scores = scores - slopes[n].double() * torch.tensor([at - t for t in seen])
                 weights = scores.softmax(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mt_core.nn.embedding import VocabParallelEmbedding, padded_vocab_size
 from mt_core.nn.layout import (
     LayoutModule,

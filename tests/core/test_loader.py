@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mt_core.train.loader import BatchReader, micro_batch_samples
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mt_core.config.schema import LRScheduleConfig
 from mt_core.optim.configs import WSDScheduleConfig
 from mt_core.optim.schedules import (
@@ -55,7 +56,12 @@ def test_decay_after_ten_steps_of_warmup(builder, iteration, expected) -> None:
 
 @pytest.mark.parametrize(
     ("style", "coefficient"),
-    [("linear", 0.75), ("cosine", 0.5 * (1 + math.cos(math.pi / 4))), ("minus_sqrt", 0.5), ("exponential", 2 * 0.5**0.25 - 1)],
+    [
+        ("linear", 0.75),
+        ("cosine", 0.5 * (1 + math.cos(math.pi / 4))),
+        ("minus_sqrt", 0.5),
+        ("exponential", 2 * 0.5**0.25 - 1),
+    ],
 )
 def test_wsd_is_flat_and_then_has_its_tail(style, coefficient) -> None:
     config = WSDScheduleConfig(lr_wsd_decay_style=style, lr_wsd_decay_iters=20)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
 from mt_core.config.loading import load_config
 from mt_core.train import Callback, Trainer
 
@@ -73,7 +74,9 @@ class Rows:
 def megatron_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Tensors by our names: layers unstacked, norms under their own names."""
     keys = json.loads((folder / "keys.json").read_text())
-    state = {name: torch.empty(value[0]) for name, value in keys.items() if value != "bytes" and value[1] == "torch.float32"}
+    state = {
+        name: torch.empty(value[0]) for name, value in keys.items() if value != "bytes" and value[1] == "torch.float32"
+    }
     dcp.load(state, checkpoint_id=str(folder / "iter_0000003"), no_dist=True)
     tensors = {}
     for name, value in state.items():
@@ -118,9 +121,13 @@ def test_the_next_three_steps_are_megatrons(golden, continuation, backend, host)
 
     options = [*OVERRIDES, *SCHEDULES[continuation], f"model.attention_backend={backend}"]
     batches = archive["batches_3_to_5"]
-    trainer = Trainer(load_config(overrides=options, host=host), train_data=Rows(batches), valid_data={}, callbacks=[Steps()])
+    trainer = Trainer(
+        load_config(overrides=options, host=host), train_data=Rows(batches), valid_data={}, callbacks=[Steps()]
+    )
     tensors = megatron_tensors(golden / "dist_tp1_pp1")
-    assert {name for name in tensors if not name.startswith("optimizer")} == {n for n, _ in trainer.model.named_parameters()}
+    assert {name for name in tensors if not name.startswith("optimizer")} == {
+        n for n, _ in trainer.model.named_parameters()
+    }
     take_up(trainer, tensors, with_optimizer="resumed" in continuation)
 
     ids = torch.from_numpy(archive["tokens"].astype(np.int64))

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from mt_core.nn.loss import cross_entropy
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import CopiedWeights, build_main_weights
 from mt_core.optim.optimizers import param_groups
 from mt_core.train.step import OptimizerStep, clip_factor, default_forward_step, masked_sum
-from torch import nn
 
 VOCAB, HIDDEN = 11, 8
 
@@ -57,7 +58,10 @@ def model() -> nn.Module:
 def plain_loss(model: nn.Module, data) -> torch.Tensor:
     """Sum of the losses of unmasked tokens of all micro-batches over their count."""
     total = sum(
-        (F.cross_entropy(model(b["tokens"]).flatten(0, 1), b["labels"].flatten(), reduction="none") * b["loss_mask"].flatten()).sum()
+        (
+            F.cross_entropy(model(b["tokens"]).flatten(0, 1), b["labels"].flatten(), reduction="none")
+            * b["loss_mask"].flatten()
+        ).sum()
         for b in data
     )
     return total / sum(b["loss_mask"].sum() for b in data)
@@ -153,7 +157,7 @@ def test_gradients_of_bf16_accumulate_in_fp32(model) -> None:
     model.bfloat16()
     step, weights = build(model, lr=0.0)
     data = batches(1)
-    one = {name: None for name in weights.copies}
+    one = dict.fromkeys(weights.copies)
     step(data, 0.0)
     one = {name: copy_.grad.clone() for name, copy_ in weights.copies.items()}
     step(data * 256, 0.0)  # each micro-batch has 1/256 of the tokens, so the mean is the same gradient

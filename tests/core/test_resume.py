@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
 from mt_core.train import Callback, Trainer

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError, TrainingError
 from mt_core.train import Callback, Trainer
@@ -73,7 +74,9 @@ def test_the_loss_falls(tiny) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sixteen_bits_follow_the_fp32_curve(tiny, dtype) -> None:
     reference = losses_of(tiny())
-    values = losses_of(tiny(f"precision.dtype={dtype}", *(["precision.initial_loss_scale=1024"] if dtype == "fp16" else [])))
+    values = losses_of(
+        tiny(f"precision.dtype={dtype}", *(["precision.initial_loss_scale=1024"] if dtype == "fp16" else []))
+    )
     assert values == pytest.approx(reference, abs=0.03)
 
 
@@ -147,7 +150,12 @@ def test_a_loss_that_is_not_finite_names_the_batch(tiny, tmp_path) -> None:
 
         def __getitem__(self, index):
             mask = np.full(4, np.nan if index == 9 else 1.0, np.float32)
-            return {"tokens": np.ones(4, np.int64), "labels": np.ones(4, np.int64), "loss_mask": np.ones(4, np.float32), "weight": mask}
+            return {
+                "tokens": np.ones(4, np.int64),
+                "labels": np.ones(4, np.int64),
+                "loss_mask": np.ones(4, np.float32),
+                "weight": mask,
+            }
 
         def describe(self, index: int) -> str:
             return f"poem.txt line {index}"

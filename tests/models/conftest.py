@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
 from mt_core.config.loading import load_config
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize
@@ -26,7 +27,9 @@ def build(host):
     """A function from keys of the model section to an initialized model in fp32."""
 
     def make(*overrides: str, family: str = "gpt", **keys):
-        settings = [f"model.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
+        settings = [
+            f"model.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()
+        ]
         common = [f"model.family={family}", "data.seq_length=16", "train.train_iters=1"]
         config = load_config(overrides=[*common, *settings, *overrides], host=host).config
         ctx = ParallelContext()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from mt_core.errors import ConfigError, PluginError
 from mt_models.blocks.alibi import alibi_slopes
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies, rotate
@@ -24,7 +25,12 @@ POSITIONS = {
 }
 KINDS = {
     "GPT-2": {"max_position_embeddings": 16},
-    "Llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False},
+    "Llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+    },
     "multi-query": {"position_embedding_type": "alibi", "num_query_groups": 1, "activation": "squared_relu"},
     "untied, normalized queries": {
         "position_embedding_type": "rope",
@@ -95,8 +101,16 @@ def test_parameter_names_are_those_of_megatron_core(build) -> None:
         [
             "embedding.word_embeddings.weight",
             "embedding.position_embeddings.weight",
-            *(f"{layer}{norm}.{kind}" for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in ("weight", "bias")),
-            *(f"{layer}self_attention.{name}.{kind}" for name in ("linear_qkv", "linear_proj") for kind in ("weight", "bias")),
+            *(
+                f"{layer}{norm}.{kind}"
+                for norm in ("input_layernorm", "pre_mlp_layernorm")
+                for kind in ("weight", "bias")
+            ),
+            *(
+                f"{layer}self_attention.{name}.{kind}"
+                for name in ("linear_qkv", "linear_proj")
+                for kind in ("weight", "bias")
+            ),
             *(f"{layer}mlp.{name}.{kind}" for name in ("linear_fc1", "linear_fc2") for kind in ("weight", "bias")),
             "decoder.final_layernorm.weight",
             "decoder.final_layernorm.bias",
@@ -104,7 +118,9 @@ def test_parameter_names_are_those_of_megatron_core(build) -> None:
     )
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.44), ("gpt2-1.5b", 1557.61), ("gpt3-175b", 174.6e3)])
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("gpt2-124m", 124.44), ("gpt2-1.5b", 1557.61), ("gpt3-175b", 174.6e3)]
+)
 def test_presets_have_their_true_sizes(host, preset, millions) -> None:
     """GPT-2's counts are those of the released checkpoints; GPT-3's paper says 175 billion."""
     from mt_core.config.loading import load_config
@@ -136,7 +152,9 @@ def test_rotation_turns_each_pair_by_position_times_frequency(interleaved) -> No
     for s, position in enumerate(positions[0].tolist()):
         for i, (a, b) in enumerate(pairs):
             angle = position * 100.0 ** (-2 * i / 8)
-            turned = torch.complex(x[0, s, :, a].double(), x[0, s, :, b].double()) * complex(math.cos(angle), math.sin(angle))
+            turned = torch.complex(x[0, s, :, a].double(), x[0, s, :, b].double()) * complex(
+                math.cos(angle), math.sin(angle)
+            )
             torch.testing.assert_close(out[0, s, :, a].double(), turned.real, atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(out[0, s, :, b].double(), turned.imag, atol=1e-6, rtol=1e-5)
 
@@ -153,10 +171,22 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"num_attention_heads": 5}, r"hidden_size=32 is not divisible by model.num_attention_heads=5.*1, 2, 4, 8, 16 or 32"),
-        ({"num_query_groups": 3}, r"num_query_groups=3 does not divide model.num_attention_heads=4; it can be 1, 2 or 4"),
-        ({"max_position_embeddings": 8}, r"data.seq_length=16 is longer than model.max_position_embeddings=8; use at most 8"),
-        ({"rotary_base": 5.0}, r"rotary_base .* would be ignored: it only counts when model.position_embedding_type is rope"),
+        (
+            {"num_attention_heads": 5},
+            r"hidden_size=32 is not divisible by model.num_attention_heads=5.*1, 2, 4, 8, 16 or 32",
+        ),
+        (
+            {"num_query_groups": 3},
+            r"num_query_groups=3 does not divide model.num_attention_heads=4; it can be 1, 2 or 4",
+        ),
+        (
+            {"max_position_embeddings": 8},
+            r"data.seq_length=16 is longer than model.max_position_embeddings=8; use at most 8",
+        ),
+        (
+            {"rotary_base": 5.0},
+            r"rotary_base .* would be ignored: it only counts when model.position_embedding_type is rope",
+        ),
         ({"position_embedding_type": "rope", "rotary_percent": 0.1}, r"leaves no channel to rotate"),
         ({"position_embedding_type": "sinusoidal"}, r"learned_absolute"),
         ({"hidden_sise": 32}, r'unknown key model.hidden_sise .*did you mean "hidden_size"'),

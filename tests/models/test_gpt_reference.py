@@ -34,7 +34,10 @@ def gpt2(reference) -> dict[str, Tensor]:
         theirs, ours = f"transformer.h.{i}.", f"decoder.layers.{i}."
         for kind in ("weight", "bias"):
             # GPT-2's Conv1D stores [in, out].
-            turned = {name: state[f"{theirs}{name}.{kind}"] for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+            turned = {
+                name: state[f"{theirs}{name}.{kind}"]
+                for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+            }
             turned = {name: x.T if kind == "weight" else x for name, x in turned.items()}
             mapped[f"{ours}input_layernorm.{kind}"] = state[f"{theirs}ln_1.{kind}"]
             mapped[f"{ours}pre_mlp_layernorm.{kind}"] = state[f"{theirs}ln_2.{kind}"]
@@ -42,10 +45,14 @@ def gpt2(reference) -> dict[str, Tensor]:
             mapped[f"{ours}self_attention.linear_proj.{kind}"] = turned["attn.c_proj"]
             mapped[f"{ours}mlp.linear_fc1.{kind}"] = turned["mlp.c_fc"]
             mapped[f"{ours}mlp.linear_fc2.{kind}"] = turned["mlp.c_proj"]
-    return mapped | {f"decoder.final_layernorm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    return mapped | {
+        f"decoder.final_layernorm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")
+    }
 
 
-def llama(reference, groups: int = 2, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False) -> dict[str, Tensor]:
+def llama(
+    reference, groups: int = 2, qkv_bias: bool = False, qk_norm: bool = False, tied: bool = False
+) -> dict[str, Tensor]:
     state = reference.state_dict()
     mapped = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
@@ -82,7 +89,9 @@ def bloom(reference) -> dict[str, Tensor]:
             mapped[f"{ours}self_attention.linear_proj.{kind}"] = state[f"{theirs}self_attention.dense.{kind}"]
             mapped[f"{ours}mlp.linear_fc1.{kind}"] = state[f"{theirs}mlp.dense_h_to_4h.{kind}"]
             mapped[f"{ours}mlp.linear_fc2.{kind}"] = state[f"{theirs}mlp.dense_4h_to_h.{kind}"]
-    return mapped | {f"decoder.final_layernorm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    return mapped | {
+        f"decoder.final_layernorm.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")
+    }
 
 
 SHAPE = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "vocab_size": VOCAB}
@@ -111,8 +120,15 @@ LLAMA_REFERENCE = {
 
 def make_gpt2():
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=16, attn_implementation="eager",
-        embd_pdrop=0, attn_pdrop=0, resid_pdrop=0,
+        vocab_size=VOCAB,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=16,
+        attn_implementation="eager",
+        embd_pdrop=0,
+        attn_pdrop=0,
+        resid_pdrop=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -197,4 +213,6 @@ def test_logits_loss_and_gradients_equal_the_reference(build, randomize, case, b
     parameters = dict(model.named_parameters())
     for name, expected in mapping(reference).items():
         gradient = parameters[name].grad[: len(expected)]
-        torch.testing.assert_close(gradient, expected, atol=2e-5 * expected.abs().max().item() + 1e-7, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            gradient, expected, atol=2e-5 * expected.abs().max().item() + 1e-7, rtol=1e-3, msg=name
+        )

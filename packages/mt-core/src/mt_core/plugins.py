@@ -8,7 +8,7 @@ else. `MT_PLUGINS=a,b` loads only the plugins (entry-point names) in the list; a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -114,7 +114,7 @@ class Registry(Generic[SpecT]):
     def names(self) -> list[str]:
         return sorted({registration.spec.name for registration in self.registrations})
 
-    def __iter__(self) -> Iterable[SpecT]:
+    def __iter__(self) -> Iterator[SpecT]:
         return iter([registration.spec for registration in self.registrations])
 
     def owners(self, name: str) -> list[Plugin]:

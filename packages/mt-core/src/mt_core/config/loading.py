@@ -62,7 +62,7 @@ def load_config(
     layers += [file_layer] if file_layer else []
     layers += [_override_layer(text, layers) for text in overrides]
     merged = merge_layers(layers)
-    config = Config(**{name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
+    config = _build_config(merged, host)
     origins = {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
     loaded = LoadedConfig(config, origins, preset)
     _refuse_unused_values(loaded)
@@ -74,7 +74,7 @@ def load_config(
 def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
     """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again."""
     merged = merge_layers([Layer("stored configuration", values)])
-    return Config(**{name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
+    return _build_config(merged, host)
 
 
 def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
@@ -177,14 +177,17 @@ def _nothing_selected(section: str, selector: str, host: PluginHost) -> str:
     return f"{section}.{selector} is not set; choose a preset (mt models lists them) or one of {', '.join(names)}"
 
 
+def _build_config(merged: Mapping[str, Mapping[str, tuple[Any, str]]], host: PluginHost) -> Config:
+    return Config.model_validate({name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
+
+
 def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> Section:
     selector = SECTIONS[name].selector
-    selected = values[selector][0] if selector in values else None
+    selected, chosen_by = values.get(selector or "", (None, DEFAULT))
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
     type_ = section_type(name, selected, host)
-    if selected is not None:
-        values = _without_replaced_preset(values, type_, chosen_by=values[str(selector)][1])
+    values = _without_replaced_preset(values, type_, chosen_by)
     try:
         return type_.model_validate({key: value for key, (value, _) in values.items()})
     except ValidationError as error:
@@ -196,7 +199,7 @@ def _without_replaced_preset(
     values: Mapping[str, tuple[Any, str]], type_: type[Section], chosen_by: str
 ) -> Mapping[str, tuple[Any, str]]:
     """A preset's options of, say, adam go with adam when a file or --set chooses another optimizer."""
-    if chosen_by.startswith("preset"):
+    if chosen_by == DEFAULT or chosen_by.startswith("preset"):
         return values
     return {
         key: (value, origin)

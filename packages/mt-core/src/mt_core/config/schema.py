@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -24,9 +25,7 @@ def used_when(default: Any, **conditions: Any) -> Any:
     A condition is a value or a tuple of values. Setting the field while a condition does not hold is an
     error, since the value would be ignored: `rotary_base: float = used_when(1e4, position_embedding_type="rope")`.
     """
-    listed = {key: value if isinstance(value, tuple) else (value,) for key, value in conditions.items()}
-    if isinstance(default, (list, dict)):
-        return Field(default_factory=lambda: type(default)(default), json_schema_extra={"used_when": listed})
+    listed: JsonDict = {key: list(value) if isinstance(value, tuple) else [value] for key, value in conditions.items()}
     return Field(default, json_schema_extra={"used_when": listed})
 
 

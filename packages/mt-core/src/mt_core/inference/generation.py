@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.inference.sampling import SamplingOptions, sample
 from mt_core.specs import Tokenizer
 
 
+class Decoder(Protocol):
+    """A causal language model that can keep what it has seen."""
+
+    training: bool
+
+    def __call__(self, tokens: Tensor, *, cache: Any = None) -> Tensor:
+        """[B, S] -> logits [B, S, vocab]"""
+        ...
+
+    def new_cache(self, capacity: int) -> Any: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+
 @torch.no_grad()
 def generate_ids(
-    model: nn.Module,
+    model: Decoder,
     prompt: Sequence[int],
     max_tokens: int,
     options: SamplingOptions,
@@ -50,7 +69,7 @@ def generate_ids(
 
 
 def generate_text(
-    model: nn.Module,
+    model: Decoder,
     tokenizer: Tokenizer,
     prompt: str,
     max_tokens: int,
@@ -96,7 +115,7 @@ def _generator(options: SamplingOptions, device: torch.device) -> torch.Generato
     return generator
 
 
-def _require_room(model: nn.Module, prompt: int, max_tokens: int) -> None:
+def _require_room(model: Decoder, prompt: int, max_tokens: int) -> None:
     if prompt == 0:
         raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
     longest = getattr(model, "max_sequence_length", None)

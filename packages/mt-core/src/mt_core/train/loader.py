@@ -7,7 +7,7 @@ alone, and which of those a data-parallel rank takes on its rank. Reader threads
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class BatchReader:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="mt-reader") if workers else None
         self._pending: deque[Future[RankBatch]] = deque()
 
-    def __iter__(self) -> Iterator[RankBatch]:
+    def __iter__(self) -> Generator[RankBatch, None, None]:
         try:
             if self._pool is None:
                 yield from (self.read(first, size) for first, size in self._steps)

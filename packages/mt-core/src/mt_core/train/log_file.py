@@ -29,7 +29,9 @@ def step_line(metrics: Metrics, last_iteration: int) -> str:
 
 
 def evaluation_line(metrics: Metrics) -> str:
-    losses = [f"{name.removesuffix('_loss')} loss {value:.4f}" for name, value in metrics.items() if name != "iteration"]
+    losses = [
+        f"{name.removesuffix('_loss')} loss {value:.4f}" for name, value in metrics.items() if name != "iteration"
+    ]
     return f"step {metrics['iteration']} | {' | '.join(losses)}"
 
 

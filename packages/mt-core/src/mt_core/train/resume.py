@@ -41,7 +41,8 @@ def differences(stored: Mapping[str, Any], config: Config) -> Iterator[tuple[str
 
 def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str) -> list[str]:
     """Raise CheckpointError for a difference that nobody accepted; returns the accepted ones, as text."""
-    accepted, refused = [], []
+    accepted: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
     for key, old, new in differences(metadata["config"], config):
         change = f"{key}: {old} in the checkpoint, {new} now"
         taken = key in config.checkpoint.accept_changes and not key.startswith("model.")
