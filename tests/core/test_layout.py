@@ -22,7 +22,7 @@ from mt_core.parallel.context import Axis, ParallelContext
 
 
 def contexts(size: int) -> list[ParallelContext]:
-    return [ParallelContext(tp=Axis(size, rank)) for rank in range(size)]
+    return [ParallelContext(axes={"tp": Axis(size, rank)}) for rank in range(size)]
 
 
 def test_a_gated_matrix_gives_each_rank_its_share_of_gate_and_of_up() -> None:

@@ -234,12 +234,13 @@ class TokenizerSpec(Spec):
 
     config_type: Lazy[type]
     build: Lazy[BuildTokenizer]
-    restore: Lazy[RestoreTokenizer] | None = None
-    """Builds it from the files that travel with a checkpoint; None: `build` needs no files."""
+    materialize: Lazy[MaterializeTokenizer] | None = None
+    """Lays the files of a checkpoint into a folder and returns the config that names them there; None:
+    `build` needs no files."""
 
 
-class RestoreTokenizer(Protocol):
-    def __call__(self, config: Any, files: Mapping[str, bytes]) -> Tokenizer: ...
+class MaterializeTokenizer(Protocol):
+    def __call__(self, config: Any, files: Mapping[str, bytes], directory: Path) -> Any: ...
 
 
 class BuildDataset(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import CAUSAL_LM_SAMPLE, CommandSpec, DatasetSpec, Lazy, TokenizerSpec
+from mt_data.datasets.task_specs import TASK_DATASETS
 
 
 def _tokenizer(name: str, module: str, stem: str, doc: str) -> TokenizerSpec:
@@ -12,6 +13,7 @@ def _tokenizer(name: str, module: str, stem: str, doc: str) -> TokenizerSpec:
         doc=doc,
         config_type=Lazy(f"mt_data.tokenizers.{module}:{stem}Config"),
         build=Lazy(f"mt_data.tokenizers.{module}:build_{module}"),
+        materialize=Lazy("mt_data.tokenizers.base:materialize"),
     )
 
 
@@ -19,6 +21,19 @@ def _tokenizer(name: str, module: str, stem: str, doc: str) -> TokenizerSpec:
 def mt_register_tokenizers() -> list[TokenizerSpec]:
     return [
         _tokenizer("ByteLevelTokenizer", "byte_level", "ByteLevel", "UTF-8 bytes as ids; needs no file"),
+        _tokenizer("GPT2BPETokenizer", "gpt2_bpe", "GPT2BPE", "Byte-level BPE from vocab.json and merges.txt"),
+        _tokenizer(
+            "BertWordPieceLowerCase", "bert_wordpiece", "BertWordPiece", "BERT's WordPiece from vocab.txt, lower-cased"
+        ),
+        _tokenizer("BertWordPieceCase", "bert_wordpiece", "BertWordPiece", "BERT's WordPiece from vocab.txt, cased"),
+        _tokenizer("HuggingFaceTokenizer", "hugging_face", "HuggingFace", "A local directory with tokenizer.json"),
+        _tokenizer("SentencePieceTokenizer", "sentence_piece", "SentencePiece", "A SentencePiece model"),
+        _tokenizer(
+            "GPTSentencePieceTokenizer", "sentence_piece", "SentencePiece", "A SentencePiece model as GPT uses it"
+        ),
+        _tokenizer("Llama2Tokenizer", "sentence_piece", "SentencePiece", "A SentencePiece model as Llama uses it"),
+        _tokenizer("TikTokenizer", "tik_token", "TikToken", "A tiktoken vocabulary: Megatron's JSON or a rank file"),
+        _tokenizer("NullTokenizer", "null", "Null", "Ids written as decimal numbers; needs no file"),
     ]
 
 
@@ -32,6 +47,28 @@ def mt_register_datasets() -> list[DatasetSpec]:
             build=Lazy("mt_data.datasets.builtin:build_builtin"),
             sample=CAUSAL_LM_SAMPLE,
         ),
+        DatasetSpec(
+            name="gpt",
+            doc="Windows over shuffled documents of token files or raw text, in Megatron's order",
+            config_type=Lazy("mt_data.datasets.gpt:GPTDataConfig"),
+            build=Lazy("mt_data.datasets.gpt:build_gpt"),
+            sample=CAUSAL_LM_SAMPLE,
+        ),
+        DatasetSpec(
+            name="fim",
+            doc="As gpt, with documents rearranged for fill-in-the-middle",
+            config_type=Lazy("mt_data.datasets.fim:FIMDataConfig"),
+            build=Lazy("mt_data.datasets.fim:build_fim"),
+            sample=CAUSAL_LM_SAMPLE,
+        ),
+        DatasetSpec(
+            name="mock",
+            doc="Made-up documents that count upwards, as Megatron's mock data",
+            config_type=Lazy("mt_data.datasets.mock:MockDataConfig"),
+            build=Lazy("mt_data.datasets.mock:build_mock"),
+            sample=CAUSAL_LM_SAMPLE,
+        ),
+        *TASK_DATASETS,
     ]
 
 

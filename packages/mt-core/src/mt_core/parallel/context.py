@@ -1,43 +1,212 @@
-"""`ParallelContext`: where this process stands, passed explicitly to whatever needs it."""
+"""`ParallelContext`: where this process stands on every parallel axis, passed explicitly to whatever needs it.
+
+Ranks are numbered with tensor parallel fastest, then context, data, pipeline (Megatron's `tp-cp-ep-dp-pp`):
+rank = ((pp * DP + dp) * CP + cp) * TP + tp. Experts see the same processes of a pipeline stage through a
+second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + ep) * ETP + etp.
+
+| axis | processes that |
+| --- | --- |
+| tp | share each layer's matrices |
+| cp | share each sequence |
+| dp | have the same weights and other samples |
+| pp | hold consecutive stages of layers |
+| etp, ep, edp | share an expert's matrices; hold different experts; have the same experts |
+| dp_cp | together reduce the gradients of dense weights |
+| model | together hold one copy of the model (tp x pp) |
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
+from mt_core._torch_compat import flatten_mesh
+from mt_core.config.checks import listed
+from mt_core.errors import ConfigError
+
+AxisName = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp_cp", "model"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this process sees it."""
+    """One parallel axis as this process sees it. group is None when the axis has one process."""
 
     size: int = 1
     rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks of the processes on it, by their rank on the axis."""
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """Sizes of the axes; data parallel takes what the others leave."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """Default: as tp."""
+
+    def dp(self, world_size: int) -> int:
+        """Raises ConfigError when the axes do not divide the world."""
+        shared = self.tp * self.cp * self.pp
+        if world_size % shared:
+            raise ConfigError(
+                f"tensor_model_parallel_size={self.tp} x context_parallel_size={self.cp} x "
+                f"pipeline_model_parallel_size={self.pp} = {shared} does not divide the {world_size} processes; "
+                f"their product can be {listed([n for n in range(1, world_size + 1) if world_size % n == 0])}"
+            )
+        return world_size // shared
+
+    def edp(self, world_size: int) -> int:
+        """Raises ConfigError when the expert axes do not divide a pipeline stage."""
+        stage = world_size // self.pp
+        shared = self.expert_tp * self.ep
+        if stage % shared:
+            raise ConfigError(
+                f"expert_tensor_parallel_size={self.expert_tp} x expert_model_parallel_size={self.ep} = {shared} "
+                f"does not divide the {stage} processes of a pipeline stage; their product can be "
+                f"{listed([n for n in range(1, stage + 1) if stage % n == 0])}"
+            )
+        return stage // shared
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
 
 
 @dataclass(frozen=True)
 class ParallelContext:
     """Device, number format of the weights, and this process's place on every axis.
 
-    There is no global one: several contexts live in one process, each with models of its own.
+    There is no global one: several contexts live in one process, each with models of its own. The default
+    is a single process.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     params_dtype: torch.dtype = torch.float32
-    tp: Axis = Axis()
-    cp: Axis = Axis()
-    ep: Axis = Axis()
-    dp: Axis = Axis()
-    pp: Axis = Axis()
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions activations are divided along the sequence."""
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    """The dense grid, for what torch builds on a mesh; None in a single process."""
 
     def axis(self, name: AxisName) -> Axis:
-        return getattr(self, name)
+        return self.axes.get(name, SINGLE)
 
-    def with_device(self, device: torch.device) -> ParallelContext:
+    @property
+    def tp(self) -> Axis:
+        return self.axis("tp")
+
+    @property
+    def cp(self) -> Axis:
+        return self.axis("cp")
+
+    @property
+    def dp(self) -> Axis:
+        return self.axis("dp")
+
+    @property
+    def pp(self) -> Axis:
+        return self.axis("pp")
+
+    @property
+    def ep(self) -> Axis:
+        return self.axis("ep")
+
+    @property
+    def dp_cp(self) -> Axis:
+        return self.axis("dp_cp")
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this is the process that writes for all of them."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def on_device(self, device: torch.device) -> ParallelContext:
         """The same place with parameters on another device, for instance `meta`."""
-        from dataclasses import replace
-
         return replace(self, device=device)
+
+
+SINGLE = Axis()
+
+
+def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
+    """Axis -> the groups of global ranks along it, every process in exactly one. Needs no process group."""
+    dense = {"pp": sizes.pp, "dp": sizes.dp(world_size), "cp": sizes.cp, "tp": sizes.tp}
+    expert = {"pp": sizes.pp, "edp": sizes.edp(world_size), "ep": sizes.ep, "etp": sizes.expert_tp}
+    return {
+        "tp": _groups(dense, "tp"),
+        "cp": _groups(dense, "cp"),
+        "dp": _groups(dense, "dp"),
+        "pp": _groups(dense, "pp"),
+        "dp_cp": _groups(dense, "dp", "cp"),
+        "model": _groups(dense, "pp", "tp"),
+        "etp": _groups(expert, "etp"),
+        "ep": _groups(expert, "ep"),
+        "edp": _groups(expert, "edp"),
+    }
+
+
+def _groups(grid: Mapping[str, int], *along: str) -> list[tuple[int, ...]]:
+    """Ranks of a row-major grid, grouped along some of its dimensions."""
+    names = list(grid)
+    ranks = torch.arange(math.prod(grid.values())).view(list(grid.values()))
+    kept = [names.index(name) for name in names if name not in along]
+    chosen = [names.index(name) for name in names if name in along]
+    rows = ranks.permute(*kept, *chosen).reshape(-1, math.prod(grid[name] for name in along))
+    return [tuple(row) for row in rows.tolist()]
+
+
+def build_parallel_context(
+    sizes: AxisSizes,
+    *,
+    device: torch.device | None = None,
+    params_dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+) -> ParallelContext:
+    """The context of this process in the initialized world (or of a single process without one).
+
+    Collective: every process of the world calls it, with the same sizes. Raises ConfigError when the axes
+    do not fit the world.
+    """
+    device = device or torch.device("cpu")
+    context = ParallelContext(device, params_dtype, sequence_parallel and sizes.tp > 1)
+    if not dist.is_initialized():
+        axis_members(1, sizes)  # only ones fit a single process
+        return context
+    world = dist.get_world_size()
+    members = axis_members(world, sizes)
+    dense, expert = build_meshes(sizes, world, device.type)
+    groups = {
+        **{name: dense[name].get_group() for name in ("tp", "cp", "dp", "pp")},
+        **{name: expert[name].get_group() for name in ("etp", "ep", "edp")},
+        "dp_cp": flatten_mesh(dense["dp", "cp"], "dp_cp").get_group(),
+        "model": flatten_mesh(dense["pp", "tp"], "model").get_group(),
+    }
+    axes = {name: _axis(members[name], groups[name]) for name in members}
+    return replace(context, axes=axes, mesh=dense)
+
+
+def build_meshes(sizes: AxisSizes, world: int, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """The grid of dense layers (pp, dp, cp, tp) and that of experts (pp, edp, ep, etp), over the same processes."""
+    dense = (sizes.pp, sizes.dp(world), sizes.cp, sizes.tp)
+    expert = (sizes.pp, sizes.edp(world), sizes.ep, sizes.expert_tp)
+    return (
+        init_device_mesh(device_type, dense, mesh_dim_names=("pp", "dp", "cp", "tp")),
+        init_device_mesh(device_type, expert, mesh_dim_names=("pp", "edp", "ep", "etp")),
+    )
+
+
+def _axis(members: list[tuple[int, ...]], group: dist.ProcessGroup) -> Axis:
+    rank = dist.get_rank()
+    own = next(ranks for ranks in members if rank in ranks)
+    return Axis(len(own), own.index(rank), group if len(own) > 1 else None, own)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 
-from mt_core.config.checks import data_parallel_size, global_batch_size
+from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.environment import ModelEnvironment
@@ -15,7 +17,7 @@ from mt_core.nn.layout import initialize
 from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import param_groups
 from mt_core.optim.schedules import Horizon, Schedule
-from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
 from mt_core.train.batch_size import total_train_samples
@@ -32,8 +34,18 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def axis_sizes(config: Config) -> AxisSizes:
+    parallel = config.parallel
+    return AxisSizes(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+    )
+
+
 def build_context(config: Config, device: torch.device) -> ParallelContext:
-    return ParallelContext(device, DTYPES[config.precision.dtype], dp=Axis(data_parallel_size(config)))
+    return build_parallel_context(axis_sizes(config), device=device, params_dtype=DTYPES[config.precision.dtype])
 
 
 def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
@@ -44,9 +56,10 @@ def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
     """The tokenizer of a checkpoint, from the files that travelled with it."""
     spec = host.tokenizers.get(config.tokenizer.tokenizer_type, key="tokenizer.tokenizer_type")
-    if spec.restore is None or not files:
+    if spec.materialize is None or not files:
         return spec.build.load()(config.tokenizer)
-    return spec.restore.load()(config.tokenizer, files)
+    with TemporaryDirectory(prefix="mt-tokenizer-") as folder:
+        return spec.build.load()(spec.materialize.load()(config.tokenizer, files, Path(folder)))
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:

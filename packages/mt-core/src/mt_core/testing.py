@@ -1,0 +1,103 @@
+"""Run a function on several ranks of this machine: for our tests, and for those of plugins.
+
+    from mt_core.testing import run_ranks
+
+    def total(rank, world):
+        value = torch.tensor(float(rank))
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    assert run_ranks(4, total) == [6.0] * 4
+
+Ranks are processes forked from a server that has imported torch once, so that a test costs a fraction of a
+second. They talk over gloo and use one thread each.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.device_mesh", "mt_core.train", "mt_core.testing"]
+
+
+class RankFailure(Exception):
+    """A rank raised or died; the message holds its traceback."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on each rank; returns what the ranks returned, by rank.
+
+    function and args must be picklable (a module's function). Raises RankFailure with the traceback of the
+    first rank that failed, and TimeoutError when a rank has not ended after `timeout` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="mt-ranks-") as folder:
+        store = Path(folder) / "store"
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, str(store), sender, function, args), daemon=True)
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    open_ = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while open_:
+        ready = wait(list(open_), timeout)
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(open_.values())} of {len(receivers)} are still busy after {timeout:g} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = open_.pop(receiver)
+            try:
+                outcome, value = receiver.recv()
+            except EOFError:
+                raise RankFailure(f"rank {rank} died") from None
+            if outcome == "error":
+                raise RankFailure(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank_main(
+    rank: int, world_size: int, store: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        value = function(rank, world_size, *args)
+        pickle.dumps(value)  # an unpicklable result is this rank's error, not a silent death
+        dist.barrier()
+        dist.destroy_process_group()
+        sender.send(("result", value))
+    except BaseException:
+        sender.send(("error", traceback.format_exc()))
+    finally:
+        sender.close()

