@@ -29,14 +29,14 @@ from typing import Any
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.device_mesh", "mt_core.train", "mt_core.testing"]
 
 
-class RankFailure(Exception):
+class RankFailureError(Exception):
     """A rank raised or died; the message holds its traceback."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call `function(rank, world_size, *args)` on each rank; returns what the ranks returned, by rank.
 
-    function and args must be picklable (a module's function). Raises RankFailure with the traceback of the
+    function and args must be picklable (a module's function). Raises RankFailureError with the traceback of the
     first rank that failed, and TimeoutError when a rank has not ended after `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
@@ -73,9 +73,9 @@ def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
             try:
                 outcome, value = receiver.recv()
             except EOFError:
-                raise RankFailure(f"rank {rank} died") from None
+                raise RankFailureError(f"rank {rank} died") from None
             if outcome == "error":
-                raise RankFailure(f"rank {rank} failed:\n{value}")
+                raise RankFailureError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(receivers))]
 

@@ -1,0 +1,193 @@
+"""Reading a `.bin` and `.idx` pair."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_data.indexed.layout import LENGTH, MODE, POINTER, Sizes, data_path, index_path, read_sizes
+from mt_data.indexed.manifest import Manifest, manifest_path, parse_manifest
+from mt_data.indexed.reader import SequenceReader
+from mt_data.indexed.storage import (
+    CHUNK_BYTES,
+    Bytes,
+    FetchedObject,
+    MappedFile,
+    PlainFile,
+    StoredObject,
+    is_remote,
+    open_index,
+    read_optional,
+    size_of,
+)
+
+
+class IndexedDataset(SequenceReader):
+    """The sequences of `<prefix>.bin` and `<prefix>.idx`, in Megatron's format.
+
+    Opening reads some 60 bytes of `.idx` and checks the header and both sizes; the arrays and the tokens are
+    touched when they are first used. No file descriptor stays open. Objects can be pickled and shared by threads.
+
+    prefix: a path without the suffix, or a URL ("s3://bucket/name") read through fsspec: `.idx` is fetched at
+        once, `.bin` by ranges. mmap: map the files (tokens are then views, not copies), or read them plainly.
+        multimodal: whether `.idx` has a mode for each sequence, which the file itself does not say.
+
+    Raises DataError when a file is missing, of another format, cut short, or does not belong to the other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True, multimodal: bool = False) -> None:
+        self.prefix = os.fspath(prefix)
+        self.multimodal = multimodal
+        self._mmap = mmap
+        #: what the header says, and the sizes of the files
+        self.sizes, self._idx = _open(self.prefix, mmap, multimodal)
+        self.dtype = self.sizes.layout.dtype
+        self._bin = _data_file(self.prefix, self.sizes.data_bytes, mmap)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.prefix, mmap=self._mmap, multimodal=self.multimodal), ()
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self.prefix!r}, sequences={len(self)}, dtype={self.dtype.name})"
+
+    def __len__(self) -> int:
+        return self.sizes.layout.num_sequences
+
+    @property
+    def num_documents(self) -> int:
+        return self.sizes.layout.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sizes.num_tokens
+
+    # -- arrays of .idx -------------------------------------------------------------------------
+
+    @cached_property
+    def _index(self) -> memoryview | bytes:
+        return self._idx.read(0, self._idx.size)
+
+    def _array(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+        return np.frombuffer(self._index, dtype, count, offset)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int32]:
+        return self._array(LENGTH, len(self), self.sizes.layout.lengths_at)
+
+    @cached_property
+    def byte_offsets(self) -> NDArray[np.int64]:
+        """int64 [S], read-only: where each sequence begins in `.bin`."""
+        return self._array(POINTER, len(self), self.sizes.layout.pointers_at)
+
+    @cached_property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """int32 [S], read-only: tokens of each sequence. Raises DataError when they do not add up to `.bin`."""
+        lengths = self._lengths
+        total = int(lengths.sum(dtype=np.int64))
+        if total != self.num_tokens or (len(lengths) and lengths.min() < 0):
+            raise DataError(
+                f"{index_path(self.prefix)} is damaged: its lengths add up to {total} tokens, and "
+                f"{data_path(self.prefix)} holds {self.num_tokens} (shortest {lengths.min(initial=0)}); "
+                f"see mt data verify {self.prefix}"
+            )
+        return lengths
+
+    @cached_property
+    def document_indices(self) -> NDArray[np.int64]:
+        """int64 [D], read-only: the first sequence of each document, then S. Raises DataError when they go back."""
+        layout = self.sizes.layout
+        boundaries = self._array(POINTER, layout.num_boundaries, layout.documents_at)
+        if np.any(boundaries[1:] < boundaries[:-1]):
+            raise DataError(
+                f"{index_path(self.prefix)} is damaged: a document begins before the one in front of it; "
+                f"see mt data verify {self.prefix}"
+            )
+        return boundaries
+
+    @cached_property
+    def sequence_modes(self) -> NDArray[np.int8] | None:
+        """int8 [S], read-only: 0 text, 1 image by convention. None unless multimodal."""
+        return self._array(MODE, len(self), self.sizes.layout.modes_at) if self.multimodal else None
+
+    # -- tokens of .bin -------------------------------------------------------------------------
+
+    def _span(self, index: int) -> tuple[int, int]:
+        position, length = int(self.byte_offsets[index]), int(self._lengths[index])
+        if position < 0 or length < 0 or position + length * self.dtype.itemsize > self._bin.size:
+            raise DataError(
+                f"{index_path(self.prefix)} is damaged: sequence {index} has offset {position} and length {length}, "
+                f"and {data_path(self.prefix)} has {self._bin.size} bytes"
+            )
+        return position, length
+
+    def _read(self, position: int, offset: int, length: int) -> np.ndarray:
+        itemsize = self.dtype.itemsize
+        return np.frombuffer(self._bin.read(position + offset * itemsize, length * itemsize), self.dtype)
+
+    # -- identity -------------------------------------------------------------------------------
+
+    def manifest(self) -> Manifest | None:
+        """`<prefix>.manifest.json`, None when there is none (as with Megatron's files).
+
+        Raises DataError when it is not readable or describes files of other sizes.
+        """
+        path = manifest_path(self.prefix)
+        data = read_optional(path)
+        if data is None:
+            return None
+        manifest = parse_manifest(path, data)
+        recorded = (manifest.bin.size, manifest.idx.size)
+        found = (self.sizes.data_bytes, self.sizes.index_bytes)
+        if recorded != found:
+            raise DataError(
+                f"{path} describes other files: .bin and .idx of {recorded[0]} and {recorded[1]} bytes, they have "
+                f"{found[0]} and {found[1]}; remove it if the files were replaced on purpose, else write them again"
+            )
+        return manifest
+
+    def fingerprint(self) -> str:
+        """The content's identity: from the manifest's checksums, else from `.idx` and the size of `.bin`.
+
+        Tokens are not read. Without a manifest, other tokens in the same lengths give the same fingerprint.
+        """
+        manifest = self.manifest()
+        if manifest is not None:
+            return sha256(f"{manifest.bin.sha256} {manifest.idx.sha256}".encode()).hexdigest()
+        digest = sha256(f"{self.sizes.data_bytes} ".encode())
+        for start in range(0, self._idx.size, CHUNK_BYTES):
+            digest.update(self._idx.read(start, min(CHUNK_BYTES, self._idx.size - start)))
+        return digest.hexdigest()
+
+
+def check_files(prefix: str | os.PathLike[str], *, multimodal: bool | None = None) -> Sizes:
+    """Check header and sizes of `<prefix>.idx` and `.bin` without reading them; what was found.
+
+    multimodal: whether there must be modes; None to tell it from the size of `.idx`. Raises DataError that
+    names what is wrong.
+    """
+    name = os.fspath(prefix)
+    with open_index(index_path(name)) as index:
+        return read_sizes(name, index, size_of(data_path(name)), multimodal)
+
+
+def _open(prefix: str, mmap: bool, multimodal: bool) -> tuple[Sizes, Bytes]:
+    path = index_path(prefix)
+    with open_index(path) as index:
+        sizes = read_sizes(prefix, index, size_of(data_path(prefix)), multimodal)
+        if is_remote(prefix):
+            index.seek(0)
+            return sizes, FetchedObject(path, index.read())
+    return sizes, MappedFile(path, sizes.index_bytes) if mmap else PlainFile(path, sizes.index_bytes)
+
+
+def _data_file(prefix: str, size: int, mmap: bool) -> Bytes:
+    path = data_path(prefix)
+    if is_remote(prefix):
+        return StoredObject(path, size)
+    return MappedFile(path, size) if mmap else PlainFile(path, size)

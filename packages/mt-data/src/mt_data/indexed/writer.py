@@ -1,0 +1,231 @@
+"""Writing a `.bin` and `.idx` pair, byte for byte as Megatron writes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mt_core.errors import DataError
+from mt_data.indexed.ids import MAX_LENGTH, as_ids, as_lengths, as_mode, as_modes
+from mt_data.indexed.layout import LENGTH, MODE, POINTER, Layout, data_path, dtype_code, index_path
+from mt_data.indexed.manifest import FileRecord, Manifest, as_json_values, manifest_path
+from mt_data.indexed.pending import PendingFile, SpooledArray, sync_folder
+from mt_data.indexed.scan import Scan
+from mt_data.indexed.storage import is_remote
+
+
+class IndexedDatasetWriter:
+    """Writes `<prefix>.bin`, `.idx` and `.manifest.json`; they get these names when `finish` is done, not before.
+
+    Until then there are `<prefix>.bin.tmp` and nameless files in the same folder. As a context manager it takes
+    back everything unless `finish` was called. Memory does not grow with the data. A folder that is missing is made.
+
+    dtype: of the tokens, see `dtype_for_vocab`. multimodal: keep a mode for each sequence.
+
+    Every method raises DataError: for ids that the dtype does not hold (nothing is written then, and one may go
+    on), and when the disk is full or fails (everything is taken back then).
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str, *, multimodal: bool = False):
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype)
+        self.multimodal = multimodal
+        dtype_code(self.dtype)
+        if is_remote(self.prefix):
+            raise DataError(f"{self.prefix}: data sets are written to files; give a path, and copy them to the store")
+        self._pending: list[PendingFile] = []
+        self._arrays: list[SpooledArray] = []
+        self._closed = False
+        with self._taking_back():
+            folder = os.path.dirname(self.prefix) or "."
+            os.makedirs(folder, exist_ok=True)
+            self._bin = self._open(data_path(self.prefix))
+            self._lengths, self._boundaries, self._modes = (
+                self._spool(dtype, folder) for dtype in (LENGTH, POINTER, MODE)
+            )
+            self._boundaries.append(0)
+        self._last_boundary = 0
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    # -- adding ---------------------------------------------------------------------------------
+
+    def add_sequence(self, ids: ArrayLike, mode: int = 0) -> None:
+        """Append a sequence of ids [length]; it belongs to the document that the next `end_document` ends."""
+        array = as_ids(ids, self.dtype, longest=MAX_LENGTH)
+        mode = as_mode(mode, self.multimodal)
+        with self._taking_back():
+            self._bin.write(array.data)
+            self._lengths.append(len(array))
+            if self.multimodal:
+                self._modes.append(mode)
+
+    def end_document(self) -> None:
+        """End a document, which may be empty, after the sequences added so far."""
+        with self._taking_back():
+            self._last_boundary = len(self._lengths)
+            self._boundaries.append(self._last_boundary)
+
+    def add_document(self, ids: ArrayLike, lengths: ArrayLike, modes: ArrayLike | None = None) -> None:
+        """Append a document: ids [sum of lengths] of its sequences one after another, and the end of it."""
+        array = as_ids(ids, self.dtype)
+        counts = as_lengths(lengths, len(array))
+        kinds = as_modes(modes, len(counts), self.multimodal)
+        with self._taking_back():
+            self._bin.write(array.data)
+            self._lengths.extend(counts)
+            if self.multimodal:
+                self._modes.extend(kinds)
+        self.end_document()
+
+    def append(self, prefix: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Append all documents of another finished data set; `on_bytes` is told of each chunk of tokens copied.
+
+        Its index is checked while it is read. Raises DataError when it is damaged, or has another dtype.
+        """
+        source = Scan(os.fspath(prefix), self.multimodal)
+        if source.layout.dtype != self.dtype:
+            raise DataError(
+                f"{source.prefix} holds {source.layout.dtype.name} and {self.prefix} is written as {self.dtype.name}; "
+                "only data sets of one dtype can be put together: write one of them again with the other's dtype"
+            )
+        if self._last_boundary != len(self._lengths):
+            raise DataError(f"{self.prefix}: end the open document before appending {source.prefix}")
+        with self._taking_back():
+            self._append(source, on_bytes or (lambda count: None))
+
+    def _append(self, source: Scan, on_bytes: Callable[[int], None]) -> None:
+        base = len(self._lengths)
+        for lengths in source.lengths():
+            self._lengths.extend(lengths)
+        # The first boundary of each source is 0, which the boundary before it has said already.
+        skip = 1
+        for boundaries in source.boundaries():
+            self._boundaries.extend(boundaries[skip:] + np.int64(base))
+            skip = 0
+        for modes in source.modes():
+            self._modes.extend(modes)
+        for tokens in source.tokens():
+            self._bin.write(tokens.data)
+            on_bytes(tokens.nbytes)
+        self._last_boundary = len(self._lengths)
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def finish(self, *, tokenizer: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None) -> Manifest:
+        """Write the index and the manifest, put all on the disk, and give the files their names.
+
+        Order: `.bin`, `.idx`, manifest. A process killed in between leaves no `.idx` without its whole `.bin`.
+        tokenizer: tokenizer_type, config, fingerprint and vocab_size. extra: whatever else is worth recording.
+        """
+        if self._last_boundary != len(self._lengths):
+            count = len(self._lengths) - self._last_boundary
+            raise DataError(f"{self.prefix}: the last {count} sequences are in no document; call end_document first")
+        origin = {
+            "tokenizer": None if tokenizer is None else as_json_values("tokenizer", tokenizer),
+            "extra": as_json_values("extra", extra or {}),
+        }
+        with self._taking_back():
+            index = self._open(index_path(self.prefix))
+            self._write_index(index)
+            manifest = self._manifest(self._bin.record(), index.record(), origin)
+            self._open(manifest_path(self.prefix)).write(manifest.to_json())
+            self._publish()
+        self._close()
+        return manifest
+
+    def _write_index(self, index: PendingFile) -> None:
+        index.write(self._layout().header())
+        for lengths in self._lengths.chunks():
+            index.write(lengths.data)
+        begin = 0
+        for lengths in self._lengths.chunks():
+            ends = begin + np.cumsum(lengths, dtype=POINTER) * self.dtype.itemsize
+            index.write(np.concatenate([[begin], ends[:-1]]).astype(POINTER, copy=False).data)
+            begin = int(ends[-1])
+        for boundaries in self._boundaries.chunks():
+            index.write(boundaries.data)
+        for modes in self._modes.chunks():
+            index.write(modes.data)
+
+    def _layout(self) -> Layout:
+        return Layout(self.dtype, len(self._lengths), len(self._boundaries), self.multimodal)
+
+    def _manifest(self, data: FileRecord, index: FileRecord, origin: dict[str, Any]) -> Manifest:
+        layout = self._layout()
+        return Manifest(
+            sequences=layout.num_sequences,
+            documents=layout.num_documents,
+            tokens=data.size // self.dtype.itemsize,
+            dtype=self.dtype.name,
+            multimodal=self.multimodal,
+            bin=data,
+            idx=index,
+            **origin,
+        )
+
+    def _publish(self) -> None:
+        for file in self._pending:
+            file.sync()
+        # A data set that is replaced stops being one first, so that no moment mixes the old with the new.
+        for path in (manifest_path(self.prefix), index_path(self.prefix)):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+        sync_folder(self.prefix)
+        for file in self._pending:
+            file.publish()
+        sync_folder(self.prefix)
+
+    def abort(self) -> None:
+        """Take back everything. Does nothing after `finish` or a first `abort`."""
+        if self._closed:
+            return
+        for file in self._pending:
+            with suppress(OSError):
+                file.discard()
+        self._close()
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def _open(self, path: str) -> PendingFile:
+        self._pending.append(PendingFile(path))
+        return self._pending[-1]
+
+    def _spool(self, dtype: np.dtype, folder: str) -> SpooledArray:
+        self._arrays.append(SpooledArray(dtype, folder))
+        return self._arrays[-1]
+
+    def _close(self) -> None:
+        self._closed = True
+        for array in self._arrays:
+            with suppress(OSError):
+                array.close()
+
+    @contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """Runs what writes: an error in it takes back everything, since the files are no longer whole."""
+        if self._closed:
+            raise DataError(f"{self.prefix}: this writer was finished or aborted; make a new one")
+        try:
+            yield
+        except OSError as error:
+            self.abort()
+            raise DataError(
+                f"{self.prefix} cannot be written: {error.strerror or error}; nothing is left of it. "
+                "Make room or choose another folder, and start again"
+            ) from error
+        except BaseException:
+            self.abort()
+            raise
