@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
-from mt_core.testing import RankFailure, run_ranks
+from mt_core.testing import RankFailureError, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -80,5 +80,5 @@ def fails_on_rank_one(rank: int, world: int) -> None:
 
 
 def test_a_failing_rank_ends_all_with_its_traceback() -> None:
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 failed.*ValueError: out of paper"):
+    with pytest.raises(RankFailureError, match=r"(?s)rank 1 failed.*ValueError: out of paper"):
         run_ranks(3, fails_on_rank_one)

@@ -95,7 +95,7 @@ class ParallelContext:
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     """Between tensor-parallel regions activations are divided along the sequence."""
-    axes: Mapping[str, Axis] = field(default_factory=dict)
+    axes: Mapping[AxisName, Axis] = field(default_factory=dict)
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
     """The dense grid, for what torch builds on a mesh; None in a single process."""
 
@@ -137,6 +137,8 @@ class ParallelContext:
 
 
 SINGLE = Axis()
+DENSE: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp")
+EXPERT: tuple[AxisName, ...] = ("etp", "ep", "edp")
 
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
@@ -186,9 +188,9 @@ def build_parallel_context(
     world = dist.get_world_size()
     members = axis_members(world, sizes)
     dense, expert = build_meshes(sizes, world, device.type)
-    groups = {
-        **{name: dense[name].get_group() for name in ("tp", "cp", "dp", "pp")},
-        **{name: expert[name].get_group() for name in ("etp", "ep", "edp")},
+    groups: dict[AxisName, dist.ProcessGroup] = {
+        **{name: dense[name].get_group() for name in DENSE},
+        **{name: expert[name].get_group() for name in EXPERT},
         "dp_cp": flatten_mesh(dense["dp", "cp"], "dp_cp").get_group(),
         "model": flatten_mesh(dense["pp", "tp"], "model").get_group(),
     }

@@ -1,0 +1,1 @@
+"""Building corpora: cleaning, deduplication, decontamination and URL filtering of files of documents."""

@@ -1,0 +1,96 @@
+"""What all corpus commands share: where results go, and running a filter over the inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_data.corpora.outputs import ENDINGS, atomic_writer, output_names
+from mt_data.corpora.report import CorpusReport
+from mt_data.corpora.state import FOLDER, locked
+from mt_data.corpora.streaming import Job, Reading, Running, Task, run_jobs
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """output: folder for an output file per input. dropped: folder for the documents left out, if wanted.
+
+    ending: of the outputs (".jsonl", ".jsonl.gz", ".jsonl.zst"); by default the inputs' compression is kept.
+    workers: processes; the bytes written do not depend on it. overwrite: replace what other options made.
+    report: the report's file, by default `report.json` in the output folder.
+    advance: called with (documents, files) as they are done.
+    """
+
+    output: Path
+    dropped: Path | None = None
+    ending: str | None = None
+    reading: Reading = field(default_factory=Reading)
+    workers: int = 1
+    overwrite: bool = False
+    report: Path | None = None
+    advance: Callable[[int, int], None] = field(default=lambda documents, files: None)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers} is not possible; give 1 or more")
+        if self.ending is not None and self.ending not in ENDINGS:
+            raise ConfigError(f"--ending {self.ending!r} is not known; give one of {', '.join(ENDINGS)}")
+        if self.dropped is not None and self.dropped.resolve() == self.output.resolve():
+            raise ConfigError(f"--dropped and --output are both {self.output}; give --dropped a folder of its own")
+        object.__setattr__(self, "output", self.output.resolve())
+        if self.dropped is not None:
+            object.__setattr__(self, "dropped", self.dropped.resolve())
+
+    @property
+    def running(self) -> Running:
+        return Running(self.workers, self.overwrite, self.advance)
+
+    @property
+    def work(self) -> Path:
+        """Folder for what is kept only until the command is done."""
+        return self.output / FOLDER / "work"
+
+
+def plan_jobs(sources: Sequence[Path], options: RunOptions, ending: str | None = None) -> list[Job]:
+    """A job for each input. Raises ConfigError when an output would replace an input."""
+    inputs = {source.resolve() for source in sources}
+    jobs = []
+    for source, name in zip(sources, output_names(sources, ending or options.ending), strict=True):
+        outputs = (options.output / name, *([options.dropped / name] if options.dropped else []))
+        if overlap := inputs.intersection(outputs):
+            raise ConfigError(f"{overlap.pop()} is an input and would be overwritten; give another --output")
+        jobs.append(Job(source, name, options.output, outputs))
+    return jobs
+
+
+def run_filter(
+    command: str, task: Task, jobs: Sequence[Job], options: RunOptions, notes: dict[str, Any] | None = None
+) -> CorpusReport:
+    """Run a filter over the jobs and save the report. The caller holds the output folder (`state.locked`).
+
+    notes: for the report; None for those of the run that did what this one finds finished.
+    """
+    report = CorpusReport(command, task.identity(), notes=_kept_notes(options.output / FOLDER / "notes.json", notes))
+    for result in run_jobs(task, jobs, options.running):
+        report.add_file(result.job.source, result.job.outputs[0], result.report, result.reused)
+    report.save(options.report or options.output / "report.json")
+    return report
+
+
+def _kept_notes(path: Path, notes: dict[str, Any] | None) -> dict[str, Any]:
+    if notes is None:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    with atomic_writer(path) as stream:
+        stream.write(json.dumps(notes).encode("ascii"))
+    return notes
+
+
+def run_locked_filter(command: str, task: Task, sources: Sequence[Path], options: RunOptions) -> CorpusReport:
+    """`run_filter` for a command that is one pass over the inputs."""
+    jobs = plan_jobs(sources, options)
+    with locked(options.output):
+        return run_filter(command, task, jobs, options)

@@ -1,0 +1,205 @@
+"""Running a task over files: bounded memory, any number of processes with the same bytes out, restartable.
+
+An input file is read in batches; a task turns each batch into bytes for its output files and a report. Many files
+are shared out among the processes one by one; of few files, the batches are. Either way the batches are the same
+ones and are written in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mt_core.errors import DataError
+from mt_data.corpora.outputs import atomic_writer
+from mt_data.corpora.pool import ordered_map, process_pool
+from mt_data.corpora.report import Report
+from mt_data.corpora.state import Finished, reusable, save_finished, source_identity
+from mt_data.preprocess.readers import MalformedRecord, Record, iter_records
+
+BATCH_CHARACTERS = 2**20
+BATCH_RECORDS = 512
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How inputs are read. key: the field of a record that is looked at; it must hold text.
+
+    on_error: "raise" stops at the first line that cannot be used, "skip" counts it as dropped.
+    """
+
+    key: str = "text"
+    input_format: str = "auto"
+    on_error: OnError = "raise"
+
+
+class Batch(NamedTuple):
+    """Records that follow one another in a file; `first` counts the usable records before them in it."""
+
+    records: list[Record]
+    first: int
+
+
+class BatchResult(NamedTuple):
+    """chunks: for each output of the job, the bytes to append."""
+
+    chunks: tuple[bytes, ...]
+    report: Report
+
+
+RunBatch = Callable[[Batch], BatchResult]
+
+
+class Task(Hashable, Protocol):
+    """A small, hashable, picklable description of work; each process opens it once."""
+
+    @property
+    def reading(self) -> Reading: ...
+
+    def identity(self) -> dict[str, Any]:
+        """Everything but the input that the output depends on, as JSON values."""
+
+    def open(self) -> RunBatch:
+        """Load what the work needs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One input and its outputs, in the order of `BatchResult.chunks`, of which the last ones may be left out.
+
+    name: its name in the state of `folder`.
+    """
+
+    source: Path
+    name: str
+    folder: Path
+    outputs: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    job: Job
+    report: Report
+    reused: bool
+
+
+@dataclass(frozen=True)
+class Running:
+    """workers: processes. overwrite: make again what was made otherwise. advance: told of documents and files done."""
+
+    workers: int = 1
+    overwrite: bool = False
+    advance: Callable[[int, int], None] = field(default=lambda documents, files: None)
+
+
+def run_jobs(task: Task, jobs: Sequence[Job], running: Running) -> list[JobResult]:
+    """Do the jobs that an earlier run has not finished; the results are in the order of the jobs."""
+    results = finished_jobs(task, jobs, running.overwrite)
+    for result in results.values():
+        running.advance(result.report.read, 1)
+    left = [job for job in jobs if job not in results]
+    for job, report in zip(left, _run_left(task, left, running), strict=True):
+        results[job] = JobResult(job, report, reused=False)
+    return [results[job] for job in jobs]
+
+
+def finished_jobs(task: Task, jobs: Sequence[Job], overwrite: bool) -> dict[Job, JobResult]:
+    """What an earlier run finished. Raises ConfigError where it was made otherwise, unless `overwrite`."""
+    made_by, results = task.identity(), dict[Job, JobResult]()
+    for job in jobs:
+        report = reusable(job.folder, job.name, source_identity(job.source), made_by, job.outputs, overwrite)
+        if report is not None:
+            results[job] = JobResult(job, report, reused=True)
+    return results
+
+
+def _run_left(task: Task, jobs: Sequence[Job], running: Running) -> Iterator[Report]:
+    if running.workers == 1 or not jobs:
+        for job in jobs:
+            yield _run_job(task, job, map, running.advance)
+    elif len(jobs) >= running.workers:
+        with process_pool(running.workers) as executor:
+            for report in ordered_map(executor, partial(_run_job, task), jobs, ahead=len(jobs)):
+                running.advance(report.read, 1)
+                yield report
+    else:
+        with process_pool(running.workers) as executor:
+            shared = partial(_map_batches, executor, 2 * running.workers)
+            for job in jobs:
+                yield _run_job(task, job, shared, running.advance)
+
+
+def _map_batches(executor: Executor, ahead: int, run: RunBatch, batches: Iterable[Batch]) -> Iterator[BatchResult]:
+    return ordered_map(executor, run, batches, ahead)
+
+
+def _run_job(
+    task: Task,
+    job: Job,
+    mapper: Callable[[RunBatch, Iterable[Batch]], Iterable[BatchResult]] = map,
+    advance: Callable[[int, int], None] = lambda documents, files: None,
+) -> Report:
+    source, report = source_identity(job.source), Report()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(atomic_writer(path)) for path in job.outputs]
+        for result in mapper(partial(_run_batch, task), read_batches(job.source, task.reading, report)):
+            for stream, chunk in zip(streams, result.chunks, strict=False):  # an output may be unwanted
+                stream.write(chunk)
+            report.merge(result.report)
+            advance(result.report.read, 0)
+        if source_identity(job.source) != source:
+            raise DataError(f"{job.source} changed while it was read; run again when it is complete")
+    sizes = {str(path): path.stat().st_size for path in job.outputs}
+    save_finished(job.folder, job.name, Finished(source, task.identity(), sizes, report))
+    advance(0, 1)
+    return report
+
+
+def _run_batch(task: Task, batch: Batch) -> BatchResult:
+    return opened(task)(batch)
+
+
+@lru_cache(maxsize=2)
+def opened(task: Task) -> RunBatch:
+    """The work of a task, loaded once in a process: that costs much more than a batch."""
+    return task.open()
+
+
+def read_batches(path: Path, reading: Reading, report: Report) -> Iterator[Batch]:
+    """The usable records of a file in batches that depend on the file alone; the others go into the report."""
+
+    def on_malformed(error: MalformedRecord, reason: str = "malformed_line") -> None:
+        if reading.on_error == "raise":
+            raise error
+        report.drop(reason, f"{error.file}:{error.line}: {error.reason}")
+
+    records: list[Record] = []
+    characters = first = 0
+    for record in iter_records(path, on_malformed=on_malformed, input_format=reading.input_format):
+        text = record.value.get(reading.key)
+        if not isinstance(text, str):
+            on_malformed(MalformedRecord(record.file, record.line, _no_text(record, reading.key)), "no_text")
+            continue
+        records.append(record)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS or len(records) == BATCH_RECORDS:
+            yield Batch(records, first)
+            first, records, characters = first + len(records), [], 0
+    if records:
+        yield Batch(records, first)
+
+
+def _no_text(record: Record, key: str) -> str:
+    if key in record.value:
+        return (
+            f"key {key!r} holds {type(record.value[key]).__name__}, not text; name another key or use --on-error skip"
+        )
+    keys = ", ".join(map(repr, record.value)) or "none"
+    return f"has no key {key!r} (its keys: {keys}); name the key that holds the text, or use --on-error skip"

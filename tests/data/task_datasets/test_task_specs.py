@@ -1,0 +1,52 @@
+"""What is registered is what the data sets give."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_core.specs import SplitRequest
+from mt_data.datasets.task_specs import TASK_DATASETS
+
+LENGTH = 48
+
+
+@pytest.fixture
+def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    sentences = write_sentences(documents)
+    write_sentences([[[60]]] * len(documents), "corpus_title_document")
+    (tmp_path / "mnli.tsv").write_text("index\tsentence1\tsentence2\tgold_label\n1\twaa\twbb\tneutral\n")
+    (tmp_path / "qqp.tsv").write_text("id\tquestion1\tquestion2\tis_duplicate\n1\twaa\twbb\t1\n")
+    article = {"article": "waa", "questions": ["wbb"], "options": [["a", "b", "c", "d"]], "answers": ["B"]}
+    (tmp_path / "race.txt").write_text(json.dumps(article))
+    chat = {"messages": [{"role": "user", "content": "waa"}, {"role": "assistant", "content": "wbb"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
+    return {
+        "bert": (sentences, {}),
+        "t5": (sentences, {"decoder_seq_length": LENGTH}),
+        "ict": (sentences, {}),
+        "sft": (str(tmp_path / "chat.jsonl"), {"chat_template": "plain"}),
+        "race": (str(tmp_path), {}),
+        "mnli": (str(tmp_path / "mnli.tsv"), {}),
+        "qqp": (str(tmp_path / "qqp.tsv"), {}),
+    }
+
+
+@pytest.mark.parametrize("spec", TASK_DATASETS, ids=lambda spec: spec.name)
+def test_samples_have_the_declared_fields(spec: Any, sources: Any, wordpiece: Any) -> None:
+    path, keys = sources[spec.name]
+    config = spec.config_type.load()(dataset_type=spec.name, train_data_path=[path], **keys)
+    dataset = spec.build.load()(config, wordpiece, SplitRequest("train", 1, LENGTH, 1))
+    sample = dataset[0]
+    assert {field.name: field.dtype for field in spec.sample} == {
+        key: str(value.dtype) for key, value in sample.items()
+    }
+    named = {"sequence_length": LENGTH, "decoder_seq_length": LENGTH}
+    for field in spec.sample:
+        sizes = re.findall(r"\w+", field.shape)
+        assert sample[field.name].shape == tuple(named.get(size) or int(size) for size in sizes), field.name
+    assert dataset.describe(0)
