@@ -1,0 +1,1 @@
+"""mt's own checkpoint format; docs/checkpoints.md describes it."""

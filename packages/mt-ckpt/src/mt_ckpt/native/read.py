@@ -1,0 +1,101 @@
+"""Reads a checkpoint in mt's own format, every byte checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_ckpt.native.checksum import read_range
+from mt_ckpt.native.dtypes import ELEMENT_TYPES
+from mt_ckpt.native.manifest import FILES_FOLDER, METADATA_NAME, Manifest, parse_json, read_manifest
+from mt_core.errors import CheckpointError, did_you_mean
+
+
+def open_checkpoint(path: Path) -> NativeReader:
+    """Open the checkpoint directory `path`.
+
+    Raises CheckpointError when its manifest or metadata is missing or damaged, when it was written by a
+    newer version, and when a file is missing or has another size than it had.
+    """
+    manifest = read_manifest(Path(path))
+    for name, num_bytes in manifest.sizes.items():
+        check_size(Path(path) / name, num_bytes)
+    return NativeReader(Path(path), manifest)
+
+
+class NativeReader:
+    """An open checkpoint (a `mt_core.specs.CheckpointReader`). Threads may read from it at the same time."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.metadata: Mapping[str, Any] = parse_json(path / METADATA_NAME, self._read_file(METADATA_NAME))
+        self._checked_headers: set[str] = set()
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor, in the order in which they were saved."""
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
+        stored = self.manifest.tensors.get(name)
+        if stored is None:
+            near = did_you_mean(name, self.manifest.tensors)
+            raise CheckpointError(f"{self.path}: has no tensor {name}{near}; `mt ckpt inspect --tensors` lists all")
+        self._check_header(stored.shard)
+        tensor = torch.empty(stored.shape, dtype=ELEMENT_TYPES[stored.dtype].torch_dtype())
+        target = tensor.reshape(-1).view(torch.uint8).numpy().data
+        self._read_checked(self.path / stored.shard, stored.offset, target, stored.checksum, f"tensor {name}")
+        return tensor
+
+    def files(self) -> Mapping[str, bytes]:
+        """The small files that travel along, by the names under which they were saved."""
+        prefix = f"{FILES_FOLDER}/"
+        names = [name for name in self.manifest.files if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._read_file(name) for name in names}
+
+    def _read_file(self, name: str) -> bytes:
+        stored = self.manifest.files[name]
+        data = bytearray(stored.num_bytes)
+        self._read_checked(self.path / name, 0, memoryview(data), stored.checksum, "the file")
+        return bytes(data)
+
+    def _check_header(self, shard: str) -> None:
+        if shard in self._checked_headers:
+            return
+        stored = self.manifest.shards[shard]
+        header = memoryview(bytearray(stored.header_bytes))
+        self._read_checked(self.path / shard, 0, header, stored.header_checksum, "the header")
+        self._checked_headers.add(shard)
+
+    @staticmethod
+    def _read_checked(file: Path, offset: int, target: memoryview, expected: str, what: str) -> None:
+        try:
+            found = read_range(file, offset, target)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        if found != expected:
+            raise CheckpointError(damaged(file, what))
+
+
+def check_size(file: Path, num_bytes: int) -> None:
+    """Raises CheckpointError when `file` is missing or has another size."""
+    try:
+        found = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
+    if found != num_bytes:
+        kind = "truncated" if found < num_bytes else "damaged"
+        raise CheckpointError(f"{file}: {kind}: {found} bytes instead of {num_bytes}")
+
+
+def damaged(file: Path, what: str) -> str:
+    return f"{file}: damaged: the checksum of {what} does not match; use an earlier checkpoint"

@@ -1,0 +1,129 @@
+"""Saves a checkpoint in mt's own format."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_ckpt.native import manifest as manifests
+from mt_ckpt.native.checksum import checksum
+from mt_ckpt.native.manifest import FILES_FOLDER, MANIFEST_NAME, METADATA_NAME, Manifest, StoredFile
+from mt_ckpt.native.shards import ShardWriter
+from mt_ckpt.native.staging import Staging, write_file
+from mt_ckpt.sizes import format_bytes
+from mt_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD_BYTES = 1 << 30
+_MAKE_ROOM = "remove old checkpoints or put the run directory on a larger disk"
+_OUT_OF_SPACE = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+}
+
+
+def save_checkpoint(
+    path: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the checkpoint directory `path`; it appears, or replaces the one of that name, when it is complete.
+
+    tensors: (name, tensor) pairs, dense, of any shape, stride and device. They are written one by one as
+    they come, so that besides the caller's own tensors at most one is held in memory. Tensors that share
+    memory are each stored in full.
+    metadata: JSON values. files: contents by relative path ("tokenizer/vocab.json").
+
+    Raises CheckpointError when `path` exists and is no checkpoint, when something cannot be stored, and
+    when writing fails; nothing under the name `path` has changed then.
+    """
+    path = Path(os.path.abspath(path))
+    _refuse_foreign(path)
+    small_files = {METADATA_NAME: _encode_metadata(metadata), **_named_files(files)}
+    with _writing(path):
+        staging = Staging(path)
+    with closing(staging), closing(ShardWriter(staging.content, max_shard_bytes)) as writer:
+        for name, tensor in tensors:
+            with _writing(path, tensor.numel() * tensor.element_size()):
+                writer.add(name, tensor)
+        with _writing(path):
+            writer.finish()
+            _write_small_files(staging.content, small_files, writer)
+            staging.commit()
+
+
+def _write_small_files(folder: Path, small_files: Mapping[str, bytes], writer: ShardWriter) -> None:
+    """metadata.json and the files that travel along, then the manifest, which lists them and the shards."""
+    for name, data in small_files.items():
+        write_file(folder / name, data)
+    manifest = Manifest(
+        written_by=f"mt-ckpt {version('mt-ckpt')}",
+        files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small_files.items()},
+        shards=writer.shards,
+        tensors=writer.tensors,
+    )
+    write_file(folder / MANIFEST_NAME, manifests.to_bytes(manifest))
+
+
+def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    for key, value in metadata.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"metadata.{key} is not made of JSON values: {error}") from None
+    return (json.dumps(dict(metadata), indent=2) + "\n").encode()
+
+
+def _named_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    for name in files:
+        if not manifests.is_inside(name):
+            raise CheckpointError(f'file name {name!r}: give a relative path such as "tokenizer/vocab.json"')
+    return {f"{FILES_FOLDER}/{name}": data for name, data in files.items()}
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Only a checkpoint or an empty directory may be replaced."""
+    if not path.exists() or manifests.detect(path):
+        return
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    raise CheckpointError(f"{path}: exists and is not an mt checkpoint; remove it or save under another name")
+
+
+@contextmanager
+def _writing(path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError; num_bytes is what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(_failure(path, error, num_bytes)) from error
+
+
+def _failure(path: Path, error: OSError, num_bytes: int) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    reason = f"{error.strerror or error}{where}"
+    advice = _OUT_OF_SPACE.get(error.errno or 0)
+    if advice:
+        needed = f"at least {format_bytes(num_bytes)} more needed, " if num_bytes else ""
+        free = format_bytes(shutil.disk_usage(_existing(path)).free)
+        reason += f"; {needed}{free} free on the disk that holds {path.parent}"
+    else:
+        advice = "make the directory writable or choose another run directory"
+    return f"{path}: not saved: {reason}; checkpoints saved before are untouched; {advice}"
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in path.parents if folder.exists())

@@ -1,0 +1,191 @@
+"""Writes a stream of tensors into safetensors files, one tensor in memory at a time.
+
+A safetensors file begins with a header that lists its tensors. To write tensors as they come, room of
+fixed size is kept for the header, which is written last and padded with spaces, as the format allows.
+Tensors of 1, 2, 4 and 8 bytes an element go to files of their own, so that every tensor is aligned
+without gaps (which the format does not allow).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import xxhash
+
+from mt_ckpt.native.checksum import BLOCK_BYTES, checksum
+from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
+from mt_ckpt.native.manifest import StoredShard, StoredTensor
+from mt_core.errors import CheckpointError
+
+HEADER_BYTES = 64 << 10
+"""Room for the header of a shard: some 500 tensors."""
+SYNC_BYTES = 64 << 20
+"""After so many bytes a file is flushed in the background, so that the disk does not wait for its end."""
+
+
+class ShardWriter:
+    """Puts tensors into `folder` as `tensors-00001.safetensors` and so on.
+
+    A shard is closed when the next tensor would make it larger than max_shard_bytes; a larger tensor has
+    a shard for itself. After `finish` all shards are on the disk, and `shards` and `tensors` list them.
+    """
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.shards: dict[str, StoredShard] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self._folder = folder
+        self._max_shard_bytes = max_shard_bytes
+        self._open: dict[int, _Shard] = {}
+        self._num_shards = 0
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-sync")
+        self._syncs: list[Future[None]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor of any shape, stride and device; it is free to change afterwards.
+
+        Raises CheckpointError for a name given twice and for a tensor that the format cannot hold.
+        """
+        if name in self.tensors:
+            raise CheckpointError(f"tensor {name}: given twice")
+        dtype, data = _raw_bytes(name, tensor)
+        shard = self._shard_for(name, tensor, dtype, len(data))
+        offset = shard.num_bytes
+        digest = shard.write(data)
+        self.tensors[name] = StoredTensor(
+            shard=shard.file.name, offset=offset, dtype=dtype, shape=tuple(tensor.shape), checksum=digest
+        )
+        if shard.unsynced >= SYNC_BYTES:
+            shard.unsynced = 0
+            self._syncs.append(self._disk.submit(shard.sync))
+
+    def finish(self) -> None:
+        """Write the headers and wait until everything is on the disk."""
+        for element_bytes in list(self._open):
+            self._finish_shard(element_bytes)
+        for sync in self._syncs:
+            sync.result()
+
+    def close(self) -> None:
+        """Close all files, finished or not."""
+        self._disk.shutdown(wait=True)
+        for shard in self._open.values():
+            shard.close()
+        self._open.clear()
+
+    def _shard_for(self, name: str, tensor: torch.Tensor, dtype: str, num_bytes: int) -> _Shard:
+        element_bytes = ELEMENT_TYPES[dtype].num_bytes
+        shard = self._open.get(element_bytes)
+        if shard and shard.data_bytes and shard.data_bytes + num_bytes > self._max_shard_bytes:
+            self._finish_shard(element_bytes)
+            shard = None
+        if shard and shard.declare(name, dtype, tuple(tensor.shape), num_bytes):
+            return shard
+        if shard:
+            self._finish_shard(element_bytes)
+        shard = self._open[element_bytes] = self._new_shard()
+        if not shard.declare(name, dtype, tuple(tensor.shape), num_bytes):
+            raise CheckpointError(f"tensor {name[:80]}...: a name of {len(name)} characters is too long")
+        return shard
+
+    def _new_shard(self) -> _Shard:
+        self._num_shards += 1
+        return _Shard(self._folder / f"tensors-{self._num_shards:05d}.safetensors")
+
+    def _finish_shard(self, element_bytes: int) -> None:
+        shard = self._open[element_bytes]
+        header_checksum = shard.write_header()
+        self.shards[shard.file.name] = StoredShard(
+            num_bytes=shard.num_bytes, header_bytes=HEADER_BYTES, header_checksum=header_checksum
+        )
+        del self._open[element_bytes]
+        self._syncs.append(self._disk.submit(shard.sync_and_close))
+
+
+class _Shard:
+    """One file being written."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.num_bytes = HEADER_BYTES
+        self.unsynced = 0
+        self._entries = ['"__metadata__":{"format":"pt"}']
+        self._header_length = 8 + len("{}") + len(self._entries[0])
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.num_bytes - HEADER_BYTES
+
+    def declare(self, name: str, dtype: str, shape: tuple[int, ...], num_bytes: int) -> bool:
+        """List the tensor that is written next in the header; False when the header has no room for it."""
+        offsets = [self.data_bytes, self.data_bytes + num_bytes]
+        entry = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        text = f"{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
+        if self._header_length + len(",") + len(text) > HEADER_BYTES:
+            return False
+        self._header_length += len(",") + len(text)
+        self._entries.append(text)
+        return True
+
+    def write(self, data: memoryview) -> str:
+        """Append `data`; returns its checksum."""
+        hasher = xxhash.xxh3_128()
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            hasher.update(block)
+            self._write_at(block, self.num_bytes)
+            self.num_bytes += len(block)
+            self.unsynced += len(block)
+        return hasher.hexdigest()
+
+    def write_header(self) -> str:
+        """Fill the room at the beginning; returns the checksum of those bytes."""
+        text = "{" + ",".join(self._entries) + "}"
+        length = HEADER_BYTES - 8
+        header = length.to_bytes(8, "little") + text.encode("ascii").ljust(length)
+        self._write_at(memoryview(header), 0)
+        return checksum(header)
+
+    def _write_at(self, data: memoryview, position: int) -> None:
+        try:
+            while data:
+                written = os.pwrite(self._descriptor, data, position)
+                data, position = data[written:], position + written
+        except OSError as error:
+            error.filename = str(self.file)
+            raise
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            error.filename = str(self.file)
+            raise
+
+    def sync_and_close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _raw_bytes(name: str, tensor: torch.Tensor) -> tuple[str, memoryview]:
+    """The element type and the bytes of a tensor, row-major; on CPU and contiguous ones are not copied."""
+    dtype = format_name(tensor.dtype)
+    if dtype is None:
+        allowed = ", ".join(element.torch_name for element in ELEMENT_TYPES.values())
+        raise CheckpointError(f"tensor {name}: dtype {tensor.dtype} cannot be stored; these can: {allowed}")
+    plain = tensor.detach()
+    if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_meta:
+        kind = f"{type(plain).__name__} ({plain.layout}, device {plain.device})"
+        raise CheckpointError(f"tensor {name}: a {kind} cannot be stored; give a full dense tensor with values")
+    dense = plain.resolve_neg().to("cpu").contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # not reshape: it may keep another stride for 0 or 1 elements
+    return dtype, flat.view(torch.uint8).numpy().data

@@ -1,0 +1,157 @@
+"""A directory that appears under its name only when everything in it is on the disk.
+
+It is built in `.tmp-mt-<name>-<random>/content` beside its final place and renamed. A lock file in the
+staging directory is held (flock) while its process lives, so that what a killed process left behind can
+be told from work in progress, also by processes of other containers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+STAGING_PREFIX = ".tmp-mt-"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class Staging:
+    """Made by `Staging(path)`; write into `content`, then `commit`; `close` in any case."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the directory of `path` cannot be made or written."""
+        self.path = path
+        _make_directories(path.parent)
+        remove_leftovers(path.parent)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{path.name}-", dir=path.parent))
+        self._lock = _lock_or_none(self._folder)
+        self.content = self._folder / "content"
+        try:
+            self.content.mkdir()
+        except OSError:
+            self.close()
+            raise
+
+    def commit(self) -> None:
+        """Rename the content to `path`, in the place of a directory of that name if there is one.
+
+        All files in it must have been synced. Raises OSError; `path` is then the old or the new one, whole.
+        """
+        for folder, _, _ in os.walk(self.content):
+            sync_directory(Path(folder))
+        if self.path.exists():
+            _replace(self.content, self.path, self._folder / "replaced")
+        else:
+            self.content.rename(self.path)
+        sync_directory(self.path.parent)
+
+    def close(self) -> None:
+        """Remove the staging directory and what was replaced."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the staging directories in `folder` whose processes are gone.
+
+    One that was killed while it replaced a directory is finished first.
+    """
+    for leftover in folder.glob(f"{STAGING_PREFIX}*"):
+        try:
+            lock = _try_lock(leftover)
+        except OSError:  # the file system knows no locks, or it is gone already: leave it alone
+            continue
+        if lock is None:
+            continue
+        _finish_replacing(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
+        os.close(lock)
+
+
+def write_file(file: Path, data: bytes) -> None:
+    """Write a whole file and sync it; the directories above it are made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with file.open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        error.filename = str(file)
+        raise
+
+
+def sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_directories(folder: Path) -> None:
+    if not folder.exists():
+        _make_directories(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
+
+
+def _lock_or_none(staging: Path) -> int | None:
+    try:
+        return _try_lock(staging)
+    except OSError:
+        return None
+
+
+def _try_lock(staging: Path) -> int | None:
+    """An open descriptor that holds the lock, or None when a living process holds it."""
+    descriptor = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+def _replace(new: Path, path: Path, aside: Path) -> None:
+    """Put `new` in the place of `path`; the old one ends at `new` or at `aside`."""
+    if _exchange(new, path):
+        return
+    path.rename(aside)
+    try:
+        new.rename(path)
+    except OSError:
+        aside.rename(path)
+        raise
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories in one step; False where the system or the file system cannot (Linux and ext4,
+    xfs, btrfs, tmpfs can; Python has no call for it)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def _finish_replacing(staging: Path) -> None:
+    """Put the new directory in its place if the process died after it had moved the old one aside."""
+    name = staging.name.removeprefix(STAGING_PREFIX).rpartition("-")[0]
+    path = staging.parent / name
+    if (staging / "replaced").exists() and not path.exists():
+        (staging / "content").rename(path)
+        sync_directory(path.parent)

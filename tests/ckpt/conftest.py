@@ -1,0 +1,87 @@
+"""Shared by the checkpoint tests: small states, a check of everything in a checkpoint, forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mt_ckpt.native.manifest import read_manifest
+from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.save import save_checkpoint
+from mt_ckpt.native.verify import find_damage
+
+State = dict[str, torch.Tensor]
+VOCAB = b'{"a": 1}' * 100
+
+
+def make_state(value: float) -> State:
+    """Half a MiB of tensors that all hold `value`, of each element size."""
+    state: State = {f"model.layers.{i}.weight": torch.full((128, 128), value) for i in range(6)}
+    state |= {f"optimizer.exp_avg.{i}": torch.full((1000,), value, dtype=torch.float64) for i in range(3)}
+    state["model.bias"] = torch.full((33,), value, dtype=torch.bfloat16)
+    state["rng"] = torch.full((101,), value, dtype=torch.uint8)
+    return state
+
+
+class Kit:
+    """What the tests do over and over. The states are made once, so that a forked child only writes."""
+
+    def __init__(self) -> None:
+        self.states = {value: make_state(float(value)) for value in (1, 2)}
+
+    def save(self, path: Path, value: int) -> None:
+        """A checkpoint in several shards, whose metadata holds the value, too."""
+        metadata = {"iteration": value, "config": {"model": {"family": "gpt"}}}
+        files = {"tokenizer/vocab.json": VOCAB, "note.txt": b""}
+        save_checkpoint(path, self.states[value].items(), metadata, files, max_shard_bytes=1 << 17)
+
+    def assert_whole(self, path: Path) -> int:
+        """Opens, verifies and reads all of a checkpoint made by `save`; returns its value."""
+        reader = open_checkpoint(path)
+        assert find_damage(path, read_manifest(path)) == []
+        value = reader.metadata["iteration"]
+        assert list(reader.shapes()) == list(self.states[value])
+        for name, tensor in self.states[value].items():
+            assert torch.equal(reader.read(name), tensor), name
+        assert reader.files() == {"tokenizer/vocab.json": VOCAB, "note.txt": b""}
+        return value
+
+    @staticmethod
+    def in_child(work: Callable[[], object], kill_after: float | None = None) -> int:
+        """Run `work` in a forked child, kill it with SIGKILL after some seconds if asked; returns its exit code.
+
+        The code is 0 after `work`, 1 (with a traceback on stderr) when it raised, -9 when it was killed.
+        """
+        child = os.fork()
+        if child == 0:
+            try:
+                work()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, kit: Kit) -> Path:
+    """A committed checkpoint with the value 1 in a run directory, alone in it."""
+    path = tmp_path / "run" / "checkpoints" / "iter_0000001"
+    kit.save(path, 1)
+    return path

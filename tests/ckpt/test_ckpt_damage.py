@@ -1,0 +1,174 @@
+"""Damage anywhere in a checkpoint is found and the file is named, never returned as a value."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mt_ckpt.native.checksum import checksum
+from mt_ckpt.native.manifest import detect, read_manifest
+from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.verify import find_damage
+from mt_core.errors import CheckpointError
+
+
+def read_all(path: Path) -> None:
+    reader = open_checkpoint(path)
+    reader.files()
+    for name in reader.shapes():
+        reader.read(name)
+
+
+def verify(path: Path) -> None:
+    if problems := find_damage(path, read_manifest(path)):
+        raise CheckpointError("\n".join(problems))
+
+
+def assert_both_name(path: Path, file: Path, *words: str) -> None:
+    """Reading and verifying both refuse the checkpoint, and both name the file."""
+    for check in (read_all, verify):
+        with pytest.raises(CheckpointError) as caught:
+            check(path)
+        assert str(file) in str(caught.value)
+        assert all(word in str(caught.value) for word in words)
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def offsets(size: int) -> list[int]:
+    """The ends, the middle, the parts of a shard's header, and some at random."""
+    chosen = {0, 1, 7, 8, 9, 60_000, (64 << 10) - 1, 64 << 10, size // 2, size - 2, size - 1}
+    chosen |= {random.Random(size).randrange(size) for _ in range(6)}
+    return sorted(offset for offset in chosen if 0 <= offset < size)
+
+
+def test_one_changed_byte_anywhere(saved: Path) -> None:
+    tried = 0
+    for file in files_of(saved):
+        original = file.read_bytes()
+        for offset in offsets(len(original)) if original else []:
+            for flipped in (0x01, 0x20, 0x80):
+                damaged = bytearray(original)
+                damaged[offset] ^= flipped
+                file.write_bytes(damaged)
+                assert_both_name(saved, file, "damaged")
+                tried += 1
+        file.write_bytes(original)
+    assert tried > 200
+    read_all(saved)
+    verify(saved)
+
+
+def test_truncated_extended_and_missing_files(saved: Path) -> None:
+    for file in files_of(saved):
+        original = file.read_bytes()
+        if original:
+            file.write_bytes(original[:-1])
+            assert_both_name(saved, file)
+        file.write_bytes(original + b" ")
+        assert_both_name(saved, file, "damaged")
+        file.unlink()
+        if file.name == "manifest.json":
+            assert not detect(saved)
+            with pytest.raises(CheckpointError, match=r"iter_0000001: not a complete mt checkpoint: .* manifest.json"):
+                open_checkpoint(saved)
+        else:
+            assert_both_name(saved, file, "missing")
+        file.write_bytes(original)
+
+
+def test_sizes_are_checked_before_anything_is_read(saved: Path) -> None:
+    shard = max(files_of(saved), key=lambda file: file.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: truncated: \d+ bytes instead of \d+"):
+        open_checkpoint(saved)
+
+
+def test_damage_after_opening_is_found_at_the_read(saved: Path) -> None:
+    reader = open_checkpoint(saved)
+    shard = saved / reader.manifest.tensors["model.bias"].shard
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: truncated"):
+        reader.read("model.bias")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: cannot be read: No such file"):
+        open_checkpoint_without_sizes(saved).read("model.bias")
+
+
+def open_checkpoint_without_sizes(path: Path):
+    from mt_ckpt.native.read import NativeReader
+
+    return NativeReader(path, read_manifest(path))
+
+
+def test_shards_swapped_with_those_of_another_checkpoint(saved: Path, kit) -> None:
+    other = saved.with_name("iter_0000002")
+    kit.save(other, 2)
+    shard = saved / open_checkpoint(saved).manifest.tensors["model.layers.0.weight"].shard
+    shutil.copy(other / shard.name, shard)
+    assert_both_name(saved, shard, "damaged", "model.layers.0.weight")
+
+
+# -- a manifest whose checksum is right and whose content is not ------------------------------------
+
+
+def rewrite_manifest(path: Path, change) -> None:
+    """Change the manifest and give it a fitting checksum, as another program could."""
+    file = path / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["manifest_checksum"]
+    change(content)
+    rest = json.dumps(content)[1:].encode()
+    file.write_bytes(f'{{"manifest_checksum": "{checksum(rest)}",\n'.encode() + rest)
+
+
+def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
+    rewrite_manifest(saved, lambda content: None)
+    read_all(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(version=2, written_by="mt-ckpt 9.1.0"), ["version 2", 'pip install "mt-ckpt>=9.1.0"']),
+        (lambda m: m.update(format="other"), ["'other'", "not an mt checkpoint"]),
+        (lambda m: m.update(version="1"), ["version '1'"]),
+        (lambda m: m.update(checksum_algorithm="md5"), ["checksum_algorithm 'md5'"]),
+        (lambda m: m.update(extra=1), ["extra"]),
+        (lambda m: m["files"].pop("metadata.json"), ["metadata.json"]),
+        (
+            lambda m: m["files"].update({"../../x": m["files"]["files/note.txt"]}),
+            ["'../../x'", "out of the checkpoint"],
+        ),
+        (lambda m: m["tensors"]["rng"].update(dtype="PICKLE"), ["tensor rng", "'PICKLE'", "BF16"]),
+        (lambda m: m["tensors"]["rng"].update(shape=[-1]), ["tensors.rng.shape"]),
+        (lambda m: m["tensors"]["rng"].update(shape=[10**18]), ["its tensors end at"]),
+        (lambda m: m["tensors"]["rng"].update(offset=0), ["tensor rng", "does not begin"]),
+        (lambda m: m["tensors"]["rng"].update(shard="x.safetensors"), ["tensor rng", "'x.safetensors'"]),
+        (lambda m: m["tensors"].pop("rng"), ["its tensors end at"]),
+    ],
+)
+def test_manifests_that_contradict_themselves(saved: Path, change, words: list[str]) -> None:
+    rewrite_manifest(saved, change)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(saved)
+    assert all(word in str(caught.value) for word in [str(saved / "manifest.json"), *words])
+
+
+def test_directories_of_others(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        open_checkpoint(tmp_path / "none")
+    assert not detect(tmp_path / "none")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert not detect(tmp_path)
+    with pytest.raises(CheckpointError, match=r"not a complete mt checkpoint: it has no manifest\.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged \(or not written by mt\)"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,57 @@
+"""Saving and reading hold one tensor at a time, however much there is and however large the shards are."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.save import save_checkpoint
+
+NUM_TENSORS = 24
+TENSOR_MIB = 16
+ALLOWED_MIB = 3 * TENSOR_MIB
+"""One tensor that is written, one that the source may already make, and small things."""
+
+
+def lazy_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    for i in range(NUM_TENSORS):
+        yield f"t{i}", torch.from_numpy(np.full(TENSOR_MIB << 18, i, dtype=np.float32))
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_peak_memory(tmp_path: Path, kit, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c"
+
+    def save_then_read() -> None:
+        before = resident_mib()
+        save_checkpoint(path, lazy_tensors(), {}, {})
+        saving = peak_mib() - before
+        reader = open_checkpoint(path)
+        for i, name in enumerate(reader.shapes()):
+            assert (reader.read(name).numpy() == i).all()
+        reading = peak_mib() - before
+        held = list(lazy_tensors())
+        print(saving, reading, peak_mib() - before, flush=True)
+        del held
+
+    assert kit.in_child(save_then_read) == 0
+    saving, reading, holding_all = map(float, capfd.readouterr().out.split())
+    assert saving < ALLOWED_MIB
+    assert reading < ALLOWED_MIB
+    assert holding_all > NUM_TENSORS * TENSOR_MIB * 0.9  # the measure would show what was held
