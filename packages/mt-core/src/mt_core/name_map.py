@@ -1,0 +1,154 @@
+"""Declarations of how a family's parameters stand in an external format, read in both directions.
+
+A map is a list of rules. A rule ties one canonical parameter to one or more external tensors by a
+reversible operation: the same tensor, a transpose, rows of query, key and value grouped, gate and up laid end
+to end. `{i}` in names stands for a layer, and the rule for every layer.
+
+    MAP = [
+        Same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        Concatenate("decoder.layers.{i}.mlp.linear_fc1.weight",
+                    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight")),
+    ]
+
+`NameMap` expands the rules for a model and insists on a bijection: every external tensor is read once,
+every parameter is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mt_core.errors import CheckpointError
+
+Read = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """ours: canonical name. theirs: external names, in the order in which the operation takes them."""
+
+    ours: str
+    theirs: str | tuple[str, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+
+    def for_layer(self, layer: int) -> Rule:
+        """The rule with `{i}` replaced; braces of other kinds stay."""
+        return replace(
+            self,
+            ours=self.ours.replace("{i}", str(layer)),
+            theirs=tuple(name.replace("{i}", str(layer)) for name in self.sources),
+        )
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The canonical tensor from the external ones."""
+        raise NotImplementedError
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The external tensors from the canonical one; the inverse of to_ours."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Same(Rule):
+    """One tensor as it is."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class Transpose(Rule):
+    """One matrix, stored [in, out] there and [out, in] here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].T.contiguous()
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor.T.contiguous()]
+
+
+@dataclass(frozen=True)
+class Concatenate(Rule):
+    """Several tensors end to end along dimension 0, in equal parts: gate and up."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [part.contiguous() for part in tensor.chunk(len(self.sources))]
+
+
+@dataclass(frozen=True)
+class GroupedQKV(Rule):
+    """Query, key and value matrices (or biases) there; rows grouped by key-value group here.
+
+    groups: key-value heads. heads: query heads. With one external tensor it holds q, k and v end to end;
+    transposed: it is stored [in, out].
+    """
+
+    groups: int = 1
+    heads: int = 1
+    transposed: bool = False
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        parts = [x.T if self.transposed and x.ndim == 2 else x for x in tensors]
+        if len(parts) == 1:
+            rows = parts[0].shape[0] // (self.heads + 2 * self.groups)
+            parts = list(parts[0].split([rows * self.heads, rows * self.groups, rows * self.groups]))
+        return torch.cat([x.unflatten(0, (self.groups, -1)) for x in parts], dim=1).flatten(0, 1)
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        grouped = tensor.unflatten(0, (self.groups, -1))
+        per_group = self.heads // self.groups
+        size = grouped.shape[1] // (per_group + 2)
+        parts = [x.flatten(0, 1) for x in grouped.split([per_group * size, size, size], dim=1)]
+        if len(self.sources) == 1:
+            parts = [torch.cat(parts)]
+        return [(x.T if self.transposed and x.ndim == 2 else x).contiguous() for x in parts]
+
+
+class NameMap:
+    """Rules expanded for a model with `num_layers` layers; `ignored` names external tensors that hold no weight."""
+
+    def __init__(self, rules: Iterable[Rule], num_layers: int, ignored: Iterable[str] = ()) -> None:
+        self.rules = [
+            expanded
+            for rule in rules
+            for expanded in ([rule.for_layer(i) for i in range(num_layers)] if "{i}" in rule.ours else [rule])
+        ]
+        self.ignored = frozenset(ignored)
+        self._by_ours = {rule.ours: rule for rule in self.rules}
+
+    def check(self, ours: Iterable[str], theirs: Iterable[str]) -> None:
+        """Raise CheckpointError unless the rules take each external tensor once and give each parameter once."""
+        wanted, given = set(ours), set(theirs) - self.ignored
+        sources = [name for rule in self.rules for name in rule.sources]
+        problems = [f"{name} is missing in the checkpoint" for name in sources if name not in given]
+        problems += [f"{name} is in the checkpoint but unknown" for name in sorted(given - set(sources))]
+        problems += [f"{name} has no rule" for name in sorted(wanted - set(self._by_ours))]
+        problems += [f"{name} is not a parameter of the model" for name in self._by_ours if name not in wanted]
+        problems += [f"{name} is taken twice" for name in sorted({n for n in sources if sources.count(n) > 1})]
+        if problems:
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(f"the tensors do not fit the model: {'; '.join(problems[:8])}{more}")
+
+    def to_ours(self, read: Read) -> Iterator[tuple[str, Tensor]]:
+        """(canonical name, tensor) one by one; `read` gives an external tensor by name."""
+        for rule in self.rules:
+            yield rule.ours, rule.to_ours([read(name) for name in rule.sources])
+
+    def to_theirs(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(external name, tensor) one by one, in the order of `tensors`."""
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            rule = self._by_ours[name]
+            yield from zip(rule.sources, rule.to_theirs(tensor), strict=True)
