@@ -1,0 +1,120 @@
+"""Time of building the GPT index, as a ratio to a plain loop in C with NumPy's shuffles.
+
+    python bench/data_index.py [--documents 20000000] [--repeats 5]
+
+The reference walks the documents one by one in C (compiled here with `cc -O3`), as Megatron's helper does,
+and shuffles with numpy.random.RandomState. Both build the same arrays, which is checked. The runs alternate;
+the medians of wall and processor time and the median of the ratios of wall time are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mt_data.datasets.gpt_index import GPTIndexPlan, build_gpt_index
+
+SOURCE = r"""
+#include <stdint.h>
+void sample_index(const int32_t *lengths, const int32_t *documents, int64_t samples, int32_t sequence, int32_t *out) {
+    int64_t at = 0;
+    int32_t offset = 0;
+    out[0] = 0; out[1] = 0;
+    for (int64_t sample = 1; sample <= samples; ++sample) {
+        int32_t remaining = sequence + 1;
+        while (remaining != 0) {
+            int32_t length = lengths[documents[at]] - offset;
+            remaining -= length;
+            if (remaining <= 0) {
+                offset += remaining + length - 1;
+                remaining = 0;
+            } else {
+                ++at;
+                offset = 0;
+            }
+        }
+        out[2 * sample] = (int32_t) at;
+        out[2 * sample + 1] = offset;
+    }
+}
+"""
+
+
+def compile_reference(folder: Path) -> ctypes.CDLL:
+    source, library = folder / "reference.c", folder / "reference.so"
+    source.write_text(SOURCE)
+    subprocess.run(["cc", "-O3", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def reference(library: ctypes.CDLL, lengths: np.ndarray, plan: GPTIndexPlan) -> list[np.ndarray]:
+    random = np.random.RandomState(plan.seed)
+    documents = np.arange(len(lengths), dtype=np.int32)
+    random.shuffle(documents)
+    samples = np.empty((plan.samples + 1, 2), np.int32)
+    pointer = ctypes.POINTER(ctypes.c_int32)
+    library.sample_index(
+        lengths.ctypes.data_as(pointer),
+        documents.ctypes.data_as(pointer),
+        ctypes.c_int64(plan.samples),
+        ctypes.c_int32(plan.sequence_length),
+        samples.ctypes.data_as(pointer),
+    )
+    order = np.arange(plan.samples, dtype=np.uint32)
+    random.shuffle(order)
+    return [documents, samples, order]
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, float, Any]:
+    wall, processor = time.perf_counter(), time.process_time()
+    result = function()
+    return time.perf_counter() - wall, time.process_time() - processor, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20_000_000)
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    lengths = np.random.default_rng(0).integers(1, 2000, arguments.documents).astype(np.int32)
+    plan = GPTIndexPlan(int(lengths.sum(dtype=np.int64)), arguments.sequence_length, None, 1234)
+    ours, theirs, our_processor, their_processor = [], [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_reference(Path(folder))
+        for _ in range(arguments.repeats):
+            wall, used, expected = timed(lambda: reference(library, lengths, plan))
+            theirs.append(wall)
+            their_processor.append(used)
+            wall, used, index = timed(lambda: build_gpt_index(range(len(lengths)), lengths, plan))
+            ours.append(wall)
+            our_processor.append(used)
+            for mine, true in zip(index.arrays().values(), expected, strict=True):
+                if mine.dtype != true.dtype or not np.array_equal(mine, true):
+                    raise SystemExit("the arrays differ from the reference's")
+    ratios = [mine / true for mine, true in zip(ours, theirs, strict=True)]
+    print(f"{len(lengths)} documents, {plan.tokens_per_epoch} tokens, sequence {plan.sequence_length}; arrays equal")
+    print(f"wall: reference {statistics.median(theirs):.3f} s, ours {statistics.median(ours):.3f} s (two threads)")
+    print(
+        f"processor: reference {statistics.median(their_processor):.3f} s, "
+        f"ours {statistics.median(our_processor):.3f} s"
+    )
+    print(f"ratio ours / reference, wall: median {statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}")
+    print(f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} cores, {os.getloadavg()} load")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The data sets of a run, as training builds them, for commands that look at them; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_data.datasets.splits import SPLITS
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
+
+ConfigArgument = Annotated[Path | None, typer.Argument(help="TOML or JSON file, as for mt train.", show_default=False)]
+PresetOption = Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
+]
+SplitOption = Annotated[str, typer.Option(help="train, valid or test.")]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A configuration with its tokenizer."""
+
+    config: Config
+    tokenizer: Tokenizer
+    host: PluginHost
+
+    def build(self, split: Split) -> Mapping[str, Dataset]:
+        """The data sets of a split by name, with as many samples as the run takes; empty without data."""
+        samples = self._samples(split)
+        if not samples:
+            return {}
+        data = self.config.data
+        spec = self.host.datasets.get(data.dataset_type, key="data.dataset_type")
+        request = SplitRequest(split, samples, data.seq_length, self.config.train.seed)
+        built = spec.build.load()(data, self.tokenizer, request)
+        if built is None:
+            return {}
+        return built if isinstance(built, Mapping) else {split: built}
+
+    def _samples(self, split: Split) -> int:
+        """As many as the trainer asks for; its own module imports torch."""
+        from mt_core.config.checks import global_batch_size
+
+        train = self.config.train
+        if split == "train" and train.train_samples is not None:
+            return train.train_samples
+        steps = train.train_iters if split == "train" else train.eval_iters
+        return (steps or 0) * global_batch_size(self.config)
+
+    def build_one(self, split: str, name: str | None = None) -> Dataset:
+        """One data set; name chooses among several validation sets. Raises when there is none."""
+        found = self.build(checked_split(split))
+        if not found:
+            raise DataError(f"this configuration has no data for the {split} split; see data.split and its like")
+        if name is None and len(found) == 1:
+            return next(iter(found.values()))
+        if name is None or name not in found:
+            given = f"--name {name} is not one of" if name else "choose with --name one of"
+            raise ConfigError(f"the {split} split has several sets; {given} {', '.join(found)}")
+        return found[name]
+
+
+def load_run_data(config: Path | None, preset: str | None, overrides: list[str] | None) -> RunData:
+    """Read the configuration and build its tokenizer. Raises ConfigError."""
+    from mt_core.config.loading import load_config
+    from mt_core.plugins import load_plugins
+
+    if config is None and preset is None:
+        raise ConfigError("give a configuration file, or --preset NAME")
+    host = load_plugins()
+    loaded = load_config(config, preset=preset, overrides=overrides or (), host=host).config
+    name = loaded.tokenizer.tokenizer_type
+    tokenizer = host.tokenizers.get(name, key="tokenizer.tokenizer_type").build.load()(loaded.tokenizer)
+    return RunData(loaded, tokenizer, host)
+
+
+def checked_split(split: str) -> Split:
+    """One of the three splits; ConfigError otherwise."""
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split} must be train, valid or test")
+    return SPLITS[SPLITS.index(split)]
+
+
+def checked_sample(dataset: Dataset, number: int, split: str) -> int:
+    """A number of a sample that exists; DataError otherwise."""
+    if not 0 <= number < len(dataset):
+        raise DataError(f"there is no sample {number}; the {split} split has samples 0 to {len(dataset) - 1}")
+    return number

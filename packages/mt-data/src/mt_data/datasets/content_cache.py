@@ -1,0 +1,136 @@
+"""Folders of files that can be made again, named by what they were made from.
+
+An entry is written under a temporary name and renamed, so that it is there whole or not at all; one that
+fails its check is made again. Jobs that share a disk wait for one another where the file system can lock,
+and otherwise do the same work twice without harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mt_core.errors import DataError
+
+T = TypeVar("T")
+FORMAT = 1
+"""Raised when entries of an older program must not be used any more."""
+log = logging.getLogger(__name__)
+
+
+class DamagedEntryError(Exception):
+    """An entry does not hold what it should; the message says what is wrong."""
+
+
+_UNREADABLE = (DamagedEntryError, DataError, OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+class ContentCache:
+    """Entries in one folder, which is made when the first one is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def get(self, key: Mapping[str, Any], write: Callable[[Path], None], read: Callable[[Path], T]) -> T:
+        """What `read(folder)` returns of the entry for `key`, after `write(folder)` made it if need be.
+
+        key: JSON values that decide the content. read raises DamagedEntryError (or another error that files
+        cause) for an entry that is not whole. Raises OSError when the entry has to be made and cannot be.
+        """
+        entry = self.directory / entry_name(key)
+        if (found := _read(entry, read)) is not None:
+            return found
+        _make_directory(self.directory)
+        lock = self.directory / f"{entry.name}.lock"
+        with _locked(lock):
+            # Another job may have made it while this one waited.
+            if (found := _read(entry, read)) is not None:
+                return found
+            self._make(entry, key, write, read)
+            # A job that waits for this file finds the entry; one that comes later needs no lock.
+            lock.unlink(missing_ok=True)
+        return read(entry)
+
+    def _make(
+        self, entry: Path, key: Mapping[str, Any], write: Callable[[Path], None], read: Callable[[Path], T]
+    ) -> None:
+        temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=self.directory))
+        try:
+            write(temporary)
+            (temporary / "key.json").write_text(json.dumps(key, indent=1))
+            temporary.chmod(0o777 & ~_umask())
+            _move_into_place(temporary, entry, read)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def entry_name(key: Mapping[str, Any]) -> str:
+    """Folder name of an entry: SHA-256 over canonical JSON of the key."""
+    text = json.dumps({"format": FORMAT, "key": key}, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(entry: Path, read: Callable[[Path], T]) -> T | None:
+    if not entry.is_dir():
+        return None
+    try:
+        return read(entry)
+    except _UNREADABLE as error:
+        log.warning("cache entry %s is damaged (%s); it is made again", entry, error)
+        return None
+
+
+def _move_into_place(temporary: Path, entry: Path, read: Callable[[Path], T]) -> None:
+    """Rename. An entry that is there already is damaged, unless a job that could not lock just made it."""
+    try:
+        temporary.rename(entry)
+    except OSError:
+        if _read(entry, read) is not None:
+            return
+        with tempfile.TemporaryDirectory(prefix=f"{entry.name}.old-", dir=entry.parent) as aside:
+            entry.rename(Path(aside, "damaged"))
+        temporary.rename(entry)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # some network file systems say so although it is a folder
+        if not directory.is_dir():
+            raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock, which ends with the process; none where the system or the file system has none."""
+    with path.open("ab") as file:
+        _lock(file.fileno(), path)
+        yield
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows; renames alone keep entries whole
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("waiting for another job that makes the same cache entry (%s)", path)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        log.info("%s cannot be locked; another job may do the same work", path)

@@ -1,0 +1,212 @@
+"""Samples for causal language models, cut from indexed token files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_data.datasets.config import IndexedDataConfig
+from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, build_gpt_index
+from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
+from mt_data.datasets.progress import index_progress
+from mt_data.datasets.samples import SampleRules, causal_sample
+
+
+class GPTDataConfig(IndexedDataConfig):
+    """Windows of seq_length tokens over the shuffled documents, in Megatron's order for the same seed.
+
+    A name in data_path that ends in .jsonl, .json, .ndjson, .txt or .parquet (or one of these with .gz or
+    .zst) is raw text: it is tokenized first, once, into the cache folder.
+    """
+
+    dataset_type: str = "gpt"
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than seq_length, so that the last position has its label. False predicts padding
+    there, and no token is read twice."""
+    drop_last_partial_validation_sequence: bool = True
+    """False keeps the last validation sample, which padding fills up."""
+    allow_ambiguous_pad_tokens: bool = False
+    """Mask labels equal to the padding id although it is another special id too."""
+    json_key: str = "text"
+    """Field (or Parquet column) of raw text that holds the document."""
+
+
+def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
+    """Samples of CAUSAL_LM_SAMPLE for `request.split`; None when it has no data.
+
+    A single data set has all samples of the epochs that hold num_samples, as Megatron's; a blend has about
+    as many as asked for. Raises ConfigError and DataError.
+    """
+    rules = SampleRules.of(config, tokenizer, config.allow_ambiguous_pad_tokens)
+
+    def make(tokens: OpenedTokens, num_samples: int | None) -> GPTDataset:
+        return gpt_over_file(tokens, num_samples, config, rules, request)
+
+    return build_from_files(config, tokenizer, request, make, json_key=config.json_key)
+
+
+def gpt_over_file(
+    tokens: OpenedTokens, num_samples: int | None, config: GPTDataConfig, rules: SampleRules, request: SplitRequest
+) -> GPTDataset:
+    """The samples of one token file; its sequences are what Megatron's GPT data set calls documents."""
+    reader = tokens.reader
+    lengths = reader.sequence_lengths
+    elements = tokens.elements(len(lengths), "sequences")
+    plan = plan_index(
+        lengths[elements.start : elements.stop],
+        name=tokens.name,
+        split=request.split,
+        sequence_length=request.sequence_length,
+        num_samples=num_samples,
+        seed=request.seed,
+        extra=int(config.add_extra_token_to_sequence),
+        drop_last_partial=config.drop_last_partial_validation_sequence,
+    )
+
+    def build() -> dict[str, NDArray[np.integer]]:
+        with index_progress(
+            f"GPT index of {tokens.name}, {request.split}", 2 * len(elements) * plan.epochs
+        ) as progress:
+            return build_gpt_index(elements, lengths, plan, progress).arrays()
+
+    key = tokens.cache_key("gpt", elements, **plan.key())
+    index = GPTIndex(**tokens.cache.get(key, build))
+    return GPTDataset(
+        reader, index, plan, rules, tokens.name, lambda number: _document(reader.document_indices, number)
+    )
+
+
+def _document(document_indices: NDArray[np.int64], sequence: int) -> str:
+    # The document before the first boundary beyond the sequence; empty documents have no sequence.
+    return f"document {int(np.searchsorted(document_indices, sequence, side='right')) - 1}"
+
+
+class TokenSource(Protocol):
+    """What is read of an indexed dataset (mt_data.indexed); each sequence is a document."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+
+class GPTDataset:
+    """Sample k is the k-th window of tokens in the order of `index`; see CAUSAL_LM_SAMPLE for its fields."""
+
+    def __init__(
+        self,
+        source: TokenSource,
+        index: GPTIndex,
+        plan: GPTIndexPlan,
+        rules: SampleRules,
+        name: str,
+        document_name: Callable[[int], str] = "document {}".format,
+    ) -> None:
+        self.source = source
+        self.index = index
+        self.plan = plan
+        self.rules = rules
+        self.name = name
+        self._document_name = document_name
+
+    def __len__(self) -> int:
+        return len(self.index.shuffle_index)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.sample_of(self.window(index))
+
+    def sample_of(self, window: NDArray[np.int64]) -> dict[str, np.ndarray]:
+        """The fields for a window [sequence_length + extra] of tokens."""
+        if self.plan.extra:
+            return causal_sample(window[:-1].copy(), window[1:].copy(), self.rules)
+        labels = np.roll(window, -1)
+        labels[-1] = self.rules.pad
+        return causal_sample(window.copy(), labels, self.rules)
+
+    def window(self, index: int) -> NDArray[np.int64]:
+        """The tokens of sample `index`: [sequence_length + extra], padded at the end when the data is over.
+
+        Raises DataError for an id that the tokenizer does not have, and IndexError outside of [0, len).
+        """
+        tokens = np.full(self.plan.sequence_length + self.plan.extra, self.rules.pad, np.int64)
+        filled = 0
+        for document, offset, length in self.pieces(index):
+            tokens[filled : filled + length] = self.source.get(document, offset, length)
+            filled += length
+        # As unsigned numbers negative ids are the largest.
+        if filled and tokens[:filled].view(np.uint64).max() >= self.rules.vocab_size:
+            raise DataError(self._foreign_id(index, tokens[:filled]))
+        return tokens
+
+    def _foreign_id(self, index: int, tokens: NDArray[np.int64]) -> str:
+        place = int(np.flatnonzero(tokens.view(np.uint64) >= self.rules.vocab_size)[0])
+        return (
+            f"sample {index} has the id {tokens[place]} at position {place}, and the tokenizer has "
+            f"{self.rules.vocab_size} ids; {self.describe(index)}. Configure the tokenizer that the data was made "
+            "with, or preprocess the text again"
+        )
+
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """(document, offset, length) of each piece of sample `index`, in order; empty ones are left out.
+
+        Raises IndexError outside of [0, len).
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.name}, which has {len(self)} samples")
+        row = int(self.index.shuffle_index[index])
+        (first, offset), (last, end) = self.index.sample_index[row : row + 2].tolist()
+        documents = self.index.document_index[first : last + 1].tolist()
+        if len(documents) == 1:
+            return [(documents[0], offset, end - offset + self.plan.extra)]
+        lengths = self.source.sequence_lengths
+        pieces = [(documents[0], offset, int(lengths[documents[0]]) - offset)]
+        pieces += [(document, 0, int(lengths[document])) for document in documents[1:-1]]
+        pieces.append((documents[-1], 0, end + self.plan.extra))
+        return [piece for piece in pieces if piece[2] > 0]
+
+    def describe(self, index: int) -> str:
+        parts = [
+            f"{self._document_name(document)} tokens {offset}..{offset + length - 1}"
+            for document, offset, length in self.pieces(index)
+        ]
+        return f"{self.name}: {', '.join(parts)}"
+
+
+def plan_index(
+    lengths: NDArray[np.int32],
+    *,
+    name: str,
+    split: Split,
+    sequence_length: int,
+    num_samples: int | None,
+    seed: int,
+    extra: int = 1,
+    drop_last_partial: bool = True,
+) -> GPTIndexPlan:
+    """The plan for a split's documents; DataError when they hold too few tokens for a single sample."""
+    tokens = int(lengths.sum(dtype=np.int64))
+    if tokens == 0:
+        raise DataError(
+            f"the {split} split of {name} has {len(lengths)} documents and no token at all; "
+            "leave this data set out, or preprocess it again from documents that have text"
+        )
+    plan = GPTIndexPlan(
+        tokens_per_epoch=tokens,
+        sequence_length=sequence_length,
+        num_samples=num_samples,
+        seed=seed,
+        extra=extra,
+        drop_last_partial=drop_last_partial or split != "valid",
+    )
+    if plan.samples == 0:
+        raise DataError(
+            f"the {split} split of {name} has {tokens} tokens in {len(lengths)} documents, too few for one "
+            f"sample of data.seq_length={sequence_length} (which needs {sequence_length + extra}); "
+            "give the split a larger share, add documents, or make data.seq_length smaller"
+        )
+    return plan

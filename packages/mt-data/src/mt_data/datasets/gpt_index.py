@@ -1,0 +1,198 @@
+"""The order of GPT samples: document, sample and shuffle index, equal to Megatron's for the same seed.
+
+A split's documents, once for each epoch and shuffled, form one long stream of tokens; windows of the
+stream are the samples; a second shuffle orders the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_data.datasets.background import run_ahead
+from mt_data.datasets.legacy_random import LegacyShuffler, apply_steps
+
+Progress = Callable[[int, int], None]
+
+FINAL_EPOCH_SHARE = 0.80
+"""A last epoch of which less than this is needed is shuffled apart, so that it does not thin out the others."""
+_BLOCK = 1 << 16
+"""Documents that are walked at once; their lengths and offsets stay in the processor's cache."""
+_LENGTH_BITS = np.uint64(31)
+_LENGTH_MASK = np.uint64((1 << 31) - 1)
+_INT32_MAX = np.iinfo(np.int32).max
+_MAX_DOCUMENTS = 1 << 33
+
+
+@dataclass(frozen=True)
+class GPTIndexPlan:
+    """Everything that decides the arrays besides the documents themselves.
+
+    tokens_per_epoch is the sum of the lengths of the split's documents; num_samples None asks for one
+    epoch. extra is 1 when inputs and labels are one window shifted by one token, else 0.
+    """
+
+    tokens_per_epoch: int
+    sequence_length: int
+    num_samples: int | None
+    seed: int
+    extra: int = 1
+    drop_last_partial: bool = True
+
+    def key(self) -> dict[str, int | bool | None]:
+        """The plan as JSON values."""
+        return asdict(self)
+
+    @property
+    def epochs(self) -> int:
+        """Fewest passes over the documents that give the samples asked for."""
+        if self.num_samples is None:
+            return 1
+        return max(1, -(-(self.num_samples * self.sequence_length + self.extra) // self.tokens_per_epoch))
+
+    @property
+    def samples(self) -> int:
+        """Samples that the epochs give; often more than asked for."""
+        tokens = self.epochs * self.tokens_per_epoch - self.extra
+        if self.drop_last_partial:
+            return max(0, tokens // self.sequence_length)
+        # Megatron rounds up in 32-bit floats; where that would run past the tokens the true count is taken.
+        exact = -(-tokens // self.sequence_length)
+        return max(0, min(exact, int(np.ceil(np.float32(tokens) / np.float32(self.sequence_length)))))
+
+    @property
+    def samples_before_final_epoch(self) -> int | None:
+        """Samples of all epochs but the last, when the last is shuffled apart; else None."""
+        if self.epochs == 1 or self.num_samples is None:
+            return None
+        before = ((self.epochs - 1) * self.tokens_per_epoch - self.extra) // self.sequence_length
+        per_epoch = (self.tokens_per_epoch - self.extra) // self.sequence_length
+        apart = self.num_samples - before < int(FINAL_EPOCH_SHARE * per_epoch)
+        return before if apart else None
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """document_index int32 [epochs * documents]: document ids in the order of the stream.
+
+    sample_index int32 or int64 [samples + 1, 2]: (position in document_index, token within it) where each
+    sample starts and the one before ends. shuffle_index uint32 or int64 [samples]: row of the k-th sample.
+    """
+
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[np.integer]
+    shuffle_index: NDArray[np.integer]
+
+    def arrays(self) -> dict[str, NDArray[np.integer]]:
+        return {name: getattr(self, name) for name in ("document_index", "sample_index", "shuffle_index")}
+
+
+def build_gpt_index(
+    elements: range, sequence_lengths: NDArray[np.int32], plan: GPTIndexPlan, progress: Progress | None = None
+) -> GPTIndex:
+    """Build the three arrays for the sequences `elements`, whose lengths are in sequence_lengths [sequences].
+
+    progress: called with (done, total) as the work goes on. Takes at most 24 bytes a document and epoch, the
+    arrays included, and some 50 MB. Random numbers are drawn in a second thread.
+    """
+    random = LegacyShuffler(plan.seed)
+    count = len(elements) * plan.epochs
+    if count > _MAX_DOCUMENTS:
+        raise DataError(f"{plan.epochs} epochs of {len(elements)} documents are more than {_MAX_DOCUMENTS}")
+    advance = _Advance(2 * count, progress)
+    with ThreadPoolExecutor(1) as pool:  # one worker: shuffles draw one after another, in this order
+        stream = _Stream(elements, sequence_lengths, plan.epochs)
+        parts = [stream.packed] if plan.samples_before_final_epoch is None else stream.but_last_and_last()
+        drawn = [(part, run_ahead(pool, random.steps(len(part)))) for part in parts]
+        shuffle_index = pool.submit(_shuffle_index, plan.samples, plan, random)
+        for part, steps in drawn:
+            apply_steps(part, steps, advance)
+        longest = int(sequence_lengths[elements.start : elements.stop].max(initial=0))
+        samples = _sample_index(stream.blocks(advance), count, longest, plan)
+        return GPTIndex(stream.document_index, samples, shuffle_index.result())
+
+
+class _Advance:
+    """Adds up what is done and passes it on."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+class _Stream:
+    """The documents of all epochs with their lengths, packed so that a shuffle moves both at once.
+
+    packed uint64 [epochs * documents]: place before shuffling times 2^31, plus length. document_index is
+    filled as `blocks` goes along.
+    """
+
+    def __init__(self, elements: range, sequence_lengths: NDArray[np.int32], epochs: int) -> None:
+        self.elements = elements
+        self.packed = np.arange(len(elements) * epochs, dtype=np.uint64)
+        self.packed <<= _LENGTH_BITS
+        lengths = sequence_lengths[elements.start : elements.stop].view(np.uint32)
+        self.packed.reshape(epochs, len(elements))[:] |= lengths
+        self.document_index = np.empty(len(self.packed), np.int32)
+
+    def but_last_and_last(self) -> list[NDArray[np.uint64]]:
+        return [self.packed[: -len(self.elements)], self.packed[-len(self.elements) :]]
+
+    def blocks(self, advance: Callable[[int], None]) -> Iterator[NDArray[np.int64]]:
+        """Lengths [documents of a block], block after block."""
+        for start in range(0, len(self.packed), _BLOCK):
+            packed = self.packed[start : start + _BLOCK]
+            places = (packed >> _LENGTH_BITS).view(np.int64)
+            if len(self.packed) > len(self.elements):
+                places %= len(self.elements)
+            np.add(places, self.elements.start, out=self.document_index[start : start + _BLOCK], casting="unsafe")
+            yield (packed & _LENGTH_MASK).view(np.int64)
+            advance(len(packed))
+
+
+def _sample_index(
+    blocks: Iterator[NDArray[np.int64]], documents: int, longest: int, plan: GPTIndexPlan
+) -> NDArray[np.integer]:
+    """[samples + 1, 2]: sample k ends with token k * sequence_length + extra - 1 of the stream (from 0),
+    and the next one starts `extra` tokens before that end.
+    """
+    samples, sequence, extra = plan.samples, plan.sequence_length, plan.extra
+    index = np.zeros((samples + 1, 2), np.int64 if max(documents, longest) > _INT32_MAX else np.int32)
+    start = stream = 0  # documents and tokens before the block
+    filled = 1
+    for lengths in blocks:
+        ends = np.cumsum(lengths)
+        ends += stream
+        # Row k lies in the first document whose end is at least k * sequence + extra.
+        rows = np.clip((ends - extra) // sequence, filled - 1, samples)
+        new = np.diff(rows, prepend=filled - 1)
+        which = np.flatnonzero(new)
+        which = np.repeat(which, new[which])
+        upto = filled + len(which)
+        index[filled:upto, 0] = which + start
+        index[filled:upto, 1] = np.arange(filled, upto) * sequence - (ends - lengths)[which]
+        filled, start, stream = upto, start + len(lengths), int(ends[-1])
+    if filled <= samples:  # a last sample that the tokens do not fill ends with the last document
+        index[samples] = documents - 1, int(lengths[-1]) - extra
+    return index
+
+
+def _shuffle_index(count: int, plan: GPTIndexPlan, random: LegacyShuffler) -> NDArray[np.integer]:
+    dtype = np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32
+    order: NDArray[np.integer] = np.arange(count, dtype=dtype)
+    before = plan.samples_before_final_epoch
+    if before is None or before >= count:
+        random.shuffle(order)
+    else:
+        random.shuffle(order[:before])
+        random.shuffle(order[before:])
+    return order

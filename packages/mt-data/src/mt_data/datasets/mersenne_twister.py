@@ -1,0 +1,139 @@
+"""The random numbers of C++'s standard Mersenne Twisters, in NumPy.
+
+Megatron's C++ helper draws lengths from `std::mt19937` and shuffles with `std::mt19937_64`; the same
+samples in the same order need the same numbers. The 64-bit recurrence follows Nishimura and Matsumoto,
+"Tables of 64-bit Mersenne Twisters" (2000), whose constants the C++ standard takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SMALL = 1 << 14
+"""Rows of which a shuffle is done one swap at a time."""
+_WORDS = 312
+_HALF = 156
+_LOWER = np.uint64((1 << 31) - 1)
+_UPPER = ~_LOWER
+_TWIST = np.uint64(0xB5026F5AA96619E9)
+_ONE = np.uint64(1)
+_MASK_64 = (1 << 64) - 1
+
+
+class Mt19937:
+    """`std::mt19937(seed)`: 32-bit numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = np.random.RandomState(seed & 0xFFFFFFFF)
+
+    def draw(self, count: int) -> NDArray[np.uint32]:
+        """The next numbers [count]."""
+        return self._state.randint(0, 1 << 32, size=count, dtype=np.uint32)
+
+
+class Mt1993764:
+    """`std::mt19937_64(seed)`: 64-bit numbers, made 312 at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self._words = _initial_words(seed)
+        self._ready = np.zeros(0, np.uint64)
+
+    def draw(self, count: int) -> NDArray[np.uint64]:
+        """The next numbers [count]."""
+        parts, missing = [self._ready], count - len(self._ready)
+        while missing > 0:
+            _twist(self._words)
+            parts.append(self._words.copy())
+            missing -= _WORDS
+        numbers = np.concatenate(parts)
+        # What was left over from an earlier call is tempered already.
+        _temper(numbers[len(self._ready) :])
+        self._ready = numbers[count:]
+        return numbers[:count]
+
+
+def shuffle_order(count: int, seed: int) -> NDArray[np.int64]:
+    """[count]: where each row comes from when a Fisher-Yates shuffle with `std::mt19937_64(seed)` swaps row
+    i = count - 1, ..., 1 with row (next number) modulo (i + 1).
+    """
+    random = Mt1993764(seed)
+    order = np.arange(count, dtype=np.int64)
+    scratch = np.zeros(count, np.int32)
+    last = count - 1
+    while last >= _SMALL:
+        # Of so many swaps about one in a thousand meets another, if the rows are many.
+        rows = np.arange(last, last - 2 * isqrt(last), -1)
+        _swap_many(order, rows, _partners(rows, random), scratch)
+        last = int(rows[-1]) - 1
+    rows = np.arange(last, 0, -1)
+    head = order[: last + 1].tolist()
+    _swap_in_turn(head, rows, _partners(rows, random))
+    order[: last + 1] = head
+    return order
+
+
+def _partners(rows: NDArray[np.int64], random: Mt1993764) -> NDArray[np.int64]:
+    return (random.draw(len(rows)) % (rows + 1).astype(np.uint64)).astype(np.int64)
+
+
+def _swap_many(
+    order: NDArray[np.int64], rows: NDArray[np.int64], others: NDArray[np.int64], scratch: NDArray[np.int32]
+) -> None:
+    """Swap order[rows[t]] with order[others[t]] for t = 0, 1, ...; rows [n] fall by one, scratch is like order.
+
+    Swaps that share no place with another one can be done in any order, hence all at once.
+    """
+    steps = np.arange(len(rows), dtype=np.int32)
+    scratch[others] = steps
+    shared = others[scratch[others] != steps]
+    scratch[others] = 0
+    inside = others[others >= rows[-1]]
+    scratch[shared] = 1
+    scratch[inside] = 1
+    meets = (scratch[others] | scratch[rows]) == 1
+    scratch[shared] = 0
+    scratch[inside] = 0
+    alone = ~meets
+    a, b = rows[alone], others[alone]
+    order[a], order[b] = order[b], order[a]
+    _swap_in_turn(order, rows[meets], others[meets])
+
+
+def _swap_in_turn(
+    order: MutableSequence[int] | NDArray[np.int64], rows: NDArray[np.int64], others: NDArray[np.int64]
+) -> None:
+    for row, other in zip(rows.tolist(), others.tolist(), strict=True):
+        order[row], order[other] = order[other], order[row]
+
+
+def _initial_words(seed: int) -> NDArray[np.uint64]:
+    words = [seed & _MASK_64]
+    for i in range(1, _WORDS):
+        words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) & _MASK_64)
+    return np.array(words, np.uint64)
+
+
+def _twist(words: NDArray[np.uint64]) -> None:
+    """Advance the state [312] in place.
+
+    Word i needs word i + 156 (modulo 312), so each half can be made at once from the other half.
+    """
+    words[:_HALF] = words[_HALF:] ^ _mix(words[:_HALF], words[1 : _HALF + 1])
+    words[_HALF:-1] = words[: _HALF - 1] ^ _mix(words[_HALF:-1], words[_HALF + 1 :])
+    words[-1:] = words[_HALF - 1 : _HALF] ^ _mix(words[-1:], words[:1])
+
+
+def _mix(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    joined = (high & _UPPER) | (low & _LOWER)
+    return (joined >> _ONE) ^ ((joined & _ONE) * _TWIST)
+
+
+def _temper(words: NDArray[np.uint64]) -> None:
+    words ^= (words >> np.uint64(29)) & np.uint64(0x5555555555555555)
+    words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    words ^= words >> np.uint64(43)

@@ -1,0 +1,132 @@
+"""Opening token files, and building the data sets of a split from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mt_core.errors import DataError
+from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_data.datasets.blend import build_blend
+from mt_data.datasets.config import BlendEntry, IndexedDataConfig
+from mt_data.datasets.index_cache import IndexCache
+from mt_data.datasets.raw_text import is_raw_text, tokenized
+from mt_data.datasets.sources import SplitSources, cache_folder, split_sources
+from mt_data.datasets.splits import WHOLE, SplitFractions
+from mt_data.indexed.dataset import IndexedDataset
+
+BuiltSplit = Dataset | Mapping[str, Dataset] | None
+"""A data set, several by name, or nothing."""
+
+
+@dataclass(frozen=True)
+class OpenedTokens:
+    """A token file and the split that is asked of it."""
+
+    reader: IndexedDataset
+    name: str
+    """As the configuration names it: a prefix, or a file of raw text."""
+    fractions: SplitFractions
+    split: Split
+    cache: IndexCache
+
+    def elements(self, count: int, what: str) -> range:
+        """The elements of the split among `count` documents or sequences (`what`, for the message).
+
+        Raises DataError when there are none.
+        """
+        elements = self.fractions.range_of(self.split, count)
+        if len(elements) == 0:
+            shares = self.fractions
+            raise DataError(
+                f'the {self.split} split of {self.name} is empty: data.split="{shares.text}" gives it '
+                f"{what} {elements.start} to {elements.stop} of {count}. Give {self.split} a larger share, add "
+                f"{what}, or give it the share 0 and do without it"
+                if count
+                else f"{self.name} has no {what} at all"
+            )
+        return elements
+
+    def cache_key(self, kind: str, elements: range, **parameters: Any) -> Mapping[str, Any]:
+        """What decides an index over `elements`: the content of the file and the parameters."""
+        return {
+            "kind": kind,
+            "data": self.reader.fingerprint(),
+            "elements": [elements.start, elements.stop],
+            **parameters,
+        }
+
+
+class MakeDataset(Protocol):
+    """Makes the data set of one token file; num_samples None asks for one epoch."""
+
+    def __call__(self, tokens: OpenedTokens, num_samples: int | None) -> Dataset: ...
+
+
+def build_from_files(
+    config: IndexedDataConfig,
+    tokenizer: Tokenizer,
+    request: SplitRequest,
+    make: MakeDataset,
+    *,
+    json_key: str | None = None,
+) -> BuiltSplit:
+    """The data set, or blend of data sets, of `request.split`; None for a split without data.
+
+    With data.valid_data_paths the split "valid" is a mapping from name to data set.
+    json_key: where the text of raw text files is; None takes token files only.
+    Raises ConfigError or DataError, which name the file and the key to change.
+    """
+
+    def build(sources: SplitSources) -> Dataset:
+        folder = cache_folder(config, sources.entries)
+        cache = IndexCache(folder)
+
+        def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
+            prefix = _token_file(entry.prefix, config, tokenizer, json_key, folder)
+            reader = open_tokens(prefix, config, tokenizer)
+            return make(OpenedTokens(reader, entry.prefix, sources.fractions, request.split, cache), num_samples)
+
+        surplus = config.mid_level_dataset_surplus
+        return build_blend(sources.entries, request, build_one, surplus=surplus, cache=cache)
+
+    if request.split == "valid" and config.valid_data_paths is not None:
+        return {name: build(SplitSources(entries, WHOLE)) for name, entries in config.valid_data_paths.items()}
+    sources = split_sources(config, request.split)
+    return None if sources is None else build(sources)
+
+
+def _token_file(name: str, config: IndexedDataConfig, tokenizer: Tokenizer, json_key: str | None, folder: Path) -> str:
+    """The prefix itself, or that of the tokens of a file of raw text."""
+    if not is_raw_text(name):
+        return name
+    if json_key is None:
+        raise DataError(
+            f'{name} is raw text, which data.dataset_type="{config.dataset_type}" does not take; '
+            "make token files of it with mt data preprocess and name their prefix"
+        )
+    return str(tokenized(name, json_key, tokenizer, folder))
+
+
+def open_tokens(prefix: str, config: IndexedDataConfig, tokenizer: Tokenizer) -> IndexedDataset:
+    """Open a token file. Raises DataError when it is damaged or was made with another tokenizer."""
+    reader = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+    if not config.accept_tokenizer_mismatch:
+        _check_tokenizer(reader, tokenizer)
+    return reader
+
+
+def _check_tokenizer(reader: IndexedDataset, tokenizer: Tokenizer) -> None:
+    manifest = reader.manifest()
+    made_with = (manifest.tokenizer or {}) if manifest else {}
+    recorded = made_with.get("fingerprint")
+    if recorded is not None and recorded != tokenizer.fingerprint():
+        raise DataError(
+            f"{reader.prefix} was tokenized with {made_with.get('tokenizer_type', 'a tokenizer')} (fingerprint "
+            f"{recorded[:16]}, {made_with.get('vocab_size', '?')} ids), and the configured tokenizer is "
+            f"{type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint()[:16]}, {tokenizer.vocab_size} ids); "
+            "set the tokenizer section to the first one, preprocess the text again, or set "
+            "data.accept_tokenizer_mismatch=true if the ids mean the same"
+        )

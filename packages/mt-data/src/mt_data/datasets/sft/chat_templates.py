@@ -1,0 +1,142 @@
+"""Writing a conversation as text with a Jinja chat template, in a sandbox.
+
+Templates see what Hugging Face's tokenizers give them: messages, tools, add_generation_prompt, the special
+tokens by name, raise_exception and the `{% generation %}` tag. There is no strftime_now: a date of the day
+of the run would make different training data every day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_core.errors import ConfigError, DataError, did_you_mean
+from mt_core.specs import Tokenizer
+from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
+
+if TYPE_CHECKING:
+    from mt_data.datasets.sft.conversations import Conversation, Message
+
+OF_TOKENIZER = "tokenizer"
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    has_marks: it marks the answers itself with `{% generation %}`. markers: texts that should be one id each.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        special_tokens: Mapping[str, str],
+        eod_after_answer: bool,
+        markers: Sequence[str] = (),
+    ) -> None:
+        from mt_data.datasets.sft.jinja_sandbox import compile_template
+
+        self.name = name
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self.eod_after_answer = eod_after_answer
+        self.markers = markers
+        self._template = compile_template(source, name)
+        self.has_marks = self._template.has_marks
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that changes the text."""
+        content = json.dumps([self.source, self.special_tokens, self.eod_after_answer], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def render(
+        self, conversation: Conversation, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text of `messages` (some of the conversation's) and the characters marked as answers.
+
+        Raises DataError, naming the line of the conversation, when the template refuses them.
+        """
+        values = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": conversation.tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._template.render(values, conversation.where)
+
+
+def load_chat_template(
+    name: str, file: str | None, tokenizer: Tokenizer, eod_after_answer: bool | None = None
+) -> ChatTemplate:
+    """The template of data.chat_template_file, a built-in one, or (name "tokenizer") the tokenizer's own.
+
+    Raises ConfigError for an unknown name, a tokenizer without a template and a template that is no Jinja.
+    """
+    special = _special_tokens(tokenizer)
+    if file is not None:
+        return ChatTemplate(file, _read(file), special, bool(eod_after_answer))
+    if name == OF_TOKENIZER:
+        return ChatTemplate(_OWN, _of_tokenizer(tokenizer), special, bool(eod_after_answer))
+    if name not in BUILTIN_TEMPLATES:
+        known = [OF_TOKENIZER, *BUILTIN_TEMPLATES]
+        raise ConfigError(
+            f'data.chat_template="{name}" must be one of {", ".join(known)}{did_you_mean(name, known)}; '
+            "a template in a file of its own is named with data.chat_template_file"
+        )
+    builtin = BUILTIN_TEMPLATES[name]
+    eod = builtin.eod_after_answer if eod_after_answer is None else eod_after_answer
+    return ChatTemplate(name, builtin.source, special, eod, builtin.markers)
+
+
+_OWN = "the tokenizer's chat template"
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template_file={file} cannot be read: {error}") from error
+
+
+def _of_tokenizer(tokenizer: Tokenizer) -> str:
+    files = tokenizer.files()
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = _json(files, name).get("chat_template")
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list):
+            named = {entry["name"]: entry["template"] for entry in found}
+            if "default" in named:
+                return named["default"]
+            raise ConfigError(
+                f'the tokenizer has the chat templates {", ".join(named)} and none named "default"; save the one '
+                "to use in a file and name it with data.chat_template_file"
+            )
+    raise ConfigError(
+        f'data.chat_template="{OF_TOKENIZER}", but the tokenizer brings no chat template along; set '
+        f"data.chat_template to {', '.join(BUILTIN_TEMPLATES)}, or data.chat_template_file to a Jinja file"
+    )
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Special tokens by name ("bos_token") as the tokenizer's files give them; empty without such files."""
+    tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in _json(tokenizer.files(), name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                tokens[key] = text
+    return tokens
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    content = json.loads(files[name]) if name in files else {}
+    if not isinstance(content, dict):
+        raise DataError(f"the tokenizer's {name} holds no JSON object")
+    return content

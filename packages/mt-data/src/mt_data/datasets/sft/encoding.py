@@ -1,0 +1,158 @@
+"""The tokens of a file of conversations, encoded once and kept in the index cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.index_cache import IndexCache
+from mt_data.datasets.sft.answers import ConversationEncoder, EncodedConversation
+from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
+from mt_data.datasets.sft.config import SFTDataConfig
+from mt_data.datasets.sft.conversations import Conversation, read_conversations
+from mt_data.preprocess.readers import expand_globs
+
+FORMAT = 1
+"""Raised when the same files give other arrays than before."""
+_REPORT_SECONDS = 10.0
+_BATCH = 4096
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """All conversations of some files, in order.
+
+    tokens int32 [all tokens], answer bool [all tokens]: True where a token counts in the loss;
+    bounds int64 [conversations + 1]; first int64 [conversations]: place of the first token that counts, apart
+    from the very first token, which is never predicted (no place of the conversation when there is none);
+    file int32 and line int64 [conversations]: where each stands.
+    """
+
+    tokens: NDArray[np.int32]
+    answer: NDArray[np.bool_]
+    bounds: NDArray[np.int64]
+    first: NDArray[np.int64]
+    file: NDArray[np.int32]
+    line: NDArray[np.int64]
+    paths: Sequence[Path]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def tokens_of(self, number: int, limit: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The first `limit` tokens of a conversation, and which of them count."""
+        start = int(self.bounds[number])
+        end = min(int(self.bounds[number + 1]), start + limit)
+        return self.tokens[start:end], self.answer[start:end]
+
+    def where(self, number: int) -> str:
+        return f"{self.paths[self.file[number]]}, line {self.line[number]}"
+
+
+def load_conversations(
+    pattern: str, config: SFTDataConfig, tokenizer: Tokenizer, cache: IndexCache
+) -> tuple[Conversations, dict[str, Any]]:
+    """The encoded conversations of the files that `pattern` names, and the cache key that stands for them.
+
+    Raises DataError for missing files and for the first line that is no usable conversation.
+    """
+    paths = expand_globs([pattern])
+    template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
+    key = {
+        "sft_conversations": FORMAT,
+        "files": [_checksum(path) for path in paths],
+        "tokenizer": tokenizer.fingerprint(),
+        "template": template.fingerprint(),
+        "messages_key": config.messages_key,
+        "train_on": config.train_on,
+    }
+    arrays = cache.get(key, lambda: _encode_files(paths, config, template, tokenizer))
+    return Conversations(**arrays, paths=paths), key
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _encode_files(
+    paths: Sequence[Path], config: SFTDataConfig, template: ChatTemplate, tokenizer: Tokenizer
+) -> dict[str, NDArray[Any]]:
+    _report_split_markers(template, tokenizer)
+    encoder = ConversationEncoder(template, tokenizer)
+    encode = encoder.answers if config.train_on == "answers" else encoder.everything
+    gathered = _Gathered()
+    started = reported = time.monotonic()
+    for file, conversation in _read(paths, config.messages_key):
+        gathered.add(encode(conversation), file, conversation.line)
+        if time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            rate = gathered.count / (reported - started)
+            log.info("encoded %d conversations (%.0f/s), at %s", gathered.count, rate, conversation.where)
+    if not gathered.count:
+        raise DataError(f"{', '.join(map(str, paths))} holds no conversation; each line must be one")
+    return gathered.arrays()
+
+
+def _read(paths: Sequence[Path], messages_key: str) -> Iterator[tuple[int, Conversation]]:
+    for file, path in enumerate(paths):
+        for conversation in read_conversations(path, messages_key):
+            yield file, conversation
+
+
+def _report_split_markers(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    for marker in template.markers:
+        if (ids := len(tokenizer.encode(marker))) != 1:
+            log.warning(
+                "the tokenizer writes %s of the chat template %s with %d ids in place of one; the model must "
+                "learn it as ordinary text",
+                marker,
+                template.name,
+                ids,
+            )
+
+
+class _Gathered:
+    """Conversations on their way into flat arrays; joined now and then, so that small arrays do not pile up."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._tokens: list[NDArray[np.int32]] = []
+        self._answer: list[NDArray[np.bool_]] = []
+        self._places: list[tuple[int, int, int, int]] = []
+
+    def add(self, encoded: EncodedConversation, file: int, line: int) -> None:
+        self._tokens.append(encoded.tokens.astype(np.int32))
+        self._answer.append(encoded.answer)
+        counted = np.flatnonzero(encoded.answer[1:])
+        first = int(counted[0]) + 1 if len(counted) else len(encoded.tokens)
+        self._places.append((len(encoded.tokens), first, file, line))
+        self.count += 1
+        if self.count % _BATCH == 0:
+            self._tokens[-_BATCH:] = [np.concatenate(self._tokens[-_BATCH:])]
+            self._answer[-_BATCH:] = [np.concatenate(self._answer[-_BATCH:])]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        lengths, first, files, lines = np.array(self._places, np.int64).T
+        return {
+            "tokens": np.concatenate(self._tokens),
+            "answer": np.concatenate(self._answer),
+            "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+            "first": first.copy(),
+            "file": files.astype(np.int32),
+            "line": lines.copy(),
+        }

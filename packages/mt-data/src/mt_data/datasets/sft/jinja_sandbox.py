@@ -1,0 +1,105 @@
+"""Jinja as chat templates need it. Imported only when a template is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mt_core.errors import ConfigError, DataError
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Unicode's noncharacters stand around what a template marks, until it is rendered."""
+
+
+class _RefusalError(TemplateError):
+    """What a template says with raise_exception."""
+
+
+class _LoudUndefined(Undefined):
+    """A name that is not there may be tested, but not written: Jinja would write nothing in its place."""
+
+    def __str__(self) -> str:
+        self._fail_with_undefined_error()
+
+
+class _Generation(Extension):
+    """`{% generation %}answer{% endgeneration %}` marks what the model is to generate."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class CompiledTemplate:
+    """A template and whether it marks answers."""
+
+    def __init__(self, template: Template, has_marks: bool, name: str) -> None:
+        self.has_marks = has_marks
+        self._template = template
+        self._name = name
+
+    def render(self, values: Mapping[str, Any], where: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the (start, end) of what is marked. DataError when the template fails on the values."""
+        try:
+            return _unmark(self._template.render(values), where)
+        except (TemplateError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+            raise DataError(
+                f"{where}: {self._name} refuses the conversation: {error}; correct the line, or choose another "
+                "template with data.chat_template or data.chat_template_file"
+            ) from error
+
+
+def compile_template(source: str, name: str) -> CompiledTemplate:
+    """Raises ConfigError, with the line, for a source that is no Jinja template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, undefined=_LoudUndefined, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        found = environment.parse(source).find_all(nodes.ExtensionAttribute)
+        has_marks = any(node.identifier == _Generation.identifier for node in found)
+        return CompiledTemplate(environment.from_string(source), has_marks, name)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"{name}, line {error.lineno}: no valid Jinja template ({error.message})") from error
+
+
+def _unmark(text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for number, piece in enumerate(text.split(_OPEN)):
+        inside, found, outside = piece.partition(_CLOSE)
+        if bool(found) != bool(number) or _CLOSE in outside:
+            raise DataError(
+                f"{where} holds U+FDD0 or U+FDD1, which are no characters of any text, or its template puts one "
+                "{% generation %} into another"
+            )
+        if number:
+            spans.append((length, length + len(inside)))
+        parts += [inside, outside]
+        length += len(inside) + len(outside)
+    return "".join(parts), spans
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _RefusalError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False, **others: Any
+) -> str:
+    """Plain JSON; Jinja's own filter would write <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys, **others)

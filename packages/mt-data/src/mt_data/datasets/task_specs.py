@@ -1,0 +1,104 @@
+"""What the data sets for single tasks register: their specs, and the fields of their samples.
+
+Read whenever plugins are listed, so that nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from mt_core.specs import CAUSAL_LM_SAMPLE, DatasetSpec, Lazy, SampleField
+
+BERT_SAMPLE = (
+    SampleField("tokens", "int64", "[sequence_length]", "CLS A SEP B SEP, padded; some replaced"),
+    SampleField("tokentype_ids", "int64", "[sequence_length]", "0 for CLS A SEP and padding, 1 for B SEP"),
+    SampleField("labels", "int64", "[sequence_length]", "the true id where a token is masked, else -1"),
+    SampleField("loss_mask", "float32", "[sequence_length]", "1 where a token is masked, else 0"),
+    SampleField("padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("is_random", "int64", "[]", "1 when A and B stand in exchanged order, else 0"),
+    SampleField("truncated", "int64", "[]", "1 when tokens were cut away to fit, else 0"),
+)
+
+T5_SAMPLE = (
+    SampleField("encoder_tokens", "int64", "[sequence_length]", "text with a sentinel for each span, padded"),
+    SampleField("decoder_tokens", "int64", "[decoder_seq_length]", "BOS, then each sentinel and its span"),
+    SampleField("labels", "int64", "[decoder_seq_length]", "decoder_tokens a step later, EOS, then -1"),
+    SampleField("loss_mask", "float32", "[decoder_seq_length]", "1 where there is a label, else 0"),
+    SampleField("encoder_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("decoder_mask", "int64", "[decoder_seq_length]", "1 for tokens, 0 for padding"),
+    SampleField("truncated", "int64", "[]", "1 when tokens were cut away to fit, else 0"),
+)
+
+ICT_SAMPLE = (
+    SampleField("query_tokens", "int64", "[sequence_length]", "CLS sentence SEP, padded"),
+    SampleField("query_tokentype_ids", "int64", "[sequence_length]", "0"),
+    SampleField("query_padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("context_tokens", "int64", "[sequence_length]", "CLS title SEP block SEP, padded"),
+    SampleField("context_tokentype_ids", "int64", "[sequence_length]", "0"),
+    SampleField("context_padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("block_data", "int64", "[4]", "first sentence, one past the last, document, number of the block"),
+)
+
+SENTENCE_PAIR_SAMPLE = (
+    SampleField("tokens", "int64", "[sequence_length]", "CLS A SEP B SEP, padded"),
+    SampleField("tokentype_ids", "int64", "[sequence_length]", "1 for B and the SEP after it, else 0"),
+    SampleField("padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("labels", "int64", "[]", "number of the class; -1 in a test set without labels"),
+    SampleField("loss_mask", "float32", "[]", "1 when there is a label, else 0"),
+    SampleField("uid", "int64", "[]", "number of the pair, from the file"),
+)
+
+MULTIPLE_CHOICE_SAMPLE = (
+    SampleField("tokens", "int64", "[4, sequence_length]", "for each option CLS question SEP article SEP"),
+    SampleField("tokentype_ids", "int64", "[4, sequence_length]", "1 for the article and its SEP, else 0"),
+    SampleField("padding_mask", "int64", "[4, sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("labels", "int64", "[]", "number of the right option"),
+    SampleField("loss_mask", "float32", "[]", "1"),
+    SampleField("uid", "int64", "[]", "number of the question within its folder"),
+)
+
+
+def _spec(name: str, module: str, stem: str, build: str, sample: tuple[SampleField, ...], doc: str) -> DatasetSpec:
+    return DatasetSpec(
+        name=name,
+        doc=doc,
+        config_type=Lazy(f"mt_data.datasets.{module}:{stem}DataConfig"),
+        build=Lazy(f"mt_data.datasets.{module}:{build}"),
+        sample=sample,
+    )
+
+
+TASK_DATASETS = (
+    _spec("bert", "bert", "Bert", "build_bert", BERT_SAMPLE, "Sentence pairs with masked words, in Megatron's order"),
+    _spec("t5", "t5", "T5", "build_t5", T5_SAMPLE, "Spans replaced by sentinels, in Megatron's order"),
+    _spec("ict", "ict", "ICT", "build_ict", ICT_SAMPLE, "A sentence, and the titled block of text it comes from"),
+    DatasetSpec(
+        name="sft",
+        doc="Conversations with chat templates, packed, loss on the answers",
+        config_type=Lazy("mt_data.datasets.sft.config:SFTDataConfig"),
+        build=Lazy("mt_data.datasets.sft.dataset:build_sft"),
+        sample=CAUSAL_LM_SAMPLE,
+    ),
+    _spec(
+        "race",
+        "multiple_choice",
+        "MultipleChoice",
+        "build_multiple_choice",
+        MULTIPLE_CHOICE_SAMPLE,
+        "Multiple choice from the folders of RACE",
+    ),
+    _spec(
+        "mnli",
+        "sentence_pair",
+        "SentencePair",
+        "build_sentence_pair",
+        SENTENCE_PAIR_SAMPLE,
+        "Pairs of sentences from the files of MNLI: contradiction, entailment or neutral",
+    ),
+    _spec(
+        "qqp",
+        "sentence_pair",
+        "SentencePair",
+        "build_sentence_pair",
+        SENTENCE_PAIR_SAMPLE,
+        "Pairs of questions from the files of QQP: duplicates or not",
+    ),
+)

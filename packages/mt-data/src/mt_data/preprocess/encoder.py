@@ -1,0 +1,119 @@
+"""From a record to ids, by the rules of Megatron's script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from pydantic import ValidationError
+
+from mt_core.config.messages import validation_message
+from mt_core.errors import ConfigError, DataError
+from mt_core.plugins import load_plugins
+from mt_core.specs import Tokenizer
+from mt_data.preprocess.readers import json_kind
+from mt_data.preprocess.sentences import SplitSentences
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """A tokenizer by its registered name, and its options as JSON text, so that this can be a key."""
+
+    tokenizer_type: str
+    options: str
+
+    @classmethod
+    def of(cls, tokenizer_type: str, options: Mapping[str, Any]) -> TokenizerChoice:
+        return cls(tokenizer_type, json.dumps(dict(options), sort_keys=True))
+
+    def config(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(self.options))
+
+    def build(self) -> Tokenizer:
+        """Raises PluginError for an unknown name, ConfigError for wrong options, DataError for wrong files."""
+        spec = load_plugins().tokenizers.get(self.tokenizer_type, key="--tokenizer-type")
+        config_type = spec.config_type.load()
+        options = self.config()
+        try:
+            config = config_type(tokenizer_type=self.tokenizer_type, **options)
+        except ValidationError as error:
+            origins = dict.fromkeys(options, "the tokenizer's options")
+            raise ConfigError(validation_message("tokenizer", config_type, error, origins)) from None
+        return spec.build.load()(config)
+
+
+class Encoded(NamedTuple):
+    """A document: ids [sum of lengths] in the output's dtype, and the lengths of its sequences, none of them 0."""
+
+    ids: np.ndarray
+    lengths: list[int]
+
+
+class DocumentEncoder:
+    """Encodes chosen fields of records. `split` is None where a text is one sequence."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        json_keys: tuple[str, ...],
+        dtype: np.dtype,
+        append_eod: bool,
+        split: SplitSentences | None,
+    ) -> None:
+        self.json_keys = json_keys
+        self._encode_array = getattr(tokenizer, "encode_array", None) or tokenizer.encode
+        self._vocab_size = tokenizer.vocab_size
+        self._dtype = dtype
+        self._split = split
+        self._eod = _eod(tokenizer) if append_eod else None
+
+    def encode(self, record: Mapping[str, Any]) -> list[Encoded]:
+        """One document for each key. Raises ValueError with the reason when the record cannot be used."""
+        return [self._encode_field(key, record) for key in self.json_keys]
+
+    def _encode_field(self, key: str, record: Mapping[str, Any]) -> Encoded:
+        text = record.get(key)
+        if type(text) is str:
+            sentences = [text] if self._split is None else self._split(text)
+        elif type(text) is list and all(type(sentence) is str for sentence in text):
+            sentences = text  # its author has split it
+        else:
+            raise ValueError(_no_text(key, record))
+        try:
+            pieces = [np.asarray(self._encode_array(sentence)) for sentence in sentences]
+        except (ValueError, DataError) as error:
+            raise ValueError(f"{key}: the tokenizer refuses the text: {error}") from error
+        return self._document(key, [piece for piece in pieces if len(piece)])
+
+    def _document(self, key: str, pieces: list[np.ndarray]) -> Encoded:
+        """Sentences without ids are left out; the end-of-document id belongs to the last sentence."""
+        lengths = [len(piece) for piece in pieces]
+        if not pieces:
+            return Encoded(np.empty(0, self._dtype), lengths)
+        ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if (highest := int(ids.max())) >= self._vocab_size:
+            raise ValueError(f"{key}: the tokenizer gave the id {highest}, but has a vocabulary of {self._vocab_size}")
+        result = np.empty(len(ids) + (self._eod is not None), self._dtype)
+        result[: len(ids)] = ids
+        if self._eod is not None:
+            result[-1] = self._eod
+            lengths[-1] += 1
+        return Encoded(result, lengths)
+
+
+def _eod(tokenizer: Tokenizer) -> int:
+    if tokenizer.special.eod is None:
+        raise ConfigError("--append-eod: this tokenizer has no end-of-document id; leave the option out")
+    return tokenizer.special.eod
+
+
+def _no_text(key: str, record: Mapping[str, Any]) -> str:
+    if key not in record:
+        keys = ", ".join(list(record)[:20]) or "none"
+        return f'has no key "{key}" (its keys: {keys}); --json-keys names what to read'
+    value = record[key]
+    what = "a list with other things than text" if type(value) is list else json_kind(value)
+    return f'"{key}" is {what}, not text or a list of texts'

@@ -1,0 +1,41 @@
+"""Small files that are whole or not there, and locks that end with the process that holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Some network file systems are mounted without locks."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write, put on the disk, and only then give the file its name."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def try_lock(file: IO[str], *, shared: bool = False, wait_seconds: float = 0) -> bool:
+    """Lock an open file, trying for `wait_seconds`; False when another process keeps it locked."""
+    deadline = time.monotonic() + wait_seconds
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return True

@@ -1,0 +1,107 @@
+"""Which format a file has, and its bytes without compression."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from mt_core.errors import DataError
+
+Kind = Literal["jsonl", "text-lines", "text", "parquet"]
+Compression = Literal["gz", "zst"]
+ENDINGS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class InputFormat:
+    """kind: "jsonl" has an object a line, "text-lines" a document a line, "text" is one document."""
+
+    kind: Kind
+    compression: Compression | None = None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether reading can begin anywhere in the file: it is lines, and not compressed."""
+        return self.compression is None and self.kind in ("jsonl", "text-lines")
+
+
+def detect_format(path: Path, input_format: str = "auto") -> InputFormat:
+    """The format by the name's ending (`.jsonl.gz`, `.parquet`, ...), or the one named, for any ending.
+
+    Compression always goes by the ending `.gz` or `.zst`. Raises DataError for an ending it does not know.
+    """
+    compression = COMPRESSIONS.get(path.suffix)
+    inner = path.with_suffix("") if compression else path
+    if input_format != "auto":
+        if input_format not in ENDINGS.values() and input_format != "text-lines":
+            raise DataError(f"input format {input_format!r} is not known; give {format_names()}")
+        kind = cast(Kind, input_format)
+    elif inner.suffix in ENDINGS:
+        kind = ENDINGS[inner.suffix]
+    else:
+        raise DataError(
+            f"{path}: the ending says no format that is known ({', '.join(ENDINGS)}, also with .gz or .zst); "
+            f"name it with --input-format {format_names()}"
+        )
+    if kind == "parquet" and compression:
+        raise DataError(f"{path}: Parquet is compressed inside; decompress the {path.suffix} first")
+    return InputFormat(kind, compression)
+
+
+def format_names() -> str:
+    return "jsonl, text, text-lines or parquet"
+
+
+@contextmanager
+def open_stream(path: Path, found: InputFormat) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file, buffered.
+
+    Raises DataError, naming the file, when it cannot be read or its compressed data ends early or is damaged.
+    """
+    with open_with_raw(path, found) as (stream, _):
+        yield stream
+
+
+@contextmanager
+def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """(decompressed stream, the file beneath it, whose `tell` says how far it was read). Raises as `open_stream`."""
+    try:
+        with open(path, "rb", buffering=BUFFER_BYTES) as raw:
+            if found.compression and path.stat().st_size == 0:
+                raise DataError(f"{path} was cut short: it is empty, which compressed data never is")
+            with _decompressed(raw, path, found) as stream:
+                yield stream, raw
+    except EOFError as error:
+        raise DataError(f"{path} was cut short: its compressed data ends too early") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged gzip data ({error})") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _decompressed(raw: BinaryIO, path: Path, found: InputFormat) -> Iterator[BinaryIO]:
+    if found.compression == "gz":
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield BufferedReader(cast(RawIOBase, stream), BUFFER_BYTES)
+    elif found.compression == "zst":
+        from mt_data.preprocess.zstd import open_zstd
+
+        with open_zstd(raw, path) as stream:
+            yield BufferedReader(cast(RawIOBase, stream), BUFFER_BYTES)
+    else:
+        yield raw

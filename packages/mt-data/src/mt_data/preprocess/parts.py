@@ -1,0 +1,167 @@
+"""Pieces of input files: how each is read, and how a line of it is named.
+
+A shard, the unit of work that is kept when a run is interrupted, is a list of parts. Where parts are cut is
+decided by the input and the options alone, never by the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+from mt_data.preprocess.formats import BUFFER_BYTES, InputFormat, detect_format, open_stream
+from mt_data.preprocess.readers import (
+    MalformedRecord,
+    OnMalformed,
+    Record,
+    iter_lines,
+    iter_records,
+    parse_lines,
+    skip_line,
+)
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The lines that begin at a byte from `begin` on and before `end`, of a file that is not compressed."""
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """All of a file that is read from its start: compressed, or one document of plain text."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Row groups of a Parquet file, by number."""
+
+    path: str
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines already read (and decompressed) from a file; the first has the number `first_line`."""
+
+    path: str
+    first_line: int
+    data: bytes = field(repr=False)
+
+
+Part = ByteRange | WholeFile | RowGroups | Lines
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of work with an output of its own. `order` places it: (job, chunk of the job)."""
+
+    order: tuple[int, int]
+    parts: tuple[Part, ...]
+    input_bytes: int
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.order)
+
+
+def shard_name(order: tuple[int, int]) -> str:
+    return f"{order[0]:06d}-{order[1]:06d}"
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How parts are read."""
+
+    input_format: str
+    columns: tuple[str, ...]
+    max_line_bytes: int
+
+
+class PartReader:
+    """Iterates over the records of a part; `reject` names one of them by its true line number in the file.
+
+    Record numbers within a ByteRange count from its first line, since how many lines lie before it is known
+    only by reading them, which is done when a line must be named.
+    """
+
+    def __init__(self, part: Part, options: ReadOptions, on_malformed: OnMalformed) -> None:
+        self.part, self.options = part, options
+        self._on_malformed = on_malformed
+        self._start = 0
+        self._lines_before: int | None = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        part, path = self.part, Path(self.part.path)
+        if isinstance(part, RowGroups):
+            return self._row_groups(part)
+        if isinstance(part, WholeFile):
+            return iter_records(
+                path,
+                on_malformed=self._on_malformed,
+                input_format=self.options.input_format,
+                columns=self.options.columns,
+                max_line_bytes=self.options.max_line_bytes,
+            )
+        found = detect_format(path, self.options.input_format)
+        lines = self._byte_range(part, found) if isinstance(part, ByteRange) else self._lines(part)
+        return parse_lines(lines, part.path, found, self._renumbered)
+
+    def reject(self, line: int, reason: str) -> None:
+        """Report a record of this part as unusable; `line` is its number as this reader gave it."""
+        if self._lines_before is None:
+            self._lines_before = count_newlines(Path(self.part.path), self._start)
+        self._on_malformed(MalformedRecord(self.part.path, self._lines_before + line, reason))
+
+    def _renumbered(self, error: MalformedRecord) -> None:
+        self.reject(error.line, error.reason)
+
+    def _byte_range(self, part: ByteRange, found: InputFormat) -> Iterator[tuple[int, bytes]]:
+        with open_stream(Path(part.path), found) as stream:
+            self._start = seek_line_start(stream, part.begin, part.end)
+            self._lines_before = None
+            yield from iter_lines(
+                stream,
+                part.path,
+                self._renumbered,
+                self.options.max_line_bytes,
+                until=part.end - self._start,
+            )
+
+    def _lines(self, part: Lines) -> Iterator[tuple[int, bytes]]:
+        stream = BytesIO(part.data)
+        return iter_lines(stream, part.path, self._renumbered, self.options.max_line_bytes, first_line=part.first_line)
+
+    def _row_groups(self, part: RowGroups) -> Iterator[Record]:
+        from mt_data.preprocess.parquet import iter_rows, open_parquet
+
+        path = Path(part.path)
+        with open_parquet(path) as file:
+            for row, value in iter_rows(file, path, self.options.columns, part.groups):
+                yield Record(value, part.path, row)
+
+
+def seek_line_start(stream: BinaryIO, begin: int, end: int) -> int:
+    """Move to the first line that begins at `begin` or later; its position (past `end` if none begins before)."""
+    if begin == 0:
+        return 0
+    stream.seek(begin - 1)
+    return begin - 1 + skip_line(stream, limit=end - begin + 1)
+
+
+def count_newlines(path: Path, end: int) -> int:
+    """Line ends among the first `end` bytes of a file."""
+    count, left = 0, end
+    with open(path, "rb", buffering=0) as file:
+        while left and (block := file.read(min(left, BUFFER_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count

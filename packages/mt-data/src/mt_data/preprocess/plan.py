@@ -1,0 +1,151 @@
+"""Cuts a corpus into jobs: shards that can be read by themselves, and compressed files cut while they are read.
+
+The cut depends on the files and the options alone, so that an interrupted run can be continued with another
+number of workers, and so that machines which do a part each agree on what the parts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_core.errors import DataError
+from mt_data.preprocess.formats import detect_format
+from mt_data.preprocess.parts import ByteRange, Part, RowGroups, Shard, WholeFile
+
+MIB = 2**20
+SHARDS_OF_A_CORPUS = 256
+MIN_SHARD_BYTES = MIB
+MAX_SHARD_BYTES = 32 * MIB
+COMPRESSION = 4
+"""What compressed text is taken to grow by, to compare it with a shard's size."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """An input as it was when the run was planned."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class CutStream:
+    """A compressed file too big for one shard: one process reads it and hands out its lines by the chunk."""
+
+    number: int
+    path: Path
+    size: int
+
+    @property
+    def input_bytes(self) -> int:
+        return self.size
+
+
+Job = Shard | CutStream
+
+
+def examine(paths: Iterable[Path]) -> list[InputFile]:
+    """Size and time of each input; DataError for one that is gone."""
+    files = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        files.append(InputFile(path, stat.st_size, stat.st_mtime_ns))
+    return files
+
+
+def default_shard_bytes(files: Iterable[InputFile]) -> int:
+    total = sum(file.size for file in files)
+    return min(max(total // SHARDS_OF_A_CORPUS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+
+
+def plan_jobs(
+    files: Iterable[InputFile], shard_bytes: int, input_format: str = "auto", cut_streams: bool = True
+) -> list[Job]:
+    """Jobs in the order of the output. Small parts are put together, big files cut.
+
+    cut_streams: False makes a compressed file of any size one shard, for executors that cannot be fed.
+    """
+    jobs: list[Job] = []
+    parts: list[Part] = []
+    weights: list[int] = []
+    held = 0  # bytes of text in `parts`, roughly
+
+    def close() -> None:
+        nonlocal held
+        if parts:
+            jobs.append(Shard((len(jobs), 0), tuple(parts), sum(weights)))
+        parts.clear()
+        weights.clear()
+        held = 0
+
+    for piece, weight, text_bytes in _pieces(files, shard_bytes, input_format, cut_streams):
+        if held and held + text_bytes > shard_bytes:
+            close()
+        if isinstance(piece, InputFile):
+            close()
+            jobs.append(CutStream(len(jobs), piece.path, piece.size))
+            continue
+        parts.append(piece)
+        weights.append(weight)
+        held += text_bytes
+    close()
+    return jobs
+
+
+def share_of_machine(jobs: list[Job], index: int, count: int) -> list[Job]:
+    """The jobs of machine `index` of `count`: a run of neighbours, all machines getting about as many bytes."""
+    total = sum(max(job.input_bytes, 1) for job in jobs)
+    mine, before = [], 0
+    for job in jobs:
+        weight = max(job.input_bytes, 1)
+        if (2 * before + weight) * count // (2 * total) == index:
+            mine.append(job)
+        before += weight
+    return mine
+
+
+def _pieces(
+    files: Iterable[InputFile], shard_bytes: int, input_format: str, cut_streams: bool
+) -> Iterator[tuple[Part | InputFile, int, int]]:
+    """(part, or file to cut while it is read; its bytes on the disk; its bytes of text, roughly)."""
+    for file in files:
+        found = detect_format(file.path, input_format)
+        path = str(file.path)
+        if found.kind == "parquet":
+            yield from _row_groups(file, shard_bytes)
+        elif found.divisible:
+            for begin in range(0, file.size, shard_bytes):
+                end = min(begin + shard_bytes, file.size)
+                yield ByteRange(path, begin, end), end - begin, end - begin
+        elif found.compression is None or found.kind == "text":
+            yield WholeFile(path), file.size, file.size
+        elif cut_streams and file.size * COMPRESSION > shard_bytes:
+            yield file, file.size, file.size * COMPRESSION
+        else:
+            yield WholeFile(path), file.size, file.size * COMPRESSION
+
+
+def _row_groups(file: InputFile, shard_bytes: int) -> Iterator[tuple[Part, int, int]]:
+    """Neighbouring row groups together, up to a shard's size of text."""
+    from mt_data.preprocess.parquet import open_parquet
+
+    with open_parquet(file.path) as opened:
+        metadata = opened.metadata
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    weights = [file.size * count // max(sum(rows), 1) for count in rows]
+    held: list[int] = []
+    for number, weight in enumerate(weights):
+        size = sum(weights[group] for group in held)
+        if held and (size + weight) * COMPRESSION > shard_bytes:
+            yield RowGroups(str(file.path), tuple(held)), size, size * COMPRESSION
+            held = []
+        held.append(number)
+    if held:
+        size = sum(weights[group] for group in held)
+        yield RowGroups(str(file.path), tuple(held)), size, size * COMPRESSION

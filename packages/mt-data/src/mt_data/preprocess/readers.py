@@ -1,0 +1,234 @@
+"""Reading corpora: JSON lines (plain, gzip, Zstandard), Parquet and plain text, as a stream of records.
+
+Every record knows the file and line it came from, so that whatever is wrong with it later can be named.
+Memory does not depend on the size of a file: one line, or one small batch of Parquet rows, is held at a time.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+
+from mt_core.errors import DataError
+from mt_data.preprocess.formats import InputFormat, detect_format, open_stream
+
+MAX_LINE_BYTES = 256 * 2**20
+"""A longer line (or text file) is malformed, unless the caller allows more: it bounds memory."""
+
+
+_EXACT_TYPES = {str, int, bool, type(None)}
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+
+
+class Record(NamedTuple):
+    """One document's fields and its place. `line` counts from 1; in Parquet it is the row."""
+
+    value: dict[str, Any]
+    file: str
+    line: int
+
+
+class MalformedRecord(DataError):  # noqa: N818 - collected more often than raised
+    """One line that cannot be used; the lines after it can. Carries `file`, `line` and `reason`."""
+
+    def __init__(self, file: str, line: int, reason: str) -> None:
+        super().__init__(file, line, reason)
+        self.file, self.line, self.reason = file, line, reason
+
+    def __str__(self) -> str:
+        unit = "row" if self.file.endswith(".parquet") else "line"
+        return f"{self.file}, {unit} {self.line}: {self.reason}"
+
+
+OnMalformed = Callable[[MalformedRecord], None]
+"""Called with each line that cannot be used; reading goes on after it unless the call raises."""
+
+
+def raise_malformed(error: MalformedRecord) -> None:
+    """The default `OnMalformed`: the first unusable line ends the reading."""
+    raise error
+
+
+def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
+    """The files that the patterns (`*`, `?`, `[...]`, `**`) match, sorted within each pattern.
+
+    Patterns keep their order, and a file that several match is taken once, at the first of them. Raises
+    DataError when a pattern matches nothing, or a folder.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        text = str(pattern)
+        matches = [text] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
+        files = [Path(match) for match in matches if not Path(match).is_dir()]
+        if not files:
+            what = f"is a folder; give {text.rstrip('/')}/*.jsonl" if matches else "matches no file"
+            raise DataError(f"input {text!r} {what}")
+        found.update(dict.fromkeys(files))
+    if not found:
+        raise DataError("no input given; name at least one file or pattern")
+    return list(found)
+
+
+def iter_documents(
+    paths: Iterable[str | Path], *, on_malformed: OnMalformed = raise_malformed, input_format: str = "auto"
+) -> Iterator[Record]:
+    """The records of several files, one file after the other; see `iter_records`."""
+    for path in paths:
+        yield from iter_records(path, on_malformed=on_malformed, input_format=input_format)
+
+
+def iter_records(
+    path: str | Path,
+    *,
+    on_malformed: OnMalformed = raise_malformed,
+    input_format: str = "auto",
+    columns: Iterable[str] | None = None,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Record]:
+    """Stream the records of one file.
+
+    input_format: "auto" goes by the name's ending; see `formats.detect_format`. columns: the only Parquet
+    columns to read (JSON lines always give all keys). A plain text file is one record {"text": content}.
+
+    Raises MalformedRecord (unless `on_malformed` takes it) for a line that is no JSON object or too long, and
+    DataError for what cannot be skipped: a missing file, a compressed file cut short, a missing column.
+    """
+    path = Path(path)
+    found = detect_format(path, input_format)
+    if found.kind == "parquet":
+        yield from _parquet_records(path, columns)
+    elif found.kind == "text":
+        yield from _text_file_record(path, found, on_malformed, max_line_bytes)
+    else:
+        with open_stream(path, found) as stream:
+            lines = iter_lines(stream, str(path), on_malformed, max_line_bytes)
+            yield from parse_lines(lines, str(path), found, on_malformed)
+
+
+def parse_lines(
+    lines: Iterable[tuple[int, bytes]], file: str, found: InputFormat, on_malformed: OnMalformed
+) -> Iterator[Record]:
+    """The records of numbered lines; blank lines are passed over."""
+    parse = parse_json_line if found.kind == "jsonl" else parse_text_line
+    for number, line in lines:
+        try:
+            value = parse(line)
+        except ValueError as error:
+            on_malformed(MalformedRecord(file, number, str(error)))
+            continue
+        if value is not None:
+            yield Record(value, file, number)
+
+
+def iter_lines(
+    stream: BinaryIO,
+    file: str,
+    on_malformed: OnMalformed = raise_malformed,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    first_line: int = 1,
+    until: int | None = None,
+) -> Iterator[tuple[int, bytes]]:
+    """(line number, line with its newline) of a binary stream. Too long a line is passed over unread.
+
+    until: only lines that begin within so many bytes from here.
+    """
+    number, passed = first_line, 0
+    while (until is None or passed < until) and (line := stream.readline(max_line_bytes + 1)):
+        passed += len(line)
+        if len(line) > max_line_bytes and not line.endswith(b"\n"):
+            passed += skip_line(stream)
+            on_malformed(MalformedRecord(file, number, too_long(max_line_bytes)))
+        else:
+            yield number, line
+        number += 1
+
+
+def skip_line(stream: BinaryIO, limit: int | None = None) -> int:
+    """Read to behind the next newline (or the end, or until `limit` bytes were passed); the bytes passed."""
+    passed = 0
+    while limit is None or passed < limit:
+        piece = stream.readline(2**20)
+        passed += len(piece)
+        if not piece or piece.endswith(b"\n"):
+            break
+    return passed
+
+
+def too_long(max_line_bytes: int) -> str:
+    return f"is longer than {max_line_bytes} bytes; allow more with --max-line-bytes, or leave it out"
+
+
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
+    """The object on a line of JSON. orjson first; what it refuses and Python's reader takes (NaN, lone
+    surrogates, integers past 64 bits) is taken too, since Megatron reads with Python's."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        if not line.strip():
+            return None
+        value = _parse_as_python_does(line)
+    if type(value) is not dict:
+        raise ValueError(f'is {json_kind(value)}; each line must be a JSON object such as {{"text": "..."}}')
+    return _parse_as_python_does(line) if _may_hold_long_integers(value, line) else value
+
+
+def _may_hold_long_integers(value: dict[str, Any], line: bytes) -> bool:
+    """Whether orjson may have made a float of an integer past 64 bits, somewhere in the record."""
+    return not _EXACT_TYPES.issuperset(map(type, value.values())) and bool(_LONG_NUMBER.search(line))
+
+
+def json_kind(value: object) -> str:
+    """A value of JSON in words, for messages."""
+    kinds = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+    return kinds.get(type(value), "a number")
+
+
+def _parse_as_python_does(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("is JSON nested too deeply") from error
+
+
+def parse_text_line(line: bytes) -> dict[str, Any] | None:
+    """A line of text as a document of its own, without its line end."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
+    return {"text": text.rstrip("\r\n")}
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    return f"is no UTF-8 (0x{error.object[error.start]:02x} at byte {error.start})"
+
+
+def _text_file_record(path: Path, found: InputFormat, on_malformed: OnMalformed, max_bytes: int) -> Iterator[Record]:
+    with open_stream(path, found) as stream:
+        data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        on_malformed(MalformedRecord(str(path), 1, too_long(max_bytes)))
+        return
+    try:
+        yield Record({"text": data.decode("utf-8-sig")}, str(path), 1)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        on_malformed(MalformedRecord(str(path), line, not_utf8(error)))
+
+
+def _parquet_records(path: Path, columns: Iterable[str] | None) -> Iterator[Record]:
+    from mt_data.preprocess.parquet import iter_rows, open_parquet
+
+    with open_parquet(path) as file:
+        for row, value in iter_rows(file, path, columns):
+            yield Record(value, str(path), row)

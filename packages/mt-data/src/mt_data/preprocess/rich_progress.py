@@ -1,0 +1,86 @@
+"""Draws a run: a live bar on a terminal, a line every so often elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from mt_data.preprocess.options import Counts
+
+LINE_SECONDS = 30.0
+
+
+class RichProgress:
+    """Shows MB/s and documents/s of this run (shards taken over from an earlier one do not count in rates)."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.total = Counts()
+        self.shards = 0
+        self._done_here = Counts()
+        self._input_bytes = 0
+        self._started = self._last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("tokenizing"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            _Summary(self),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> RichProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def begin(self, total_bytes: int) -> None:
+        self._input_bytes = total_bytes
+        self._started = self._last_line = time.monotonic()
+        self._bar.update(self._task, total=total_bytes)
+        self._bar.start()
+
+    def advance(self, counts: Counts, reused: bool) -> None:
+        self.shards += 1
+        self.total.add(counts)
+        if not reused:
+            self._done_here.add(counts)
+        self._bar.update(self._task, completed=self.total.input_bytes)
+        if not self.console.is_terminal and time.monotonic() - self._last_line > LINE_SECONDS:
+            self._last_line = time.monotonic()
+            share = self.total.input_bytes / max(self._input_bytes, 1)
+            self.note(f"{share:.0%}: {self.summary()}")
+
+    def join(self, shards: int) -> None:
+        self._bar.update(self._task, completed=self._input_bytes)
+        self._bar.stop()
+        self.note(f"{self.summary()}; joining {shards} shards")
+
+    def summary(self) -> str:
+        """Totals and rates as one line."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self._done_here.input_bytes / 1e6 / seconds
+        documents = self._done_here.documents / seconds
+        tokens = sum(self.total.tokens.values())
+        skipped = f", {self.total.skipped:,} skipped" if self.total.skipped else ""
+        return (
+            f"{rate:.1f} MB/s, {documents:,.0f} docs/s, {self.total.documents:,} documents, {tokens:,} tokens{skipped}"
+        )
+
+
+class _Summary(ProgressColumn):
+    def __init__(self, owner: RichProgress) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def render(self, task: Task) -> Text:
+        return Text(self._owner.summary())

@@ -1,0 +1,152 @@
+"""Everything that is settled before a run writes anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import DataError
+from mt_data.indexed import dtype_for_vocab
+from mt_data.preprocess.encoder import TokenizerChoice
+from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
+from mt_data.preprocess.machine import MachineShare, machine_share
+from mt_data.preprocess.options import PreprocessOptions
+from mt_data.preprocess.parts import ReadOptions
+from mt_data.preprocess.plan import (
+    InputFile,
+    Job,
+    default_shard_bytes,
+    examine,
+    plan_jobs,
+    share_of_machine,
+)
+from mt_data.preprocess.readers import expand_globs
+from mt_data.preprocess.sentences import splitter_identity
+from mt_data.preprocess.shards import Task, build_encoder
+
+IDENTITY_VERSION = 1
+"""Grows when the same options would cut the input into other shards, or make other files of them."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as it will be done."""
+
+    options: PreprocessOptions
+    share: MachineShare
+    files: list[InputFile]
+    """All inputs, also of other machines' shares."""
+    jobs: list[Job]
+    """Those of this machine's share."""
+    shard_bytes: int
+    executor: Executor
+    task: Task
+    outputs: dict[str, Path]
+    """Prefix of the indexed dataset by JSON key."""
+    tokenizer_record: dict[str, Any]
+    """What manifests say of the tokenizer."""
+    eod: int | None
+
+    @property
+    def partial_folder(self) -> Path:
+        return Path(self.task.folder)
+
+    @property
+    def skipped_report(self) -> Path:
+        return Path(f"{self.options.output_prefix}{self.share.suffix}.skipped.jsonl")
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(job.input_bytes for job in self.jobs)
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides what the shards hold, as JSON values.
+
+        Not `on_error`: a shard without a bad line is the same either way. Not the number of workers.
+        """
+        task, options = self.task, self.options
+        splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
+        return {
+            "version": IDENTITY_VERSION,
+            "inputs": [[str(file.path.absolute()), file.size, file.mtime_ns] for file in self.files],
+            "input_format": options.input_format,
+            "share": [self.share.index, self.share.count],
+            "shard_bytes": self.shard_bytes,
+            "cut_streams": self.executor.feeds_streams,
+            "max_line_bytes": options.max_line_bytes,
+            "tokenizer": task.fingerprint,
+            "json_keys": list(options.json_keys),
+            "append_eod": options.append_eod,
+            "dtype": task.dtype,
+            "sentences": splitter_identity(*splitter) if options.split_sentences else None,
+        }
+
+    def check_inputs_unchanged(self) -> None:
+        """DataError when an input is not as it was when the run was planned."""
+        for before, now in zip(self.files, examine(file.path for file in self.files), strict=True):
+            if before != now:
+                raise DataError(
+                    f"{before.path} changed while it was read ({before.size} bytes then, {now.size} now); "
+                    "run the same command again when it is complete"
+                )
+
+
+def plan_run(options: PreprocessOptions) -> RunPlan:
+    """Settle a run. Raises ConfigError, PluginError or DataError for what cannot be done."""
+    share = machine_share(options.shard, options.partitions)
+    choice = TokenizerChoice.of(options.tokenizer_type, options.tokenizer)
+    tokenizer = choice.build()
+    files = examine(expand_globs(options.input))
+    shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files)
+    feeds_streams = options.executor == "local"
+    jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
+    prefix = f"{options.output_prefix}{share.suffix}"
+    splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
+    task = Task(
+        folder=str(Path(f"{prefix}.partial").absolute()),
+        tokenizer=choice,
+        fingerprint=tokenizer.fingerprint(),
+        json_keys=options.json_keys,
+        level=options.level,
+        dtype=dtype_for_vocab(tokenizer.vocab_size).name,
+        append_eod=options.append_eod,
+        splitter=splitter if options.split_sentences else None,
+        on_error=options.on_error,
+        read=ReadOptions(options.input_format, options.json_keys, options.max_line_bytes),
+    )
+    build_encoder(task, tokenizer)  # raises now what every worker would raise
+    return RunPlan(
+        options=options,
+        share=share,
+        files=files,
+        jobs=share_of_machine(jobs, share.index, share.count),
+        shard_bytes=max(shard_bytes, 1),
+        executor=build_executor(options),
+        task=task,
+        outputs={key: Path(f"{prefix}_{key}_{options.level}") for key in options.json_keys},
+        tokenizer_record={
+            "tokenizer_type": options.tokenizer_type,
+            "config": choice.config(),
+            "fingerprint": task.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        eod=tokenizer.special.eod,
+    )
+
+
+def build_executor(options: PreprocessOptions) -> Executor:
+    if options.executor == "dask":
+        from mt_data.preprocess.dask_executor import DaskExecutor
+
+        return DaskExecutor(options.dask_scheduler or "")
+    workers = options.workers or available_cores()
+    return InlineExecutor() if workers == 1 else ProcessExecutor(workers)
+
+
+def available_cores() -> int:
+    """Cores that this process may use, divided among the processes that torchrun started on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, cores // int(local)) if local.isdecimal() and int(local) else cores

@@ -1,0 +1,160 @@
+"""Does one shard: reads its parts, encodes the documents, writes an indexed dataset for each key."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from mt_core.errors import DataError
+from mt_core.specs import Tokenizer
+from mt_data.indexed import IndexedDatasetWriter
+from mt_data.preprocess.encoder import DocumentEncoder, Encoded, TokenizerChoice
+from mt_data.preprocess.files import write_atomically
+from mt_data.preprocess.options import Counts, OnError, Splitter
+from mt_data.preprocess.parts import PartReader, ReadOptions, Shard, shard_name
+from mt_data.preprocess.readers import MalformedRecord
+from mt_data.preprocess.sentences import build_splitter
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that a process needs to do shards; equal for all shards of a run, and small."""
+
+    folder: str
+    """Where shards are written."""
+    tokenizer: TokenizerChoice
+    fingerprint: str
+    json_keys: tuple[str, ...]
+    level: str
+    dtype: str
+    append_eod: bool
+    splitter: tuple[Splitter, str, bool] | None
+    """Arguments of `build_splitter`, None where a text is one sequence."""
+    on_error: OnError
+    read: ReadOptions
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """A finished shard; `sizes` are those of its files."""
+
+    order: tuple[int, int]
+    counts: Counts
+    sizes: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.order)
+
+
+def shard_prefix(folder: Path, name: str, key: str, level: str) -> Path:
+    return folder / f"{name}_{key}_{level}"
+
+
+def done_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.done.json"
+
+
+def skipped_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.skipped.jsonl"
+
+
+def run_shard(task: Task, shard: Shard) -> ShardResult:
+    """Do a shard and leave its outputs and, last, the file that says so, in `task.folder`.
+
+    Raises MalformedRecord for a line that cannot be used (unless task.on_error is "skip"), DataError for
+    an input that cannot be read, and for a disk that is full.
+    """
+    try:
+        return _ShardRun(task, shard).run()
+    except OSError as error:
+        raise DataError(
+            f"{task.folder}: cannot be written: {error.strerror or error}; when that is put right, the same "
+            "command goes on where this one ended"
+        ) from error
+
+
+class _ShardRun:
+    def __init__(self, task: Task, shard: Shard) -> None:
+        self.task, self.shard = task, shard
+        self.folder = Path(task.folder)
+        self.counts = Counts(
+            input_bytes=shard.input_bytes,
+            sequences=dict.fromkeys(task.json_keys, 0),
+            tokens=dict.fromkeys(task.json_keys, 0),
+        )
+
+    def run(self) -> ShardResult:
+        prefixes = [shard_prefix(self.folder, self.shard.name, key, self.task.level) for key in self.task.json_keys]
+        skipped = skipped_path(self.folder, self.shard.name)
+        with ExitStack() as stack:
+            self._skipped = stack.enter_context(open(skipped, "w", encoding="utf-8"))
+            writers = [stack.enter_context(IndexedDatasetWriter(prefix, self.task.dtype)) for prefix in prefixes]
+            self._write(writers)
+            for writer in writers:
+                writer.finish()
+        if not self.counts.skipped:
+            skipped.unlink()
+        sizes = {file.name: file.stat().st_size for prefix in prefixes for file in output_files(prefix)}
+        result = ShardResult(self.shard.order, self.counts, sizes)
+        write_atomically(done_path(self.folder, self.shard.name), json.dumps(asdict(result)).encode())
+        return result
+
+    def _write(self, writers: list[IndexedDatasetWriter]) -> None:
+        encoder = encoder_of(self.task)
+        for part in self.shard.parts:
+            reader = PartReader(part, self.task.read, self._malformed)
+            for record in reader:
+                try:
+                    documents = encoder.encode(record.value)
+                except ValueError as error:
+                    reader.reject(record.line, str(error))
+                    continue
+                self.counts.documents += 1
+                for key, writer, document in zip(self.task.json_keys, writers, documents, strict=True):
+                    self._add(key, writer, document)
+
+    def _add(self, key: str, writer: IndexedDatasetWriter, document: Encoded) -> None:
+        # The quick way for a document of one sequence, which is nearly all of them.
+        if len(document.lengths) == 1:
+            writer.add_sequence(document.ids)
+            writer.end_document()
+        else:
+            writer.add_document(document.ids, document.lengths)
+        self.counts.sequences[key] += len(document.lengths)
+        self.counts.tokens[key] += len(document.ids)
+
+    def _malformed(self, error: MalformedRecord) -> None:
+        if self.task.on_error == "raise":
+            raise error
+        self.counts.skipped += 1
+        line = {"file": error.file, "line": error.line, "reason": error.reason}
+        self._skipped.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def output_files(prefix: Path) -> list[Path]:
+    return [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
+
+
+@lru_cache(maxsize=1)
+def encoder_of(task: Task) -> DocumentEncoder:
+    """The encoder of a run, made once in each process.
+
+    Raises DataError when the tokenizer is not the one that the run was planned with, because one of its
+    files has changed since.
+    """
+    tokenizer = task.tokenizer.build()
+    if tokenizer.fingerprint() != task.fingerprint:
+        raise DataError("the tokenizer's files changed while the run was under way; start it again")
+    return build_encoder(task, tokenizer)
+
+
+def build_encoder(task: Task, tokenizer: Tokenizer) -> DocumentEncoder:
+    """Raises ConfigError for a language without rules, and for a tokenizer without the id that is to be appended."""
+    split = build_splitter(*task.splitter) if task.splitter else None
+    return DocumentEncoder(tokenizer, task.json_keys, np.dtype(task.dtype), task.append_eod, split)
