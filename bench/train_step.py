@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
-from mt_core.train.loader import RankBatch, collate
+from mt_core.data.loader import RankBatch, collate
 from mt_core.train.trainer import LogWindow, Trainer
 
 SHAPES = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mt_core.train.loader import BatchReader, micro_batch_samples
+from mt_core.data.loader import BatchReader, micro_batch_samples
 
 
 class Numbers:

@@ -130,7 +130,7 @@ from mt_data.commands.run_data import load_run_data
 data = load_run_data(Path(sys.argv[1]), None, ["train.eval_iters=3"])
 ours = {split: {name: len(d) for name, d in data.build(split).items()} for split in ("train", "valid", "test")}
 assert "torch" not in sys.modules
-from mt_core.train.build import build_datasets
+from mt_core.data.building import build_datasets
 for split in ours:
     theirs = build_datasets(data.config, data.tokenizer, split, data.host)
     assert ours[split] == {name: len(d) for name, d in theirs.items()}, (ours, split)

@@ -11,7 +11,8 @@ from torch import nn
 
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
-from mt_core.errors import ConfigError, DataError
+from mt_core.data.batch_size import total_train_samples
+from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize
 from mt_core.optim.main_weights import MainWeights
@@ -19,8 +20,7 @@ from mt_core.optim.optimizers import param_groups
 from mt_core.optim.schedules import Horizon, Schedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
-from mt_core.train.batch_size import total_train_samples
+from mt_core.specs import Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,11 +46,6 @@ def axis_sizes(config: Config) -> AxisSizes:
 
 def build_context(config: Config, device: torch.device) -> ParallelContext:
     return build_parallel_context(axis_sizes(config), device=device, params_dtype=DTYPES[config.precision.dtype])
-
-
-def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
-    name = config.tokenizer.tokenizer_type
-    return host.tokenizers.get(name, key="tokenizer.tokenizer_type").build.load()(config.tokenizer)
 
 
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
@@ -98,29 +93,3 @@ def build_schedule(config: Config, host: PluginHost) -> Schedule:
     )
     spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)
-
-
-def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: PluginHost) -> Mapping[str, Dataset]:
-    """The data sets of a split by name: one named as the split, or several named validation sets."""
-    samples = {
-        "train": total_train_samples(config),
-        "valid": config.train.eval_iters * global_batch_size(config),
-        "test": config.train.eval_iters * global_batch_size(config),
-    }[split]
-    if not samples:
-        return {}
-    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
-    request = SplitRequest(split, samples, config.data.seq_length, config.train.seed)
-    built = spec.build.load()(config.data, tokenizer, request)
-    if built is None:
-        return {}
-    return built if isinstance(built, Mapping) else {split: built}
-
-
-def require_samples(dataset: Dataset, needed: int) -> None:
-    """Raise DataError when a training set is shorter than training."""
-    if len(dataset) < needed:
-        raise DataError(
-            f"training takes {needed} samples, the data set has {len(dataset)}; "
-            f"lower train.train_iters or train.train_samples, or give more data"
-        )

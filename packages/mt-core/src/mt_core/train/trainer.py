@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 from mt_core.config.loading import LoadedConfig
+from mt_core.data import building
+from mt_core.data.batch_size import build_batch_size, total_train_samples
+from mt_core.data.loader import BatchReader, RankBatch
 from mt_core.errors import CheckpointError, DataError, TrainingError
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss
@@ -27,11 +30,9 @@ from mt_core.optim.main_weights import build_main_weights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train import build
-from mt_core.train.batch_size import build_batch_size, total_train_samples
 from mt_core.train.callbacks import Callback, CallbackList
 from mt_core.train.checkpointing import MODEL, Checkpointed, load_parameters, open_checkpoint, require_fit
 from mt_core.train.evaluation import evaluate
-from mt_core.train.loader import BatchReader, RankBatch
 from mt_core.train.resume import require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
 from mt_core.train.signals import StopSignals
@@ -93,7 +94,7 @@ class Trainer:
         if train.num_threads is not None:
             torch.set_num_threads(train.num_threads)
         self.device = build.resolve_device(train.device)
-        self.tokenizer = build.build_tokenizer(config.config, self.host)
+        self.tokenizer = building.build_tokenizer(config.config, self.host)
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
         self.model = model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host)
@@ -116,7 +117,7 @@ class Trainer:
         self._restore()
         self.train_data = train_data if train_data is not None else self._build_train_data()
         self.valid_data = valid_data if valid_data is not None else self._build_datasets("valid")
-        build.require_samples(self.train_data, self.total_samples)
+        building.require_samples(self.train_data, self.total_samples)
         self.last_losses: dict[str, float] = {}
 
     # -- the loop -------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ class Trainer:
         ]
 
     def _build_datasets(self, split: str) -> Mapping[str, Dataset]:
-        return build.build_datasets(self.config, self.tokenizer, split, self.host)  # type: ignore[arg-type]
+        return building.build_datasets(self.config, self.tokenizer, split, self.host)  # type: ignore[arg-type]
 
     def _build_train_data(self) -> Dataset:
         datasets = self._build_datasets("train")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_core.specs import Dataset, Split, Tokenizer
 from mt_data.datasets.splits import SPLITS
 
 if TYPE_CHECKING:
@@ -35,26 +36,7 @@ class RunData:
 
     def build(self, split: Split) -> Mapping[str, Dataset]:
         """The data sets of a split by name, with as many samples as the run takes; empty without data."""
-        samples = self._samples(split)
-        if not samples:
-            return {}
-        data = self.config.data
-        spec = self.host.datasets.get(data.dataset_type, key="data.dataset_type")
-        request = SplitRequest(split, samples, data.seq_length, self.config.train.seed)
-        built = spec.build.load()(data, self.tokenizer, request)
-        if built is None:
-            return {}
-        return built if isinstance(built, Mapping) else {split: built}
-
-    def _samples(self, split: Split) -> int:
-        """As many as the trainer asks for; its own module imports torch."""
-        from mt_core.config.checks import global_batch_size
-
-        train = self.config.train
-        if split == "train" and train.train_samples is not None:
-            return train.train_samples
-        steps = train.train_iters if split == "train" else train.eval_iters
-        return (steps or 0) * global_batch_size(self.config)
+        return build_datasets(self.config, self.tokenizer, split, self.host)
 
     def build_one(self, split: str, name: str | None = None) -> Dataset:
         """One data set; name chooses among several validation sets. Raises when there is none."""
@@ -78,9 +60,7 @@ def load_run_data(config: Path | None, preset: str | None, overrides: list[str] 
         raise ConfigError("give a configuration file, or --preset NAME")
     host = load_plugins()
     loaded = load_config(config, preset=preset, overrides=overrides or (), host=host).config
-    name = loaded.tokenizer.tokenizer_type
-    tokenizer = host.tokenizers.get(name, key="tokenizer.tokenizer_type").build.load()(loaded.tokenizer)
-    return RunData(loaded, tokenizer, host)
+    return RunData(loaded, build_tokenizer(loaded, host), host)
 
 
 def checked_split(split: str) -> Split:

@@ -10,7 +10,7 @@ import importlib
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,7 @@ from pydantic import PositiveInt
 from mt_core.config.schema import DataConfig
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_data.datasets.bigram import LARGEST_VOCABULARY, bigram_loss
 from mt_data.datasets.gpt import GPTDataset, plan_index
 from mt_data.datasets.gpt_index import build_gpt_index
 from mt_data.datasets.samples import SampleRules
@@ -45,7 +46,19 @@ class BuiltinDataConfig(DataConfig):
     """About how much text to take, in bytes, over all splits. There are about 12 MB."""
 
 
-def build_builtin(config: BuiltinDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> GPTDataset:
+class BuiltinDataset(GPTDataset):
+    """The samples of one split, with a yardstick for models trained on them."""
+
+    def reference_losses(self, valid: GPTDataset, samples: Iterable[int]) -> dict[str, float]:
+        """Loss on samples of another split of a bigram model counted on this one; nothing for large vocabularies."""
+        if self.rules.vocab_size > LARGEST_VOCABULARY:
+            return {}
+        tokens = np.concatenate([self.source.get(i) for i in range(len(self.source.sequence_lengths))])
+        windows = (valid.window(index) for index in samples)
+        return {"bigram": bigram_loss(tokens, windows, self.rules.vocab_size)}
+
+
+def build_builtin(config: BuiltinDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltinDataset:
     """Samples of CAUSAL_LM_SAMPLE over the documents of `request.split`, in the order of the GPT data set.
 
     Raises DataError when this Python carries no text, or too little for one sample.
@@ -64,7 +77,7 @@ def build_builtin(config: BuiltinDataConfig, tokenizer: Tokenizer, request: Spli
     )
     index = build_gpt_index(range(len(tokens)), tokens.sequence_lengths, plan)
     rules = SampleRules.of(config, tokenizer)
-    return GPTDataset(tokens, index, plan, rules, NAME, document_name=[name for name, _ in texts].__getitem__)
+    return BuiltinDataset(tokens, index, plan, rules, NAME, document_name=[name for name, _ in texts].__getitem__)
 
 
 def split_of(name: str) -> Split:

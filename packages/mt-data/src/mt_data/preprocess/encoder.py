@@ -46,9 +46,12 @@ class TokenizerChoice:
 
 
 class Encoded(NamedTuple):
-    """A document: ids [sum of lengths] in the output's dtype, and the lengths of its sequences, none of them 0."""
+    """A document: ids in pieces, one after another, and the lengths of its sequences, none of them 0.
 
-    ids: np.ndarray
+    There may be more pieces than sequences: the end-of-document id is a piece of its own, in the last sequence.
+    """
+
+    pieces: list[np.ndarray]
     lengths: list[int]
 
 
@@ -56,19 +59,14 @@ class DocumentEncoder:
     """Encodes chosen fields of records. `split` is None where a text is one sequence."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        json_keys: tuple[str, ...],
-        dtype: np.dtype,
-        append_eod: bool,
-        split: SplitSentences | None,
+        self, tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod: bool, split: SplitSentences | None
     ) -> None:
         self.json_keys = json_keys
-        self._encode_array = getattr(tokenizer, "encode_array", None) or tokenizer.encode
-        self._vocab_size = tokenizer.vocab_size
-        self._dtype = dtype
+        self.vocab_size = tokenizer.vocab_size
+        encode = getattr(tokenizer, "encode_array", None)
+        self._encode = encode or (lambda text: np.array(tokenizer.encode(text), np.int64))
         self._split = split
-        self._eod = _eod(tokenizer) if append_eod else None
+        self._eod = np.array([_eod(tokenizer)], np.uint32) if append_eod else None
 
     def encode(self, record: Mapping[str, Any]) -> list[Encoded]:
         """One document for each key. Raises ValueError with the reason when the record cannot be used."""
@@ -76,32 +74,30 @@ class DocumentEncoder:
 
     def _encode_field(self, key: str, record: Mapping[str, Any]) -> Encoded:
         text = record.get(key)
-        if type(text) is str:
-            sentences = [text] if self._split is None else self._split(text)
-        elif type(text) is list and all(type(sentence) is str for sentence in text):
-            sentences = text  # its author has split it
-        else:
-            raise ValueError(_no_text(key, record))
         try:
-            pieces = [np.asarray(self._encode_array(sentence)) for sentence in sentences]
-        except (ValueError, DataError) as error:
+            if type(text) is str:
+                if self._split is None:
+                    pieces = [self._encode(text)]
+                else:
+                    pieces = [self._encode(sentence) for sentence in self._split(text)]
+            elif type(text) is list and all(type(sentence) is str for sentence in text):
+                pieces = [self._encode(sentence) for sentence in text]  # its author has split it
+            else:
+                raise ValueError(_no_text(key, record))
+        except DataError as error:
             raise ValueError(f"{key}: the tokenizer refuses the text: {error}") from error
-        return self._document(key, [piece for piece in pieces if len(piece)])
+        return self._document(pieces)
 
-    def _document(self, key: str, pieces: list[np.ndarray]) -> Encoded:
+    def _document(self, pieces: list[np.ndarray]) -> Encoded:
         """Sentences without ids are left out; the end-of-document id belongs to the last sentence."""
         lengths = [len(piece) for piece in pieces]
-        if not pieces:
-            return Encoded(np.empty(0, self._dtype), lengths)
-        ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        if (highest := int(ids.max())) >= self._vocab_size:
-            raise ValueError(f"{key}: the tokenizer gave the id {highest}, but has a vocabulary of {self._vocab_size}")
-        result = np.empty(len(ids) + (self._eod is not None), self._dtype)
-        result[: len(ids)] = ids
-        if self._eod is not None:
-            result[-1] = self._eod
+        if not all(lengths):
+            pieces = [piece for piece in pieces if len(piece)]
+            lengths = [length for length in lengths if length]
+        if pieces and self._eod is not None:
+            pieces.append(self._eod)
             lengths[-1] += 1
-        return Encoded(result, lengths)
+        return Encoded(pieces, lengths)
 
 
 def _eod(tokenizer: Tokenizer) -> int:

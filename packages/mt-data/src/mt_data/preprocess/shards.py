@@ -12,13 +12,13 @@ import numpy as np
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
-from mt_data.indexed import IndexedDatasetWriter
-from mt_data.preprocess.encoder import DocumentEncoder, Encoded, TokenizerChoice
+from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.files import write_atomically
 from mt_data.preprocess.options import Counts, OnError, Splitter
 from mt_data.preprocess.parts import PartReader, ReadOptions, Shard, shard_name
 from mt_data.preprocess.readers import MalformedRecord
 from mt_data.preprocess.sentences import build_splitter
+from mt_data.preprocess.shard_writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,28 @@ class _ShardRun:
     def __init__(self, task: Task, shard: Shard) -> None:
         self.task, self.shard = task, shard
         self.folder = Path(task.folder)
-        self.counts = Counts(
-            input_bytes=shard.input_bytes,
-            sequences=dict.fromkeys(task.json_keys, 0),
-            tokens=dict.fromkeys(task.json_keys, 0),
-        )
+        self.counts = Counts(input_bytes=shard.input_bytes)
 
     def run(self) -> ShardResult:
-        prefixes = [shard_prefix(self.folder, self.shard.name, key, self.task.level) for key in self.task.json_keys]
-        skipped = skipped_path(self.folder, self.shard.name)
+        name, encoder = self.shard.name, encoder_of(self.task)
+        prefixes = [shard_prefix(self.folder, name, key, self.task.level) for key in self.task.json_keys]
+        skipped = skipped_path(self.folder, name)
         with ExitStack() as stack:
             self._skipped = stack.enter_context(open(skipped, "w", encoding="utf-8"))
-            writers = [stack.enter_context(IndexedDatasetWriter(prefix, self.task.dtype)) for prefix in prefixes]
-            self._write(writers)
-            for writer in writers:
+            dtype = np.dtype(self.task.dtype)
+            writers = [stack.enter_context(ShardWriter(prefix, dtype, encoder.vocab_size)) for prefix in prefixes]
+            self._write(encoder, writers)
+            for key, writer in zip(self.task.json_keys, writers, strict=True):
                 writer.finish()
+                self.counts.sequences[key], self.counts.tokens[key] = writer.sequences, writer.tokens
         if not self.counts.skipped:
             skipped.unlink()
         sizes = {file.name: file.stat().st_size for prefix in prefixes for file in output_files(prefix)}
         result = ShardResult(self.shard.order, self.counts, sizes)
-        write_atomically(done_path(self.folder, self.shard.name), json.dumps(asdict(result)).encode())
+        write_atomically(done_path(self.folder, name), json.dumps(asdict(result)).encode())
         return result
 
-    def _write(self, writers: list[IndexedDatasetWriter]) -> None:
-        encoder = encoder_of(self.task)
+    def _write(self, encoder: DocumentEncoder, writers: list[ShardWriter]) -> None:
         for part in self.shard.parts:
             reader = PartReader(part, self.task.read, self._malformed)
             for record in reader:
@@ -116,18 +114,8 @@ class _ShardRun:
                     reader.reject(record.line, str(error))
                     continue
                 self.counts.documents += 1
-                for key, writer, document in zip(self.task.json_keys, writers, documents, strict=True):
-                    self._add(key, writer, document)
-
-    def _add(self, key: str, writer: IndexedDatasetWriter, document: Encoded) -> None:
-        # The quick way for a document of one sequence, which is nearly all of them.
-        if len(document.lengths) == 1:
-            writer.add_sequence(document.ids)
-            writer.end_document()
-        else:
-            writer.add_document(document.ids, document.lengths)
-        self.counts.sequences[key] += len(document.lengths)
-        self.counts.tokens[key] += len(document.ids)
+                for writer, document in zip(writers, documents, strict=True):
+                    writer.add_document(document.pieces, document.lengths)
 
     def _malformed(self, error: MalformedRecord) -> None:
         if self.task.on_error == "raise":
@@ -157,4 +145,4 @@ def encoder_of(task: Task) -> DocumentEncoder:
 def build_encoder(task: Task, tokenizer: Tokenizer) -> DocumentEncoder:
     """Raises ConfigError for a language without rules, and for a tokenizer without the id that is to be appended."""
     split = build_splitter(*task.splitter) if task.splitter else None
-    return DocumentEncoder(tokenizer, task.json_keys, np.dtype(task.dtype), task.append_eod, split)
+    return DocumentEncoder(tokenizer, task.json_keys, task.append_eod, split)

@@ -1,0 +1,1 @@
+"""From configuration to batches of NumPy arrays; needs no torch."""

@@ -1,0 +1,44 @@
+"""The tokenizer and the data sets of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mt_core.config.checks import global_batch_size
+from mt_core.config.schema import Config
+from mt_core.data.batch_size import total_train_samples
+from mt_core.errors import DataError
+from mt_core.plugins import PluginHost
+from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+
+
+def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
+    name = config.tokenizer.tokenizer_type
+    return host.tokenizers.get(name, key="tokenizer.tokenizer_type").build.load()(config.tokenizer)
+
+
+def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: PluginHost) -> Mapping[str, Dataset]:
+    """The data sets of a split by name: one named as the split, or several named validation sets."""
+    samples = samples_wanted(config, split)
+    if not samples:
+        return {}
+    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    request = SplitRequest(split, samples, config.data.seq_length, config.train.seed)
+    built = spec.build.load()(config.data, tokenizer, request)
+    if built is None:
+        return {}
+    return built if isinstance(built, Mapping) else {split: built}
+
+
+def samples_wanted(config: Config, split: Split) -> int:
+    """As many as training, or one evaluation, takes."""
+    return total_train_samples(config) if split == "train" else config.train.eval_iters * global_batch_size(config)
+
+
+def require_samples(dataset: Dataset, needed: int) -> None:
+    """Raise DataError when a training set is shorter than training."""
+    if len(dataset) < needed:
+        raise DataError(
+            f"training takes {needed} samples, the data set has {len(dataset)}; "
+            f"lower train.train_iters or train.train_samples, or give more data"
+        )
