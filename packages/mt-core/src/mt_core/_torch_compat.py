@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 
 def scale_all_(tensors: list[Tensor], factor: float) -> None:
@@ -15,8 +14,3 @@ def scale_all_(tensors: list[Tensor], factor: float) -> None:
 def zero_all_(tensors: list[Tensor]) -> None:
     """Zero each tensor in place, in as few kernels as the device allows."""
     torch._foreach_zero_(tensors)
-
-
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One dimension, `name`, in place of all those of a mesh, in row-major order."""
-    return mesh._flatten(name)

@@ -337,7 +337,7 @@ class LossSpec(Spec):
     """A loss, selected by `train.loss`: per-position losses, which the trainer masks, sums and divides."""
 
     build: Lazy[Any]
-    """(config) -> (model_output, batch) -> losses [batch, sequence]"""
+    """(config: Config, parallel: ParallelContext) -> (model_output, batch) -> losses [batch, sequence]"""
 
 
 @dataclass(frozen=True, kw_only=True)

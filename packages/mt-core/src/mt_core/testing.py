@@ -18,12 +18,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.device_mesh", "mt_core.train", "mt_core.testing"]
@@ -39,25 +37,27 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     function and args must be picklable (a module's function). Raises RankFailureError with the traceback of the
     first rank that failed, and TimeoutError when a rank has not ended after `timeout` seconds.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory(prefix="mt-ranks-") as folder:
-        store = Path(folder) / "store"
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, str(store), sender, function, args), daemon=True)
-            for rank, (_, sender) in enumerate(pipes)
-        ]
+    # Held here, so that it outlives every rank. Port 0: the system chooses a free one.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        context.Process(target=_rank_main, args=(rank, world_size, store.port, sender, function, args), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        return _collect([receiver for receiver, _ in pipes], timeout)
+    finally:
         for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        try:
-            return _collect([receiver for receiver, _ in pipes], timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
@@ -81,7 +81,7 @@ def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world_size: int, port: int, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -89,9 +89,8 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         value = function(rank, world_size, *args)
         pickle.dumps(value)  # an unpicklable result is this rank's error, not a silent death
         dist.barrier()

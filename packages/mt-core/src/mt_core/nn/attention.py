@@ -1,15 +1,16 @@
 """The attention core: softmax(Q K^T / sqrt(d)) V, computed by interchangeable backends.
 
 Shapes: B batch, S query positions, T key positions, N query heads, G key-value groups (G divides N), D
-head size. Queries are [B, S, N, D], keys and values [B, T, G, D], the result [B, S, N, D]. When T > S the
-queries are the last S of the T positions (decoding with a cache).
+head size. Queries are [B, S, N, D], keys and values [B, T, G, D], the result [B, S, N, D]. When T > S causal
+queries are the last S of the T positions (decoding with a cache); without causality queries and keys may be
+of two sequences (cross attention).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +23,43 @@ from mt_core.specs import AttentionRequest
 class AttentionPattern:
     """Which keys a query sees, and what is added to its scores. One object serves all layers of a forward.
 
-    segment_ids: [B, T] document numbers; a query sees its own only. alibi_slopes: [N].
+    segment_ids: [B, T] document numbers; a query sees its own only. alibi_slopes: [N]. key_padding: [B, T] bool,
+    True for keys that are seen; each query has to see one. bias: [1 or B, N, S, T], added to the scores.
+    window: a query sees keys at a distance below it (itself and the window - 1 before it).
     """
 
     causal: bool = True
     segment_ids: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    key_padding: Tensor | None = None
+    bias: Tensor | None = None
+    window: int | None = None
     _mask: Tensor | None = None
+    _within: dict[int | None, AttentionPattern] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> AttentionPattern:
+        """This pattern narrowed to a window: layers may differ in theirs, and each kind's mask is built once."""
+        return self if window is None else self._with_window(window)
+
+    def over(self, keys: int) -> AttentionPattern:
+        """The same over this many keys: a window that reaches all of them is none."""
+        return self if self.window is None or self.window < keys else self._with_window(None)
+
+    def _with_window(self, window: int | None) -> AttentionPattern:
+        if window == self.window:
+            return self
+        if window not in self._within:
+            self._within[window] = replace(self, window=window, _mask=None, _within={})
+        return self._within[window]
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but perhaps causality."""
+        return all(x is None for x in (self.segment_ids, self.alibi_slopes, self.key_padding, self.bias, self.window))
 
     @property
     def is_plain_causal(self) -> bool:
-        return self.causal and self.segment_ids is None and self.alibi_slopes is None
+        return self.causal and self.is_plain
 
     def additive_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[B or 1, N or 1, S, T]: 0 or the bias where a query sees a key, -inf elsewhere. Built once."""
@@ -43,14 +70,20 @@ class AttentionPattern:
     def _build_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         query_positions = torch.arange(keys - queries, keys, device=device)
         distance = query_positions[:, None] - torch.arange(keys, device=device)[None, :]  # [S, T]
-        hidden = (distance < 0)[None, None] if self.causal else torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        hidden = (distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]
+        if self.window is not None:
+            hidden = hidden | (distance.abs() >= self.window)
         if self.segment_ids is not None:
             own = self.segment_ids[:, keys - queries :, None] == self.segment_ids[:, None, :]  # [B, S, T]
             hidden = hidden | ~own[:, None]
+        if self.key_padding is not None:
+            hidden = hidden | ~self.key_padding[:, None, None, :]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         if self.alibi_slopes is not None:
             mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)
-        return mask.masked_fill(hidden, float("-inf"))
+        mask = mask.masked_fill(hidden, float("-inf"))
+        # Last, since addition keeps nothing for the backward pass, in which recomputed layers find the mask built.
+        return mask if self.bias is None else mask + self.bias.to(dtype)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionPattern, float], Tensor]
@@ -63,14 +96,19 @@ def expand_groups(x: Tensor, num_heads: int) -> Tensor:
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=2)
 
 
-def eager_attention(*, softmax_in_fp32: bool = True) -> AttentionCore:
-    """Attention written out, for reference: every intermediate tensor is there to look at."""
+def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None = None) -> AttentionCore:
+    """Attention written out, for reference: every intermediate tensor is there to look at.
+
+    logit_softcap: scores s become c tanh(s / c) before anything is masked (Gemma 2).
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         heads = q.shape[2]
         k, v = expand_groups(k, heads), expand_groups(v, heads)
         scores = torch.einsum("bsnd,btnd->bnst", q, k)
         scores = (scores.float() if softmax_in_fp32 else scores) / math.sqrt(q.shape[-1])
+        if logit_softcap is not None:
+            scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores + pattern.additive_mask(q.shape[1], k.shape[1], scores.dtype, q.device)
         weights = torch.softmax(scores, dim=-1).to(q.dtype)
         return torch.einsum("bnst,btnd->bsnd", F.dropout(weights, dropout), v)
@@ -81,9 +119,10 @@ def eager_attention(*, softmax_in_fp32: bool = True) -> AttentionCore:
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
     """Attention by torch's scaled_dot_product_attention, which keeps no S x T tensor where it can."""
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
+    pattern = pattern.over(keys)
     causal = pattern.is_plain_causal and queries == keys
     # A single query in plain causal attention is the last position: it sees every key.
-    unmasked = pattern.is_plain_causal and queries == 1
+    unmasked = pattern.is_plain and (queries == 1 or not pattern.causal)
     mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -100,25 +139,19 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
 
 
 def supports_eager(request: AttentionRequest) -> bool | str:
-    return _dense_backends_lack(request)
+    return True
 
 
 def supports_sdpa(request: AttentionRequest) -> bool | str:
     if request.deterministic and request.device_type == "cuda":
         return "its backward on cuda adds in no fixed order; deterministic runs need eager"
-    return _dense_backends_lack(request)
-
-
-def _dense_backends_lack(request: AttentionRequest) -> bool | str:
-    if request.window is not None:
-        return "it has no sliding window"
     if request.logit_softcap is not None:
         return "it has no soft cap on the scores"
     return True
 
 
 def build_eager(request: AttentionRequest, *, softmax_in_fp32: bool = True) -> AttentionCore:
-    return eager_attention(softmax_in_fp32=softmax_in_fp32)
+    return eager_attention(softmax_in_fp32=softmax_in_fp32, logit_softcap=request.logit_softcap)
 
 
 def build_sdpa(request: AttentionRequest, *, softmax_in_fp32: bool = True) -> AttentionCore:

@@ -1,17 +1,43 @@
-"""Token embedding and the output projection, over a vocabulary that is padded in memory only."""
+"""Token embedding and the output projection, over a vocabulary that is padded in memory only.
+
+Tensor parallelism divides the vocabulary by rows: rank r holds ids [r * P / tp, (r + 1) * P / tp) of the padded
+size P. Logits stay divided; `VocabRange` says which ids a rank's columns are.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split
+from mt_core.nn.linear import column_parallel_linear, leave_tensor_parallel
+from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class VocabRange:
+    """Ids [start, stop) that a rank's rows or columns stand for, without padding."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """vocab_size rounded up to a multiple (make_vocab_size_divisible_by x tensor_model_parallel_size)."""
     return -(-vocab_size // multiple) * multiple
+
+
+def vocab_range(vocab_size: int, padded: int, ctx: ParallelContext) -> VocabRange:
+    """This rank's ids; empty for a rank that holds padding only."""
+    share = padded // ctx.tp.size
+    start = min(ctx.tp.rank * share, vocab_size)
+    return VocabRange(start, min(start + share, vocab_size))
 
 
 class VocabParallelEmbedding(LayoutModule):
@@ -24,15 +50,21 @@ class VocabParallelEmbedding(LayoutModule):
     ) -> None:
         super().__init__(ctx)
         self.vocab_size = vocab_size
-        self.declare("weight", vocab_layout(vocab_size, hidden_size, init, divisible_by * ctx.tp.size))
+        layout = vocab_layout(vocab_size, hidden_size, init, divisible_by * ctx.tp.size)
+        self.range = vocab_range(vocab_size, layout.padded.get(0, vocab_size), ctx)
+        self.declare("weight", layout)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[batch, sequence] -> [batch, sequence, hidden]"""
-        return F.embedding(ids, self.weight)
+        """[B, S] -> [B, S, H] (S divided with sequence parallelism)"""
+        if self.ctx.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        elsewhere = (ids < self.range.start) | (ids >= self.range.stop)
+        own = F.embedding((ids - self.range.start).masked_fill(elsewhere, 0), self.weight)
+        return leave_tensor_parallel(own.masked_fill(elsewhere[..., None], 0.0), self.ctx)
 
 
 class VocabParallelOutput(LayoutModule):
-    """Logits over the true vocabulary: x W^T with W [vocab, hidden], divided by rows."""
+    """Logits x W^T with W [vocab, hidden], divided by rows."""
 
     weight: Tensor
 
@@ -41,15 +73,26 @@ class VocabParallelOutput(LayoutModule):
     ) -> None:
         super().__init__(ctx)
         self.vocab_size = vocab_size
-        self.declare("weight", vocab_layout(vocab_size, hidden_size, init, divisible_by * ctx.tp.size))
+        layout = vocab_layout(vocab_size, hidden_size, init, divisible_by * ctx.tp.size)
+        self.range = vocab_range(vocab_size, layout.padded.get(0, vocab_size), ctx)
+        self.declare("weight", layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return project_to_vocab(x, self.weight, self.vocab_size)
+        return project_to_vocab(x, self.weight, self.range, self.ctx)
 
 
-def project_to_vocab(x: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    """[..., hidden] -> [..., vocab]. Rows of padding are left out of the product, not masked after it."""
-    return F.linear(x, weight if len(weight) == vocab_size else weight[:vocab_size])
+def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
+    """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it."""
+    return column_parallel_linear(x, weight if len(weight) == len(own) else weight[: len(own)], None, ctx)
+
+
+def gather_logits(logits: Tensor, vocab_size: int, multiple: int, ctx: ParallelContext) -> Tensor:
+    """[B, S, ids of this rank] -> [B, S, vocab] on every rank, for sampling; training never needs it."""
+    if ctx.tp.size == 1:
+        return logits
+    share = padded_vocab_size(vocab_size, multiple * ctx.tp.size) // ctx.tp.size
+    padded = F.pad(logits, (0, share - logits.shape[-1]))
+    return gather_copies(padded, -1 % logits.ndim, ctx.tp)[..., :vocab_size]
 
 
 def vocab_layout(vocab_size: int, hidden_size: int, init: Init, multiple: int) -> ParameterLayout:

@@ -35,12 +35,17 @@ class Split:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """shape: canonical. padded: dimension -> its size in memory over all ranks, if larger."""
+    """shape: canonical. padded: dimension -> its size in memory over all ranks, if larger.
+
+    partial_gradient: axes on which each rank's gradient is only a part (it saw other positions or heads), so
+    that they have to be summed.
+    """
 
     shape: tuple[int, ...]
     init: Init
     splits: tuple[Split, ...] = ()
     padded: Mapping[int, int] = field(default_factory=dict)
+    partial_gradient: tuple[AxisName, ...] = ()
 
     def local_shape(self, ctx: ParallelContext) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
@@ -128,6 +133,11 @@ def stream_seed(seed: int, name: str) -> int:
     """A 63-bit seed for the random stream `name` of a run."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def sequence_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
+    """Axes on which a parameter that is used on divided sequences has a partial gradient."""
+    return ("tp",) if ctx.sequence_parallel else ()
 
 
 def normal(std: float) -> Init:

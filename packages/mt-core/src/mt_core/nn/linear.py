@@ -1,12 +1,31 @@
-"""Linear layers whose weights are divided over the tensor-parallel axis."""
+"""Linear layers whose weights are divided over the tensor-parallel axis.
+
+Shapes: B batch, S sequence, H hidden. With sequence parallelism the activations between these layers are
+divided along S: a column-parallel layer gathers its input, a row-parallel one scatters its output.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, zeros
-from mt_core.parallel.context import ParallelContext
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes, zeros
+from mt_core.parallel.collectives import (
+    all_gather,
+    merge_pieces,
+    new_pieces,
+    reduce_from,
+    reduce_scatter_to,
+    split_pieces,
+)
+from mt_core.parallel.context import Axis, ParallelContext
+
+SEQUENCE_DIM = 1
+"""Of activations [B, S, H]."""
 
 
 class ColumnParallelLinear(LayoutModule):
@@ -34,8 +53,8 @@ class ColumnParallelLinear(LayoutModule):
         self.declare("bias", ParameterLayout((out_features,), zeros, (split,)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]"""
-        return F.linear(x, self.weight, self.bias)
+        """[B, S, in] (S divided with sequence parallelism) -> [B, S, out / tp]"""
+        return column_parallel_linear(x, self.weight, self.bias, self.ctx)
 
 
 class RowParallelLinear(LayoutModule):
@@ -47,8 +66,69 @@ class RowParallelLinear(LayoutModule):
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, bias: bool, init: Init) -> None:
         super().__init__(ctx)
         self.declare("weight", ParameterLayout((out_features, in_features), init, (Split(dim=1, axis="tp"),)))
-        self.declare("bias", ParameterLayout((out_features,), zeros) if bias else None)
+        # With sequence parallelism each rank adds the bias to its own positions only.
+        layout = ParameterLayout((out_features,), zeros, partial_gradient=sequence_axes(ctx))
+        self.declare("bias", layout if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]"""
-        return F.linear(x, self.weight, self.bias)
+        """[B, S, in / tp] -> [B, S, out] (S divided with sequence parallelism)"""
+        if self.ctx.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        out = leave_tensor_parallel(F.linear(x, self.weight), self.ctx)
+        return out if self.bias is None else out + self.bias
+
+
+def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:
+    """Sum partial results [B, S, H] over tp; with sequence parallelism each rank keeps its piece of S."""
+    if ctx.sequence_parallel:
+        return reduce_scatter_to(partial, SEQUENCE_DIM, ctx.tp)
+    return reduce_from(partial, ctx.tp)
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+    """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed."""
+    if ctx.tp.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnParallelLinear.apply(x, weight, bias, ctx.tp, ctx.sequence_parallel)
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    """Forward: (gather S) y = x W^T + b. Backward: dx = dy W, summed over tp and, with a divided sequence,
+    scattered along S; the communication of dx runs while dW = dy^T x is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, divided: bool) -> Tensor:
+        ctx.axis, ctx.divided, ctx.has_bias = axis, divided, bias is not None
+        ctx.save_for_backward(x, weight)  # of a divided sequence only this rank's piece is kept
+        whole = all_gather(x, SEQUENCE_DIM, axis) if divided else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        axis: Axis = ctx.axis
+        (grad,) = grads
+        gathered, gathering = _start_gather(x, axis) if ctx.divided else (None, None)
+        dx = grad @ weight
+        if gathering is not None and gathered is not None:
+            gathering.wait()
+            x = merge_pieces(gathered, SEQUENCE_DIM)
+        if ctx.divided:
+            pieces = split_pieces(dx, SEQUENCE_DIM, axis.size)
+            dx = pieces.new_empty(pieces.shape[1:])
+            reducing = dist.reduce_scatter_tensor(dx, pieces.flatten(0, 1), group=axis.group, async_op=True)
+        else:
+            dx = dx.contiguous()
+            reducing = dist.all_reduce(dx, group=axis.group, async_op=True)
+        rows = grad.flatten(0, -2)
+        dweight = rows.T @ x.flatten(0, -2)
+        dbias = rows.sum(0) if ctx.has_bias else None
+        assert reducing is not None
+        reducing.wait()
+        return dx, dweight, dbias, None, None
+
+
+def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
+    """The pieces of all ranks [tp, B, S / tp, H], on their way while dx is computed."""
+    pieces = new_pieces(x, axis)
+    return pieces, dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)

@@ -3,22 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.config.schema import Config
+from mt_core.nn.embedding import padded_vocab_size
+from mt_core.parallel.context import Axis, ParallelContext
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(model output, batch) -> losses [batch, sequence] in fp32"""
 
 
 def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """-log softmax(logits)[label] at each position, in fp32. logits: [batch, sequence, vocab]."""
+    """-log softmax(logits)[label] at each position, in fp32. logits: [batch, sequence, vocab].
+
+    Where loss_mask is 0 the label may be anything, also negative; the loss there is 0.
+    """
     labels = batch["labels"]
-    losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none")
-    return losses.view(labels.shape)
+    flat = F.cross_entropy(logits.float().flatten(0, -2), seen_labels(batch).flatten(), reduction="none")
+    return flat.view(labels.shape)
 
 
-def build_cross_entropy(config: Config) -> Loss:
-    return cross_entropy
+def vocab_parallel_cross_entropy(first_id: int, axis: Axis) -> Loss:
+    """The same with logits divided over the vocabulary: [batch, sequence, ids of this rank], never gathered.
+
+    first_id: the id that this rank's first column stands for.
+    """
+
+    def loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return _VocabParallelCrossEntropy.apply(logits.float(), seen_labels(batch) - first_id, axis)
+
+    return loss
+
+
+def seen_labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """Labels with 0 where none is asked for (data sets put -1 or -100 there)."""
+    return batch["labels"].clamp(min=0)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Three reductions of one number a position: largest logit, sum of exponentials, logit of the label."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis) -> Tensor:
+        """columns [B, S]: the label's column on this rank, outside of [0, columns) on the others."""
+        largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(columns.shape, float("-inf"))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        exponentials = (logits - largest[..., None]).exp()
+        # [2, B, S]: the normalizer, and the label's logit on the rank that has it
+        sums = torch.stack((exponentials.sum(-1), _logit_of(logits - largest[..., None], columns)))
+        dist.all_reduce(sums, group=axis.group)
+        ctx.save_for_backward(exponentials.div_(sums[0][..., None]), columns)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, columns = ctx.saved_tensors
+        width = probabilities.shape[-1]
+        grad = probabilities * grads[0][..., None]
+        if width:
+            here = (columns >= 0) & (columns < width)
+            grad.scatter_add_(-1, columns.clamp(0, width - 1)[..., None], -(grads[0] * here)[..., None])
+        return grad, None, None
+
+
+def _logit_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits[..., label] where the label is one of the columns, else 0."""
+    columns = logits.shape[-1]
+    if columns == 0:
+        return torch.zeros(labels.shape, dtype=logits.dtype, device=logits.device)
+    here = (labels >= 0) & (labels < columns)
+    return logits.gather(-1, labels.clamp(0, columns - 1)[..., None])[..., 0].masked_fill(~here, 0.0)
+
+
+def build_cross_entropy(config: Config, parallel: ParallelContext | None = None) -> Loss:
+    if parallel is None or parallel.tp.size == 1:
+        return cross_entropy
+    model = config.model
+    assert model.vocab_size is not None
+    padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by * parallel.tp.size)
+    return vocab_parallel_cross_entropy(parallel.tp.rank * padded // parallel.tp.size, parallel.tp)

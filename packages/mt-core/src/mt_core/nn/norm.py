@@ -7,8 +7,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, zeros
-from mt_core.parallel.context import ParallelContext
+from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
+from mt_core.parallel.context import AxisName, ParallelContext
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
@@ -19,11 +19,11 @@ class LayerNorm(LayoutModule):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
+    def __init__(self, size: int, eps: float, ctx: ParallelContext, partial: tuple[AxisName, ...] = ()) -> None:
         super().__init__(ctx)
         self.eps = eps
-        self.declare("weight", ParameterLayout((size,), ones))
-        self.declare("bias", ParameterLayout((size,), zeros))
+        self.declare("weight", ParameterLayout((size,), ones, partial_gradient=partial))
+        self.declare("bias", ParameterLayout((size,), zeros, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -34,14 +34,24 @@ class RMSNorm(LayoutModule):
 
     weight: Tensor
 
-    def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
+    def __init__(self, size: int, eps: float, ctx: ParallelContext, partial: tuple[AxisName, ...] = ()) -> None:
         super().__init__(ctx)
         self.eps = eps
-        self.declare("weight", ParameterLayout((size,), ones))
+        self.declare("weight", ParameterLayout((size,), ones, partial_gradient=partial))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:
-    return LayerNorm(size, eps, ctx) if kind == "LayerNorm" else RMSNorm(size, eps, ctx)
+    """A norm over the residual stream, which sequence parallelism divides along the sequence."""
+    return _norm_type(kind)(size, eps, ctx, sequence_axes(ctx))
+
+
+def build_head_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:
+    """A norm over each head [..., heads, size]; tensor parallelism gives every rank other heads."""
+    return _norm_type(kind)(size, eps, ctx, ("tp",) if ctx.tp.size > 1 else ())
+
+
+def _norm_type(kind: Normalization) -> type[LayerNorm] | type[RMSNorm]:
+    return LayerNorm if kind == "LayerNorm" else RMSNorm

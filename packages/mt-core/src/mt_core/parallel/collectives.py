@@ -24,17 +24,22 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """Pieces of all ranks laid end to end along `dim`. Not differentiable."""
-    gathered = x.new_empty((axis.size, *x.shape))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
-    return merge_pieces(gathered, dim)
+    pieces = new_pieces(x, axis)
+    dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group)
+    return merge_pieces(pieces, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's piece, along `dim`, of the sum over the axis. Not differentiable."""
     pieces = split_pieces(x, dim, axis.size)
     own = pieces.new_empty(pieces.shape[1:])
-    dist.reduce_scatter_tensor(own, pieces, group=axis.group)
+    dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=axis.group)
     return own
+
+
+def new_pieces(x: Tensor, axis: Axis) -> Tensor:
+    """Uninitialized [ranks, ...]. Collectives take it flattened to [ranks * ..., ...], which shares its memory."""
+    return x.new_empty((axis.size, *x.shape))
 
 
 def merge_pieces(pieces: Tensor, dim: int) -> Tensor:

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mt_core._torch_compat import flatten_mesh
 from mt_core.config.checks import listed
 from mt_core.errors import ConfigError
 
@@ -139,6 +138,7 @@ class ParallelContext:
 SINGLE = Axis()
 DENSE: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp")
 EXPERT: tuple[AxisName, ...] = ("etp", "ep", "edp")
+COMBINED: tuple[AxisName, ...] = ("dp_cp", "model")
 
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
@@ -188,11 +188,11 @@ def build_parallel_context(
     world = dist.get_world_size()
     members = axis_members(world, sizes)
     dense, expert = build_meshes(sizes, world, device.type)
+    # Groups are taken from the meshes by name; slicing a mesh would import torch's compiler, for seconds.
     groups: dict[AxisName, dist.ProcessGroup] = {
-        **{name: dense[name].get_group() for name in DENSE},
-        **{name: expert[name].get_group() for name in EXPERT},
-        "dp_cp": flatten_mesh(dense["dp", "cp"], "dp_cp").get_group(),
-        "model": flatten_mesh(dense["pp", "tp"], "model").get_group(),
+        **{name: dense.get_group(name) for name in DENSE},
+        **{name: expert.get_group(name) for name in EXPERT},
+        **{name: _new_group(members[name]) for name in COMBINED},
     }
     axes = {name: _axis(members[name], groups[name]) for name in members}
     return replace(context, axes=axes, mesh=dense)
@@ -206,6 +206,13 @@ def build_meshes(sizes: AxisSizes, world: int, device_type: str) -> tuple[Device
         init_device_mesh(device_type, dense, mesh_dim_names=("pp", "dp", "cp", "tp")),
         init_device_mesh(device_type, expert, mesh_dim_names=("pp", "edp", "ep", "etp")),
     )
+
+
+def _new_group(members: list[tuple[int, ...]]) -> dist.ProcessGroup:
+    """This process's group of a partition of the world; collective."""
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])
+    assert group is not None
+    return group
 
 
 def _axis(members: list[tuple[int, ...]], group: dist.ProcessGroup) -> Axis:

@@ -361,7 +361,7 @@ class Trainer:
         return [spec.build.load()(self.loaded.config) for spec in specs]
 
     def _configured_loss(self) -> Loss:
-        return self.host.losses.get(self.config.train.loss, key="train.loss").build.load()(self.config)
+        return self.host.losses.get(self.config.train.loss, key="train.loss").build.load()(self.config, self.ctx)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.norm import Normalization, build_head_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.rotary import RotaryAngles, rotate
@@ -50,13 +50,22 @@ class SelfAttention(nn.Module):
     """x -> linear_proj(core(q, k, v)): [batch, sequence, hidden] -> the same.
 
     Rows of linear_qkv are grouped by key-value group, as Megatron stores them: for each group its query
-    heads, then its key head, then its value head.
+    heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups.
+    window: see AttentionPattern. output_bias: of linear_proj; default config.add_bias_linear.
     """
 
-    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext) -> None:
+    def __init__(
+        self,
+        config: AttentionShape,
+        core: AttentionCore,
+        ctx: ParallelContext,
+        *,
+        window: int | None = None,
+        output_bias: bool | None = None,
+    ) -> None:
         super().__init__()
         self.core = core
-        self.groups = config.query_groups
+        self.window = window
         self.heads_per_group = config.num_attention_heads // config.query_groups
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
@@ -64,36 +73,55 @@ class SelfAttention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            width + 2 * self.groups * config.head_dim,
+            width + 2 * config.query_groups * config.head_dim,
             ctx,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init=normal(config.init_method_std),
         )
         self.linear_proj = RowParallelLinear(
-            width, config.hidden_size, ctx, bias=config.add_bias_linear, init=normal(config.output_init_std)
+            width,
+            config.hidden_size,
+            ctx,
+            bias=config.add_bias_linear if output_bias is None else output_bias,
+            init=normal(config.output_init_std),
         )
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
-            self.q_layernorm = build_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
-            self.k_layernorm = build_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
+            self.q_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
+            self.k_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
 
     def forward(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
     ) -> Tensor:
         q, k, v = self.project(x)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if angles is not None:
-            q, k = rotate(q, angles, self.rotary_interleaved), rotate(k, angles, self.rotary_interleaved)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        out = self.core(q, k, v, pattern, self.dropout if self.training else 0.0)
+        q, k = self.normalize(q, k)
+        q = self._turn(q, angles)
+        k, v = self._remember(k, v, angles, cache)
+        out = self.core(q, k, v, pattern.within(self.window), self.dropout if self.training else 0.0)
         return self.linear_proj(out.flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D]"""
-        batch, sequence, _ = x.shape
-        qkv = self.linear_qkv(x).view(batch, sequence, self.groups, self.heads_per_group + 2, self.head_dim)
+        """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head of the queries and keys, if the model asks for it."""
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return q, k
+        return self.q_layernorm(q), self.k_layernorm(k)
+
+    def _remember(
+        self, k: Tensor, v: Tensor, angles: RotaryAngles | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Turned keys and values of all positions so far."""
+        if angles is not None and angles.of_keys is not None:
+            k, v = cache.extend(k, v) if cache is not None else (k, v)
+            return self._turn(k, angles.of_keys), v
+        k = self._turn(k, angles)
+        return cache.extend(k, v) if cache is not None else (k, v)
+
+    def _turn(self, x: Tensor, angles: RotaryAngles | None) -> Tensor:
+        return x if angles is None else rotate(x, angles.within(self.window), self.rotary_interleaved)

@@ -101,7 +101,8 @@ class GPTModel(nn.Module):
         x = self.decoder(x, self._pattern(segment_ids, x), self._angles(position_ids), cache)
         if self.output_layer is not None:
             return self.output_layer(x)
-        return project_to_vocab(x, self.embedding.word_embeddings.weight, self.vocab_size)
+        words = self.embedding.word_embeddings
+        return project_to_vocab(x, words.weight, words.range, words.ctx)
 
     def new_cache(self, capacity: int) -> KeyValueCache:
         """An empty cache for decoding up to `capacity` positions."""

@@ -1,0 +1,273 @@
+"""Launched ranks: the first failure is shown first and alone, nobody is left, and the exit code says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mt_core.errors import ConfigError
+from mt_core.launch.local import launch
+
+pytestmark = pytest.mark.dist
+
+SECONDS_TO_END = 15
+"""From the failure to the end of every rank, as promised."""
+
+LOOP = """
+import json, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from mt_core.errors import DataError
+from mt_core.launch.session import rank_session
+
+how, folder = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+with rank_session("cpu", run_dir=folder) as session:
+    rank = session.environment.rank
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    print("hello from", rank, flush=True)
+    for step in range(1, 100000):
+        session.phases.enter("step", step=step)
+        if step == 30 and rank == 2 and how != "kill":
+            (folder / "failed-at").write_text(str(time.time()))
+            raise {"raise": ValueError("out of paper"), "mt": DataError("shard 7 is empty")}[how]
+        dist.all_reduce(torch.ones(1000))
+        (folder / f"step-{rank}").write_text(str(step))
+        time.sleep(0.05)
+"""
+
+PLAIN = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+print("out", rank, flush=True)
+print("err", rank, file=sys.stderr, flush=True)
+while not received:
+    if sys.argv[1] == "exit" and rank == 1:
+        raise LookupError("no such shelf")
+    time.sleep(0.02)
+if sys.argv[1] == "deaf":
+    time.sleep(60)
+(folder / f"saved-{rank}").write_text("")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a rank's program."""
+
+    def command(source: str, how: str) -> list[str]:
+        path = tmp_path / "program.py"
+        path.write_text(source)
+        return [sys.executable, str(path), how, str(tmp_path)]
+
+    return command
+
+
+def in_background(action: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for(*paths: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def assert_gone(folder: Path, ranks: range) -> None:
+    for rank in ranks:
+        pid = int((folder / f"pid-{rank}").read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("how", "code", "shown"), [("raise", 1, "ValueError: out of paper"), ("mt", 4, None)])
+def test_the_traceback_of_the_first_rank_to_fail_comes_first_and_alone(
+    program, tmp_path, capfd, how, code, shown
+) -> None:
+    assert launch(4, [], entry=program(LOOP, how), run_dir=tmp_path) == code
+    assert time.time() - float((tmp_path / "failed-at").read_text()) < SECONDS_TO_END
+    assert_gone(tmp_path, range(4))
+    captured = capfd.readouterr()
+    host = socket.gethostname()
+    assert captured.err.startswith(f"rank 2 on {host} (phase step, step 30) failed first:\n\n")
+    assert captured.err.count("Traceback") == (1 if shown else 0)
+    assert (shown or "DataError: shard 7 is empty") in captured.err
+    assert re.search(r"\nRanks 0, 1 and 3 followed\.\n", captured.err)
+    assert captured.out == "hello from 0\n"
+    record = json.loads((tmp_path / "errors" / "rank-2.json").read_text())
+    assert (record["rank"], record["phase"], record["step"], record["exit_code"]) == (2, "step", 30, code)
+    assert "raise {" in record["traceback"]
+    assert (tmp_path / "logs" / "rank-2.log").read_text().startswith("hello from 2\n")
+
+
+def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cause(program, tmp_path, capfd) -> None:
+    killed: list[float] = []
+
+    def kill_rank_1() -> None:
+        wait_for(*(tmp_path / f"step-{rank}" for rank in range(4)))
+        time.sleep(1.5)  # the position is told once a second
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    killer = in_background(kill_rank_1)
+    assert launch(4, [], entry=program(LOOP, "kill"), run_dir=tmp_path) == 128 + signal.SIGKILL
+    killer.join()
+    assert time.monotonic() - killed[0] < SECONDS_TO_END
+    assert_gone(tmp_path, range(4))
+    shown = capfd.readouterr().err
+    assert re.match(r"rank 1 on \S+ \(phase step, step \d+\) failed first:\n\nSIGKILL: killed", shown)
+    assert "Ranks 0, 2 and 3 followed." in shown
+    followers = [json.loads((tmp_path / "errors" / f"rank-{rank}.json").read_text()) for rank in (0, 2, 3)]
+    assert all(record["followed"] and record["phase"] == "step" for record in followers)
+
+
+def test_a_rank_that_leaves_no_record_is_shown_with_the_end_of_its_log(program, tmp_path, capfd) -> None:
+    started = time.monotonic()
+    assert launch(2, [], entry=program(PLAIN, "exit"), run_dir=tmp_path) == 1
+    assert time.monotonic() - started < SECONDS_TO_END
+    shown = capfd.readouterr().err
+    assert shown.split("rank 1 on")[0] in ("", "err 0\n")
+    assert "LookupError: no such shelf" in shown
+    assert "Rank 0 had not failed and was ended." in shown
+    assert_gone(tmp_path, range(2))
+
+
+def test_the_first_signal_lets_ranks_save(program, tmp_path, capfd) -> None:
+    def stop() -> None:
+        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(3)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    in_background(stop)
+    assert launch(3, [], entry=program(PLAIN, "save"), run_dir=tmp_path) == 0
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(3))
+    assert signal.getsignal(signal.SIGTERM) is before
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("out 0\n", "err 0\n")
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "out 1\nerr 1\n"
+
+
+def test_the_second_signal_kills(program, tmp_path, capfd) -> None:
+    def stop() -> None:
+        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    started = time.monotonic()
+    in_background(stop)
+    assert launch(2, [], entry=program(PLAIN, "deaf"), run_dir=tmp_path) == 128 + signal.SIGTERM
+    assert time.monotonic() - started < SECONDS_TO_END
+    assert not (tmp_path / "saved-0").exists()
+    assert_gone(tmp_path, range(2))
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path) -> None:
+    source = f"from mt_core.launch.local import launch\nlaunch(2, [], entry={program(PLAIN, 'deaf')!r})\n"
+    launcher = os.posix_spawn(sys.executable, [sys.executable, "-c", source], os.environ)
+    wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    end = time.monotonic() + 5
+    ranks = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    while any(is_running(pid) for pid in ranks) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in ranks)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody reaped does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+NODES = """
+import os, sys, time
+from pathlib import Path
+from mt_core.launch.session import rank_session
+
+folder = Path(sys.argv[2])
+with rank_session("cpu") as session:
+    rank = session.environment.rank
+    session.phases.enter("data", step=3)
+    time.sleep(1.5)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    time.sleep(60 if sys.argv[1] == "sleep" else 0.2 * rank)
+"""
+
+
+@pytest.mark.parametrize("how", ["sleep", "end"])
+def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, how) -> None:
+    """Ranks that communicate nothing: they learn of it through the store."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    entry = program(NODES, how)
+    source = (
+        "import sys\nfrom mt_core.launch.local import launch\n"
+        "sys.exit(launch(1, [], nnodes=2, node_rank={node}, master_addr='localhost', "
+        f"master_port={port}, entry={entry!r}, run_dir={str(tmp_path)!r} + '/node{{node}}'))"
+    )
+    outputs = [(tmp_path / f"launcher-{node}").open("wb") for node in range(2)]
+    launchers = [
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-c", source.format(node=node)],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, outputs[node].fileno(), 2)],
+        )
+        for node in range(2)
+    ]
+    if how == "sleep":
+        wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    killed = time.monotonic()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) for launcher in launchers]
+    for output in outputs:
+        output.close()
+    if how == "end":
+        assert codes == [0, 0]
+        return
+    assert time.monotonic() - killed < SECONDS_TO_END
+    assert codes == [128 + signal.SIGKILL] * 2
+    for node in range(2):
+        shown = (tmp_path / f"launcher-{node}").read_text()
+        assert re.match(r"rank 1 on \S+ \(phase data, step 3\) failed first:\n\nSIGKILL", shown), shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ({"nproc": 0}, {}, "--nproc 0 and --nnodes 1 must be at least 1"),
+        ({"nnodes": 2}, {}, "--nnodes 2 needs --master-addr"),
+        ({"nnodes": 2, "node_rank": 2}, {}, "--node-rank 2 is not below --nnodes 2"),
+        ({}, {"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1 is set: this process is a rank already; drop --nproc"),
+        ({}, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "SLURM_NTASKS=8: srun runs .* drop"),
+    ],
+)
+def test_launches_that_cannot_be(monkeypatch, arguments, variables, words) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        launch(**{"nproc": 2, "arguments": [], **arguments})
