@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from mt_core.plugins import load_plugins
 
 from mt_cli.requirements import need
+from mt_core.plugins import load_plugins
 
 
 def generate(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from mt_core.plugins import load_plugins
 
 from mt_cli.requirements import need
+from mt_core.plugins import load_plugins
 
 if TYPE_CHECKING:
     from mt_core.train.trainer import Trainer, TrainResult

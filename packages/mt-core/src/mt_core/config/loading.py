@@ -17,7 +17,7 @@ from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Config, Section
 from mt_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from mt_core.plugins import PluginHost
+    from mt_core.plugins import Plugin, PluginHost
 
 DEFAULT = "default"
 
@@ -60,7 +60,8 @@ def load_config(
     preset = preset or file_preset
     layers = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
     layers += [file_layer] if file_layer else []
-    layers += [_override_layer(text, layers) for text in overrides]
+    for text in overrides:
+        layers.append(_override_layer(text, layers))
     merged = merge_layers(layers)
     config = _build_config(merged, host)
     origins = {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
@@ -77,17 +78,46 @@ def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) 
     return _build_config(merged, host)
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A partial config tree, and the family and plugin that bring it."""
+
+    family: str
+    plugin: Plugin
+    values: Mapping[str, Mapping[str, Any]]
+
+
+def installed_presets(host: PluginHost) -> tuple[dict[str, list[Preset]], list[str]]:
+    """Preset name -> its presets (more than one is a conflict); and why some plugin's could not be read."""
+    found: dict[str, list[Preset]] = {}
+    problems = []
+    for registration in host.models.registrations:
+        family, plugin = registration.spec.name, registration.plugin
+        try:
+            trees = registration.spec.presets.load()
+        except Exception as error:  # another's code may raise anything, and must stop nobody else
+            problems.append(f"{plugin.label} cannot give its presets: {type(error).__name__}: {error}")
+            continue
+        for name, tree in trees.items():
+            found.setdefault(name, []).append(Preset(family, plugin, tree))
+    return found, problems
+
+
 def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
     """The partial config tree registered as preset `name` by a model family."""
-    presets = {key: (spec, tree) for spec in host.models for key, tree in spec.presets.load().items()}
+    presets, problems = installed_presets(host)
     if name not in presets:
+        because = "".join(f"; {problem}" for problem in problems)
         if not presets:
-            raise ConfigError(f"preset {name}: no installed plugin brings a preset (pip install mt-models)")
+            raise ConfigError(f"preset {name}: no installed plugin brings a preset (pip install mt-models){because}")
         raise ConfigError(
-            f"preset {name} is unknown; presets are {', '.join(sorted(presets))}{did_you_mean(name, presets)}"
+            f"preset {name} is unknown; presets are {', '.join(sorted(presets))}{did_you_mean(name, presets)}{because}"
         )
-    spec, tree = presets[name]
-    return {**tree, "model": {"family": spec.name, **tree.get("model", {})}}
+    first, *others = presets[name]
+    if others:
+        owners = " and ".join(f"{preset.plugin.label} for family {preset.family}" for preset in presets[name])
+        raise ConfigError(f"preset {name} is brought by {owners}; keep one of them with MT_PLUGINS")
+    return {**first.values, "model": {"family": first.family, **first.values.get("model", {})}}
 
 
 def merge_layers(layers: Iterable[Layer]) -> dict[str, dict[str, tuple[Any, str]]]:
@@ -118,6 +148,8 @@ def _read_file(path: Path) -> tuple[str | None, Layer]:
         raise ConfigError(f"config file {path}: {error.strerror}") from error
     except (ValueError, UnicodeDecodeError) as error:  # both decoders' errors are ValueErrors
         raise ConfigError(f"config file {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path}: got a {type(values).__name__}, expected sections with keys")
     preset = values.pop("preset", None)
     if preset is not None and not isinstance(preset, str):
         raise ConfigError(f"config file {path}: preset is {preset!r}, expected the name of a preset")

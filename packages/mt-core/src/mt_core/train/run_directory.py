@@ -51,7 +51,7 @@ class RunDirectory:
         pointer = self.checkpoints / LATEST
         try:
             name = pointer.read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{pointer} cannot be read: {error}") from error

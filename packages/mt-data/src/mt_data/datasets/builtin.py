@@ -65,6 +65,11 @@ def build_builtin(config: BuiltinDataConfig, tokenizer: Tokenizer, request: Spli
     """
     chosen = [source for source in corpus(config.corpus_bytes) if split_of(source.name) == request.split]
     texts = [(source.name, text) for source in chosen if (text := source.read())]
+    if not texts:
+        raise DataError(
+            f"data.corpus_bytes={config.corpus_bytes} leaves no document for the {request.split} split, which has "
+            f"about one in {HELD_OUT_EVERY}; use 1000000 or more"
+        )
     documents = [_encode(tokenizer, text) for _, text in texts]
     tokens = MemoryIndexedDataset.from_sequences(documents, prefix=NAME)
     plan = plan_index(

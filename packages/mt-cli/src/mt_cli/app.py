@@ -1,0 +1,151 @@
+"""The tree of commands, from what plugins register. A command's code is imported when it is called."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
+
+from mt_cli import plugin
+from mt_cli.context import host_of, is_strict
+from mt_cli.quick import QuickCommand, QuickParameters
+from mt_cli.versions import version_lines
+from mt_core.errors import MtError, PluginError
+from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
+from mt_core.specs import CommandSpec
+
+HELP = "Train, convert, evaluate and serve large transformer models."
+HOMES = {"data": "mt-data", "ckpt": "mt-ckpt"}
+"""Commands of mt that come with another distribution."""
+DIAGNOSIS = ("plugins", "doctor")
+"""Commands that run whatever is wrong with plugins, since they show it."""
+
+
+def _show_version(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join(version_lines(host_of(context))))
+        raise typer.Exit
+
+
+def _install_completion(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from typer.completion import install
+
+        shell, path = install(prog_name="mt")
+        typer.echo(f"Completion for {shell} is in {path}; it works in the next shell.")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions of mt.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also MT_DEBUG=1.")] = False,
+    install_completion: Annotated[
+        bool,
+        typer.Option("--install-completion", callback=_install_completion, help="Complete commands in this shell."),
+    ] = False,
+) -> None:
+    """Options before any command. --debug is listed here, and `mt_cli.main.take_debug` reads it."""
+
+
+class CommandGroup(QuickParameters, TyperGroup):
+    """`mt` itself."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        own = [spec.name for spec in plugin.mt_register_commands()]
+        home = HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
+        if home and args[0] not in self.commands:
+            raise PluginError(f"mt {args[0]} is a command of {home}, {_why_absent(home, host_of(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def _why_absent(distribution: str, host: PluginHost) -> str:
+    problems = [
+        problem for plugin in host.plugins if plugin.distribution == distribution for problem in plugin.problems
+    ]
+    if problems:
+        return f"which is missing: {problems[0].message}"
+    return f"which is not installed (pip install {distribution})"
+
+
+class DeferredCommand(TyperCommand):
+    """A command of a plugin, known by its name and document until it is called."""
+
+    def __init__(self, spec: CommandSpec, host: PluginHost) -> None:
+        super().__init__(spec.name, help=escape(spec.doc))
+        self.spec = spec
+        self.host = host
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the real command, which is what runs from here on."""
+        if is_strict() and self.spec.name not in DIAGNOSIS:
+            load_plugins()  # raises at the first problem
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+    def load(self) -> Any:
+        """Import the command. Raises PluginError, which names the plugin, if that fails or two plugins have it."""
+        owners = self.host.commands.owners(self.spec.name)
+        spec = self.host.commands.get(self.spec.name) if owners else self.spec
+        try:
+            return as_command(spec.name, spec.app.load())
+        except MtError:
+            raise
+        except Exception as error:  # another's code may raise anything while it is imported
+            brought_by = owners[0].label if owners else "mt-cli"
+            raise PluginError(
+                f"mt {spec.name}, brought by {brought_by}, cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+
+
+def build_group(host: PluginHost) -> CommandGroup:
+    """The command `mt`, with a sub-command for each one that the host's plugins register."""
+    settings = {"help_option_names": ["-h", "--help"]}
+    # typer's own options for completion would import pydantic; _install_completion stands for them.
+    app = typer.Typer(
+        cls=CommandGroup, help=HELP, epilog=_epilog(host), context_settings=settings, add_completion=False
+    )
+    app.callback()(_options)
+    group = get_command(app)
+    assert isinstance(group, CommandGroup)
+    for spec in ordered_commands(host):
+        group.add_command(DeferredCommand(spec, host))
+    return group
+
+
+def ordered_commands(host: PluginHost) -> list[CommandSpec]:
+    """mt-cli's own commands in their order, then the others by name; one for each name."""
+    own = plugin.mt_register_commands()
+    found = {spec.name: spec for spec in host.commands}
+    kept = [spec for spec in own if spec.name in found or spec.name in DIAGNOSIS]
+    others = sorted(found.keys() - {spec.name for spec in own})
+    return kept + [found[name] for name in others]
+
+
+def as_command(name: str, app: Any) -> Any:
+    """What a CommandSpec's `app` gives, a typer app or a function with typer annotations, as a command."""
+    holder = typer.Typer(add_completion=False)
+    if isinstance(app, typer.Typer):
+        holder.add_typer(app, name=name)
+        return get_group(holder).commands[name]
+    if not callable(app):
+        raise TypeError(f"expected a typer app or a function, got {type(app).__name__}")
+    holder.command(name, cls=QuickCommand)(app)
+    return get_command(holder)
+
+
+def escape(text: str) -> str:
+    """Text whose square brackets are shown as they are."""
+    return text.replace("[", r"\[")
+
+
+def _epilog(host: PluginHost) -> str:
+    """A word about plugins that are missing, or nothing."""
+    _ = host.commands  # so that a failing registration of commands is known
+    left_out = {p.name for p in host.plugins if any(problem.stage == "allow-list" for problem in p.problems)}
+    broken = [plugin.name for plugin in host.plugins if plugin.problems and plugin.name not in left_out]
+    sentences = [f"Left out by {ALLOW_LIST_VARIABLE}: {', '.join(sorted(left_out))}."] if left_out else []
+    sentences += [f"Missing, or missing a part: {', '.join(broken)}. See mt plugins."] if broken else []
+    return escape(" ".join(sentences))

@@ -1,0 +1,236 @@
+"""`mt config`: show, validate and explain the configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_cli.context import host_of
+from mt_cli.toml import shown, to_toml
+from mt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mt_cli.config_fields import ConfigField
+    from mt_core.config.loading import LoadedConfig
+    from mt_core.plugins import PluginHost
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and explain the configuration.")
+
+ConfigPath = Annotated[
+    Path | None, typer.Argument(help="TOML or JSON file, or a run directory for its configuration.", show_default=False)
+]
+Preset = Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.", show_default=False),
+]
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    config: ConfigPath = None,
+    preset: Preset = None,
+    set_: Overrides = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which mt train takes as it is.")] = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print TOML, which mt train takes as it is.")] = False,
+) -> None:
+    """Show every value that training would use. Without a file or preset: those of plain `mt train`."""
+    if as_json and as_toml:
+        raise ConfigError("--json and --toml cannot be given together; choose one")
+    loaded = load(host_of(context), config, preset, set_)
+    if as_json:
+        typer.echo(json.dumps(_with_origins(loaded) if origin else loaded.config.to_dict(), indent=2))
+    elif as_toml:
+        typer.echo(toml_text(loaded, origin=origin), nl=False)
+    else:
+        _console().print(_value_table(loaded, origin=origin))
+
+
+@app.command()
+def validate(context: typer.Context, config: ConfigPath = None, preset: Preset = None, set_: Overrides = None) -> None:
+    """Check a configuration as training would, without building anything."""
+    host = host_of(context)
+    loaded = load(host, config, preset, set_)
+    check_names(loaded, host)
+    given = sum(not entry.startswith("preset") for entry in loaded.origins.values())
+    source = f"{config or 'the configuration'}" + (f" with preset {loaded.preset}" if loaded.preset else "")
+    typer.echo(f"{source} is valid ({given} value{'s' * (given != 1)} set on top)")
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(help="section.key, or only key.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a key means, what it can be, its default and when it counts."""
+    from mt_cli.config_fields import find_fields
+
+    found = find_fields(key, host_of(context))
+    if as_json:
+        typer.echo(json.dumps([_as_dict(field) for field in found], indent=2))
+        return
+    for position, field in enumerate(found):
+        if position:
+            typer.echo()
+        _console().print(_explanation(field))
+
+
+@app.command()
+def keys(
+    context: typer.Context,
+    section: Annotated[str | None, typer.Argument(help="Only this section.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the keys of the configuration, with type, default and meaning."""
+    from mt_cli.config_fields import require_section, section_fields
+    from mt_core.config.schema import SECTIONS
+
+    sections = [require_section(section)] if section else list(SECTIONS)
+    fields = [field for name in sections for field in section_fields(name, host_of(context))]
+    if as_json:
+        typer.echo(json.dumps([_as_dict(field) for field in fields], indent=2))
+    else:
+        _console().print(_key_table(fields))
+
+
+def load(host: PluginHost, path: Path | None, preset: str | None, overrides: list[str] | None) -> LoadedConfig:
+    """The configuration that `mt train` would use with these arguments; a run directory means its config.json."""
+    from mt_cli.commands.train import DEFAULT_PRESET
+    from mt_core.config.loading import load_config
+
+    if path is None and preset is None:
+        preset = DEFAULT_PRESET
+    if path is not None and path.is_dir():
+        path = path / "config.json"
+    return load_config(path, preset=preset, overrides=overrides or (), host=host)
+
+
+def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
+    """Raise PluginError for a name that no plugin registers, among those that training looks up as it starts."""
+    config = loaded.config
+    host.losses.get(config.train.loss, key="train.loss")
+    host.checkpoint_savers.get(config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
+    for name in config.train.callbacks:
+        host.callbacks.get(name, key="train.callbacks")
+    backend = getattr(config.model, "attention_backend", None)
+    if backend is not None:
+        host.attention_backends.get(backend, key="model.attention_backend")
+    if getattr(config.model, "moe", None) is not None:
+        host.feed_forwards.get("moe", key="model.moe")
+
+
+def toml_text(loaded: LoadedConfig, *, origin: bool = False) -> str:
+    """A TOML file of all values. A null that is no default cannot be written, and becomes a comment."""
+    lines: list[str] = []
+    for section, values in loaded.config.to_dict().items():
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        fields = type(getattr(loaded.config, section)).model_fields
+        for key, value in values.items():
+            comment = f"  # {loaded.origin(f'{section}.{key}')}" if origin else ""
+            if value is not None:
+                lines.append(f"{key} = {to_toml(value)}{comment}")
+            elif fields[key].get_default(call_default_factory=True) is not None:
+                lines.append(f"# {key} is null, which TOML lacks: add --set {section}.{key}=null")
+    return "\n".join(lines) + "\n"
+
+
+def _with_origins(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+    return {
+        section: {key: {"value": value, "origin": loaded.origin(f"{section}.{key}")} for key, value in values.items()}
+        for section, values in loaded.config.to_dict().items()
+    }
+
+
+def _value_table(loaded: LoadedConfig, *, origin: bool) -> Table:
+    """Section headings and their values; what is not a default stands out."""
+    from rich.text import Text
+
+    table = _new_table()
+    for section, values in loaded.config.to_dict().items():
+        if table.row_count:
+            table.add_row()
+        table.add_row(Text(f"[{section}]", style="bold"))
+        for key, value in values.items():
+            source = loaded.origin(f"{section}.{key}")
+            style = "dim" if source == "default" else ""
+            cells = [Text(f"  {key}", style), Text(shown(value), style or "cyan")]
+            table.add_row(*cells, *([Text(source, "dim")] if origin else []))
+    return table
+
+
+def _key_table(fields: list[ConfigField]) -> Table:
+    """Keys under their section, and under the choice that brings them."""
+    from rich.text import Text
+
+    table = _new_table()
+    heading = ""
+    for field in fields:
+        if heading != (heading := _heading(field)):
+            if table.row_count:
+                table.add_row()
+            table.add_row(Text(heading, style="bold"))
+        default = "required" if field.default == "required" else f"default {field.default}"
+        meaning = Text(field.doc).append(f"\n{field.type}; {default}", style="dim")
+        if field.conditions:
+            meaning.append(f"\nonly when {field.condition()}", style="dim")
+        table.add_row(Text(f"  {field.key}"), meaning)
+    return table
+
+
+def _heading(field: ConfigField) -> str:
+    if not field.selected_by:
+        return f"[{field.section}]"
+    return f"[{field.section}] with {selector(field.section)} = {' or '.join(map(shown, field.selected_by))}"
+
+
+def selector(section: str) -> str | None:
+    """The key of a section that chooses its type."""
+    from mt_core.config.schema import SECTIONS
+
+    return SECTIONS[section].selector
+
+
+def _explanation(field: ConfigField) -> Table:
+    from rich.text import Text
+
+    table = _new_table()
+    table.title = field.dotted
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_row(Text("meaning", "dim"), Text(field.doc))
+    table.add_row(Text("type", "dim"), Text(field.type))
+    table.add_row(Text("default", "dim"), Text(field.default))
+    if field.conditions:
+        table.add_row(Text("counts", "dim"), Text(f"only when {field.condition()}"))
+    if field.selected_by:
+        chosen = " or ".join(map(shown, field.selected_by))
+        table.add_row(Text("needs", "dim"), Text(f"{field.section}.{selector(field.section)} = {chosen}"))
+    return table
+
+
+def _as_dict(field: ConfigField) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(field)
+
+
+def _new_table() -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)

@@ -1,0 +1,166 @@
+"""`mt models`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_cli.context import host_of
+from mt_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mt_cli.model_sizes import Preset
+    from mt_core.config import loading as config_loading
+    from mt_core.plugins import PluginHost
+
+SHAPE_COLUMNS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
+"""Keys of the model section that get a column, where a preset has them."""
+
+
+def models(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="A family or a preset.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List model families and presets with their exact parameter counts, or show one in detail."""
+    from mt_cli.model_sizes import measured_preset
+
+    host = host_of(context)
+    names, problems = _chosen(name, host)
+    presets = [measured_preset(preset, host) for preset in names]
+    if as_json:
+        typer.echo(json.dumps({**_listing(host, presets), "problems": problems}, indent=2))
+    elif name is not None and name not in host.models.names():
+        _print_preset(presets[0])
+    else:
+        _print_families(host, presets, problems)
+
+
+def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
+    """Names of the presets to show; and what is wrong with others."""
+    from mt_core.config.loading import installed_presets
+
+    presets, problems = installed_presets(host)
+    families = host.models.names()
+    if name is not None and name not in families:
+        _require_known(name, [*families, *presets], presets)
+        return [name], problems
+    doubled = [preset for preset, owners in presets.items() if len(owners) > 1]
+    problems += [f"preset {preset} is brought by {_owners(presets[preset])}" for preset in doubled]
+    wanted = [preset for preset, owners in presets.items() if name is None or owners[0].family == name]
+    return [preset for preset in wanted if preset not in doubled], problems
+
+
+def _owners(presets: Sequence[config_loading.Preset]) -> str:
+    return " and ".join(preset.plugin.label for preset in presets)
+
+
+def _require_known(name: str, known: list[str], presets: Collection[str]) -> None:
+    if name not in presets:
+        hint = did_you_mean(name, known) or (" (mt models lists them)" if known else " (pip install mt-models)")
+        raise ConfigError(f"{name} is no installed model family and no preset{hint}")
+
+
+def _listing(host: PluginHost, presets: list[Preset]) -> dict[str, Any]:
+    shown = {preset.family for preset in presets}
+    families = [
+        {"name": found.spec.name, "doc": found.spec.doc, "distribution": found.plugin.distribution}
+        for found in host.models.registrations
+        if found.spec.name in shown or not presets
+    ]
+    return {"families": families, "presets": [asdict(preset) for preset in presets]}
+
+
+def _print_families(host: PluginHost, presets: list[Preset], problems: list[str]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not host.models.names():
+        console.print("No model family is installed (pip install mt-models).", markup=False)
+        return
+    console.print(_preset_table(host, presets))
+    for problem in sorted({preset.problem for preset in presets if preset.problem}):
+        console.print(f"\nNot counted: {problem}", style="yellow", markup=False)
+    for problem in problems:
+        console.print(f"\n{problem}", style="red", markup=False)
+
+
+def _preset_table(host: PluginHost, presets: list[Preset]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("preset", no_wrap=True)
+    for column in ("parameters", *SHAPE_COLUMNS.values(), "sequence"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for spec in host.models:
+        mine = [preset for preset in presets if preset.family == spec.name]
+        if mine:
+            if table.row_count:
+                table.add_row()
+            table.add_row(Text(spec.name, style="bold"))
+        for preset in mine:
+            table.add_row(Text(f"  {preset.name}"), *_numbers(preset))
+    return table
+
+
+def _numbers(preset: Preset) -> list[str]:
+    model = preset.values["model"]
+    sequence = preset.values.get("data", {}).get("seq_length")
+    count = f"{preset.size.total:,}" if preset.size else "-"
+    shape = [model.get(key) for key in SHAPE_COLUMNS]
+    return [count, *(str(number) if number is not None else "-" for number in (*shape, sequence))]
+
+
+def _print_preset(preset: Preset) -> None:
+    """The values that a preset sets, where its parameters are, and how to use it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(preset.name, style="bold").append(f"  preset of {preset.family}", style="dim"))
+    console.print(_values_table(preset))
+    if preset.size:
+        console.print(_parts_table(preset))
+        console.print(f"\nvocabulary {preset.size.vocab_size:,}", style="dim")
+    if preset.problem:
+        console.print(f"Not counted: {preset.problem}", style="yellow", markup=False)
+    console.print(f"mt train --preset {preset.name}", markup=False)
+
+
+def _values_table(preset: Preset) -> Table:
+    from rich.text import Text
+
+    from mt_cli.toml import shown
+
+    table = _grid()
+    for section, values in preset.values.items():
+        for key, value in values.items():
+            table.add_row(Text(f"  {section}.{key}"), Text(shown(value), style="cyan"))
+    table.add_row()
+    return table
+
+
+def _parts_table(preset: Preset) -> Table:
+    assert preset.size is not None
+    table = _grid(numbers=True)
+    for part, size in preset.size.parts.items():
+        table.add_row(f"  {part}", f"{size:,}", f"{size / preset.size.total:.1%}")
+    table.add_row("  parameters", f"{preset.size.total:,}", "", style="bold")
+    return table
+
+
+def _grid(*, numbers: bool = False) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for _ in range(2 if numbers else 1):
+        table.add_column(justify="right" if numbers else "left")
+    return table

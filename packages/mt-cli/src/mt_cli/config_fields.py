@@ -1,0 +1,170 @@
+"""What can be said about each configuration key: type, default, conditions, help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.fields import FieldInfo
+
+from mt_cli.toml import shown
+from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
+from mt_core.errors import ConfigError, MtError, did_you_mean
+from mt_core.plugins import PluginHost
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One key of a section, as one type of that section declares it."""
+
+    section: str
+    key: str
+    type: str
+    default: str
+    """As TOML, "null", or "required"."""
+    doc: str
+    conditions: Mapping[str, list[Any]]
+    """Key of the section -> values with which this key counts; empty: it always counts."""
+    selected_by: tuple[str, ...] = ()
+    """Values of the section's selector that bring this key; empty: every one has it."""
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.key}"
+
+    def condition(self) -> str:
+        """ "model.position_embedding_type is rope", or nothing."""
+        parts = [
+            f"{self.section}.{key} is {' or '.join(map(shown, values))}" for key, values in self.conditions.items()
+        ]
+        return " and ".join(parts)
+
+
+def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
+    """The keys of a section: those that all its types have, then those that plugins' types add or redefine."""
+    base = SECTIONS[section]
+    fields = [_describe(section, key, info) for key, info in base.model_fields.items()]
+    known = {(field.key, field.type, field.default, field.doc): index for index, field in enumerate(fields)}
+    for name, type_ in _plugin_types(section, host):
+        for key, info in type_.model_fields.items():
+            if key == base.selector:
+                continue  # a type names itself there
+            field = _describe(section, key, info, name)
+            same = known.setdefault((key, field.type, field.default, field.doc), len(fields))
+            if same == len(fields):
+                fields.append(field)
+            elif fields[same].selected_by:
+                fields[same] = _also_selected_by(fields[same], name)
+    return fields
+
+
+def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
+    """Every declaration of `section.key`, or of `key` in any section. Raises ConfigError if there is none."""
+    section, dot, key = dotted.rpartition(".")
+    sections = [require_section(section)] if dot else list(SECTIONS)
+    everything = [field for name in sections for field in section_fields(name, host)]
+    found = [field for field in everything if field.key == key]
+    if not found:
+        names = [field.dotted for field in everything] + [field.key for field in everything]
+        where = f"unknown key {dotted}{did_you_mean(dotted, names)}"
+        raise ConfigError(f"{where}; mt config keys {section if dot else ''}".rstrip() + " lists them")
+    return found
+
+
+def require_section(name: str) -> str:
+    if name not in SECTIONS:
+        raise ConfigError(f"unknown section {name}{did_you_mean(name, SECTIONS)}; sections are {', '.join(SECTIONS)}")
+    return name
+
+
+def _plugin_types(section: str, host: PluginHost) -> Iterator[tuple[str, type[Section]]]:
+    """Selector value -> type, for each registered thing of the section; one that cannot be imported is left out."""
+    if section not in REGISTRY_OF_SECTION:
+        return
+    registry = host.registry(REGISTRY_OF_SECTION[section])
+    for name in registry.names():
+        try:
+            yield name, registry.get(name).config_type.load()
+        except (ImportError, AttributeError, MtError):
+            continue  # `mt plugins` tells of duplicates, `mt train` of the import
+
+
+def _also_selected_by(field: ConfigField, name: str) -> ConfigField:
+    from dataclasses import replace
+
+    return replace(field, selected_by=(*field.selected_by, name))
+
+
+def _describe(section: str, key: str, info: FieldInfo, selected_by: str | None = None) -> ConfigField:
+    extra = info.json_schema_extra
+    conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
+    return ConfigField(
+        section=section,
+        key=key,
+        type=type_in_words(info),
+        default="required" if info.is_required() else shown(_plain(info.get_default(call_default_factory=True))),
+        doc=" ".join((info.description or "").split()),
+        conditions={other: list(values) for other, values in conditions.items()},
+        selected_by=(selected_by,) if selected_by else (),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON values."""
+    return json.loads(TypeAdapter(Any).dump_json(value))
+
+
+def type_in_words(info: FieldInfo) -> str:
+    """ "integer > 0 or null", from the JSON schema of the field's type."""
+    annotated: Any = info.annotation
+    try:
+        schema = TypeAdapter(annotated).json_schema()
+    except PydanticInvalidForJsonSchema:
+        return str(annotated)
+    limits = _schema_of_limits(info)
+    return _words({**schema, **limits}, schema.get("$defs", {}))
+
+
+def _schema_of_limits(info: FieldInfo) -> dict[str, Any]:
+    """Bounds that stand beside the annotation rather than in it."""
+    names = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+    return {
+        name: getattr(entry, attribute)
+        for entry in info.metadata
+        for attribute, name in names.items()
+        if hasattr(entry, attribute)
+    }
+
+
+def _words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return _words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in schema:
+        return " or ".join(_words(option, definitions) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(shown, schema["enum"]))
+    if "const" in schema:
+        return shown(schema["const"])
+    kind = schema.get("type")
+    if kind == "array":
+        return _array(schema, definitions)
+    if kind in ("integer", "number"):
+        return kind + _bounds(schema)
+    names = {"boolean": "true | false", "string": "text", "object": "table", "null": "null"}
+    return names.get(str(kind), "any value")
+
+
+def _array(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    if "prefixItems" in schema:
+        return f"[{', '.join(_words(item, definitions) for item in schema['prefixItems'])}]"
+    return f"list of {_words(schema['items'], definitions)}" if schema.get("items") else "list"
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    given = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
+    return f" {' and '.join(given)}" if given else ""

@@ -1,0 +1,58 @@
+"""The entry point `mt`: reads the arguments, runs the command, turns errors into messages and exit codes.
+
+Exit codes: 0 done; 1 a defect (with a traceback); 2 a wrong option or configuration; 130 interrupted;
+others are those of the errors in `mt_core.errors`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from mt_cli.app import build_group
+from mt_core.errors import MtError
+from mt_core.plugins import load_plugins
+
+DEBUG_OPTION = "--debug"
+DEBUG_VARIABLE = "MT_DEBUG"
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run `mt` with the arguments of this process, and exit."""
+    arguments, debug = take_debug(sys.argv[1:])
+    sys.exit(run(arguments, debug=debug))
+
+
+def run(arguments: Sequence[str], *, debug: bool = False) -> int:
+    """The exit code of `mt` with these arguments. Raises what is no MtError, and with `debug` also those."""
+    try:
+        host = load_plugins(strict=False)  # strictness applies to the command that runs, not to finding it
+        build_group(host).main(args=list(arguments) or ["--help"], prog_name="mt", obj=host)
+    except SystemExit as stop:  # how typer ends, also after a wrong option
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except MtError as error:
+        if debug:
+            raise
+        show_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Arguments without --debug, which may stand anywhere before `--`; and whether it was given, or MT_DEBUG is."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = [argument for argument in arguments[:end] if argument != DEBUG_OPTION]
+    debug = len(options) < end or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+    return [*options, *arguments[end:]], debug
+
+
+def show_error(error: MtError) -> None:
+    """`error: message` on standard error; further lines are indented under the first."""
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(str(error).replace("\n", "\n       "), err=True)

@@ -1,0 +1,177 @@
+"""Which rank of how many this process is, from the variables that torchrun, srun or `mt ... --nproc` set."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mt_core.errors import ConfigError
+from mt_core.launch import slurm
+
+Launcher = Literal["none", "mt", "torchrun", "slurm", "variables"]
+
+LAUNCHED_BY_MT = "MT_LAUNCH_DIR"
+"""Set by `mt_core.launch.local`: the folder in which ranks leave `errors/` and `logs/`."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+TORCHELASTIC = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """The place of this process among those of the job. The default is a process that nobody launched."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: Launcher = "none"
+    launcher_has_store: bool = False
+    """Whether a launcher serves the store at master_addr:master_port; else rank 0 does."""
+    attempt: int = 0
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    @property
+    def serves_store(self) -> bool:
+        return self.rank == 0 and not self.launcher_has_store
+
+    def variables(self) -> dict[str, str]:
+        """The same place in torchrun's variables, for code that reads those."""
+        names = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        return {name: str(value) for name, value in names.items() if value is not None}
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+    """This process's place: torchrun's variables first, then Slurm's, then a single process.
+
+    Raises ConfigError, which names the variable, when one is missing, is no number, is out of range or
+    contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_variables(environ)
+    if slurm.is_step(environ):
+        return _from_slurm(environ)
+    return RankEnvironment()
+
+
+def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
+    world_size = _number(environ, "WORLD_SIZE", minimum=1)
+    rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size))
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
+    if local_world_size > world_size:
+        raise ConfigError(f"LOCAL_WORLD_SIZE={local_world_size} is more than WORLD_SIZE={world_size}")
+    local_rank = _number(environ, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world_size), default=rank)
+    launcher = _launcher(environ)
+    if launcher == "variables":
+        _require_slurm_agrees(environ, rank, world_size)
+    port = _number(environ, "MASTER_PORT", minimum=1, below=("65536", 65536)) if world_size > 1 else None
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=_required(environ, "MASTER_ADDR") if world_size > 1 else None,
+        master_port=port,
+        launcher=launcher,
+        launcher_has_store=environ.get(AGENT_STORE) == "True",
+        attempt=_number(environ, ATTEMPT, default=0),
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher:
+    if LAUNCHED_BY_MT in environ:
+        return "mt"
+    return "torchrun" if TORCHELASTIC in environ else "variables"
+
+
+def _require_slurm_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> None:
+    """RANK set by hand is most often exported once in a batch script, and then the same in every task."""
+    size_name = slurm.first_of(environ, slurm.WORLD_SIZE)
+    if not slurm.is_step(environ) or size_name is None or _number(environ, size_name) == 1:
+        return
+    for name, value, slurm_name in [("WORLD_SIZE", world_size, size_name), ("RANK", rank, slurm.RANK)]:
+        if _number(environ, slurm_name) != value:
+            raise ConfigError(
+                f"{name}={value} contradicts {slurm_name}={environ[slurm_name]}, which srun set; "
+                f"unset RANK and WORLD_SIZE to take srun's"
+            )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    size_name = slurm.first_of(environ, slurm.WORLD_SIZE) or slurm.WORLD_SIZE[-1]
+    world_size = _number(environ, size_name, minimum=1)
+    rank = _number(environ, slurm.RANK, below=(size_name, world_size))
+    local_world_size = _slurm_local_world_size(environ, size_name, world_size)
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(environ, slurm.LOCAL_RANK, below=("tasks on this node", local_world_size)),
+        local_world_size=local_world_size,
+        master_addr=_slurm_master(environ) if world_size > 1 else None,
+        master_port=_number(environ, "MASTER_PORT", minimum=1, default=slurm.default_port(environ)),
+        launcher="slurm",
+    )
+
+
+def _slurm_local_world_size(environ: Mapping[str, str], size_name: str, world_size: int) -> int:
+    name = slurm.first_of(environ, slurm.TASKS_PER_NODE)
+    if name is None:
+        return world_size
+    counts = slurm.expand_tasks_per_node(environ[name])
+    if sum(counts) != world_size:
+        raise ConfigError(f"{name}={environ[name]} is {sum(counts)} tasks, but {size_name}={world_size}")
+    return counts[_number(environ, slurm.NODE, below=(f"nodes in {name}", len(counts)), default=0)]
+
+
+def _slurm_master(environ: Mapping[str, str]) -> str:
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    name = slurm.first_of(environ, slurm.NODE_LIST)
+    if name is None:
+        raise ConfigError("SLURM_NODELIST is not set, so the node of rank 0 is unknown; set MASTER_ADDR to it")
+    return slurm.expand_node_list(environ[name])[0]
+
+
+def _required(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "")
+    if not value:
+        given = [other for other in ("RANK", "WORLD_SIZE") if other in environ]
+        also = f" although {' and '.join(given)} {'is' if len(given) == 1 else 'are'}" if given else ""
+        raise ConfigError(f"{name} is not set{also}; start with mt train --nproc N, torchrun or srun, or unset these")
+    return value
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    *,
+    minimum: int = 0,
+    below: tuple[str, int] | None = None,
+    default: int | None = None,
+) -> int:
+    """A whole number in [minimum, below). Raises ConfigError that names the variable."""
+    if default is not None and not environ.get(name):
+        return default
+    text = _required(environ, name)
+    if not text.isdecimal() or int(text) < minimum:
+        raise ConfigError(f"{name}={text!r} is no whole number of at least {minimum}")
+    if below is not None and int(text) >= below[1]:
+        bound = below[0] if below[0].isdecimal() else f"{below[0]} ({below[1]})"
+        raise ConfigError(f"{name}={text} is not below {bound}")
+    return int(text)

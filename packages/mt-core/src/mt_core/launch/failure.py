@@ -1,0 +1,153 @@
+"""The record of a rank's failure: `errors/rank-N.json` in the run's folder, written before anything is cleaned up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import MtError
+from mt_core.launch.environment import RankEnvironment
+from mt_core.launch.phases import Position
+
+ERRORS = "errors"
+INTERRUPTED = 130
+
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|pair closure|failed to recv"
+    r"|read error|write error|remote process exited|nccl(remote|system)error|store .* is gone|timed out .*waiting",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the store say on the ranks whose peer is gone."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. time: seconds since the epoch."""
+
+    rank: int
+    host: str
+    phase: str
+    step: int | None
+    exception: str
+    message: str
+    traceback: str
+    time: float
+    exit_code: int
+    expected: bool = False
+    """An MtError, of which the message says all."""
+    followed: bool = False
+    """This rank ended because another had: its connection was lost, or it was told."""
+    late: tuple[int, ...] = ()
+    """The ranks that others waited for in vain."""
+    cause: dict[str, Any] | None = None
+    """The failure this one followed, as it was announced."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Failure:
+        known = {field.name for field in fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        return cls(**{**kept, "late": tuple(kept.get("late", ()))})
+
+    @property
+    def where(self) -> str:
+        """ "rank 3 on host9 (phase step, step 17)"."""
+        return f"rank {self.rank} on {self.host} ({Position(self.phase, self.step)})"
+
+
+def lost_peer(text: str) -> bool:
+    """Whether an error message is that of a rank whose peer is gone."""
+    return LOST_PEER.search(text) is not None
+
+
+def describe_failure(error: BaseException, environment: RankEnvironment, position: Position) -> Failure:
+    """The record of an exception on this rank, now."""
+    message = str(error)
+    return Failure(
+        rank=environment.rank,
+        host=environment.host,
+        phase=position.phase,
+        step=position.step,
+        exception=type(error).__name__,
+        message=message,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        exit_code=exit_code_of(error),
+        expected=isinstance(error, MtError),
+        followed=_is_communication(error) and lost_peer(message),
+    )
+
+
+def _is_communication(error: BaseException) -> bool:
+    """gloo raises RuntimeError itself; the store and NCCL raise subclasses of it."""
+    return isinstance(error, RuntimeError) and not isinstance(error, MtError)
+
+
+def exit_code_of(error: BaseException) -> int:
+    if isinstance(error, MtError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 1
+
+
+def record_failure(
+    error: BaseException, environment: RankEnvironment, folder: Path | None, position: Position | None = None
+) -> Failure:
+    """Write `errors/rank-N.json` under `folder` (None: nowhere) for an exception on this rank, and return the record.
+
+    To be called before anything is cleaned up: what comes after an error may hang.
+    """
+    failure = describe_failure(error, environment, position or Position())
+    write_failure(failure, folder)
+    return failure
+
+
+def write_failure(failure: Failure, folder: Path | None) -> None:
+    """Whole or not at all. A disk that cannot be written leaves a word on standard error: the failure goes first."""
+    if folder is None:
+        return
+    path = failure_path(folder, failure.rank)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(failure.to_json() + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        os.write(2, f"rank {failure.rank}: {path} cannot be written: {error}\n".encode())
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    return folder / ERRORS / f"rank-{rank}.json"
+
+
+def read_failures(folder: Path, ranks: Iterable[int]) -> dict[int, Failure]:
+    """The records of the ranks that left one."""
+    found = {}
+    for rank in ranks:
+        try:
+            found[rank] = Failure.from_json(failure_path(folder, rank).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError, TypeError):  # none, or of another version
+            continue
+    return found
+
+
+def forget_failure(folder: Path | None, rank: int) -> None:
+    """Remove the record of an earlier attempt."""
+    if folder is not None:
+        failure_path(folder, rank).unlink(missing_ok=True)

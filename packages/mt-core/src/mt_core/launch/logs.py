@@ -1,0 +1,68 @@
+"""The logs of launched ranks, and the live view of one of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+LOGS = "logs"
+TAIL_LINES, TAIL_BYTES = 30, 16384
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / LOGS / f"rank-{rank}.log"
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log; nothing when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+
+class DelayedView:
+    """Shows what is written to a log, half a second later.
+
+    The delay is there for what rank 0 says when another rank fails: by then the launcher knows of the
+    failure and shows that first, so these lines stay in the log.
+    """
+
+    def __init__(self, path: Path, output: BinaryIO, delay: float = 0.5) -> None:
+        self.path = path
+        self.output = output
+        self.delay = delay
+        self._offset = 0
+        self._waiting: deque[tuple[float, bytes]] = deque()
+
+    def pump(self) -> None:
+        """Take up what is new, show what is old enough."""
+        self._take()
+        while self._waiting and self._waiting[0][0] + self.delay <= time.monotonic():
+            self._write(self._waiting.popleft()[1])
+
+    def finish(self) -> None:
+        """Show all that is left."""
+        self._take()
+        while self._waiting:
+            self._write(self._waiting.popleft()[1])
+
+    def _take(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        if new:
+            self._offset += len(new)
+            self._waiting.append((time.monotonic(), new))
+
+    def _write(self, data: bytes) -> None:
+        self.output.write(data)
+        self.output.flush()

@@ -1,0 +1,145 @@
+"""The thread of a rank that tells others where it is, learns of their failures, and finds who is late.
+
+The training loop pays nothing for it: it sets `Phases.position`, which this thread reads once a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mt_core.errors import TrainingError
+from mt_core.launch.environment import RankEnvironment
+from mt_core.launch.failure import Failure, describe_failure
+from mt_core.launch.phases import Phases, Position
+from mt_core.launch.recorder import FAILED, STORE_SECONDS, FailureRecorder
+from mt_core.launch.report import followed_by, ranks
+
+INTERVAL = 1.0
+RANKS_PER_SECOND = 2000
+"""Reports that the store is asked to take; with more ranks each reports less often."""
+OWN_ERROR_SECONDS = 1.0
+"""How long a rank that learns of a failure waits for its main thread to meet an error of its own."""
+LATE = "late"
+SHOWN = 8
+
+
+def position_key(rank: int) -> str:
+    return f"position/{rank}"
+
+
+class Monitor:
+    """Watches this rank from a thread of its own; ends the process when the run cannot go on."""
+
+    def __init__(
+        self, environment: RankEnvironment, store: dist.Store, phases: Phases, recorder: FailureRecorder
+    ) -> None:
+        self.environment = environment
+        self.phases = phases
+        self.recorder = recorder
+        self.interval = max(INTERVAL, environment.world_size / RANKS_PER_SECOND)
+        self._store = store.clone()  # a waiting call of the main thread must not block this one
+        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._published: Position | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mt-monitor", daemon=True)
+        self._main = threading.get_ident()
+
+    def start(self) -> None:
+        """From the main thread: its stack is the one shown when this rank is late."""
+        self._publish()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=STORE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.interval):
+            try:
+                self._publish()
+                self._follow_a_failure()
+                self._check_limit()
+            except dist.DistError as error:
+                if not self._stopped.is_set():
+                    self._store_is_gone(error)
+
+    def _publish(self) -> None:
+        position = self.phases.position
+        if position != self._published:
+            self._store.set(position_key(self.environment.rank), position.to_json())
+            self._published = position
+
+    # -- failures of others ---------------------------------------------------------------------
+
+    def _follow_a_failure(self) -> None:
+        if self._store.check([FAILED]):
+            self._follow(Failure.from_json(self._store.get(FAILED)))
+
+    def _follow(self, cause: Failure) -> None:
+        """End after another. The main thread goes first if it has met an error of its own."""
+        if self._stopped.wait(OWN_ERROR_SECONDS):
+            return
+        failure = self._describe(TrainingError(f"followed {cause.where}: {cause.exception}"))
+        self.recorder.leave(followed_by(failure, cause))
+
+    def _store_is_gone(self, error: Exception) -> None:
+        if self._stopped.wait(OWN_ERROR_SECONDS):
+            return
+        server = "the launcher of the first node" if self.environment.launcher_has_store else "rank 0"
+        address = f"{self.environment.master_addr}:{self.environment.master_port}"
+        failure = self._describe(TrainingError(f"{server}, which keeps the store at {address}, is gone: {error}"))
+        self.recorder.leave(dataclasses.replace(failure, followed=True))
+
+    # -- time limits ----------------------------------------------------------------------------
+
+    def _check_limit(self) -> None:
+        position = self.phases.position
+        if position.timeout is None or position.seconds <= position.timeout:
+            return
+        # Every rank that waits meets its limit at about the same time: one of them asks for all.
+        if self._store.add(LATE, 1) == 1 or position.seconds > position.timeout + 2 * STORE_SECONDS:
+            late, message = late_ranks(self.environment.rank, position, self._positions())
+            failure = self._describe(TrainingError(message))
+            self.recorder.leave(dataclasses.replace(failure, late=late))
+
+    def _positions(self) -> dict[int, Position]:
+        """What each other rank last said."""
+        others = [rank for rank in range(self.environment.world_size) if rank != self.environment.rank]
+        reported = [rank for rank in others if self._store.check([position_key(rank)])]
+        return {rank: Position.from_json(self._store.get(position_key(rank))) for rank in reported}
+
+    def _describe(self, error: TrainingError) -> Failure:
+        """A record whose traceback is the main thread's stack: the call that this rank waits in."""
+        failure = describe_failure(error, self.environment, self.phases.position)
+        return dataclasses.replace(failure, traceback=self._main_stack(), time=time.time())
+
+    def _main_stack(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def late_ranks(own_rank: int, own: Position, others: dict[int, Position]) -> tuple[tuple[int, ...], str]:
+    """The ranks that have entered fewest phases, and a message that names them.
+
+    Ranks of one run enter the same phases in the same order, so the count says who is behind; when all
+    have entered as many, they wait for one another inside the same phase, and none is named late.
+    """
+    given = f"phase {own.phase} has lasted {own.seconds:.0f} s on rank {own_rank}, more than its {own.timeout:g} s"
+    fewest = min([own.entered, *(position.entered for position in others.values())])
+    everyone = {own_rank: own, **others}
+    late = tuple(sorted(rank for rank, position in everyone.items() if position.entered == fewest))
+    if len(late) == len(everyone):
+        where = f"in {own}" if own.step is not None else "in it"
+        return (), f"{given}. No rank is behind: all are {where}; errors/ has the place at which each one waits"
+    places = "; ".join(f"rank {rank} ({everyone[rank]}, for {everyone[rank].seconds:.0f} s)" for rank in late[:SHOWN])
+    more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
+    ahead = ranks([rank for rank in everyone if rank not in late]).lower()
+    return late, f"{given}. Late: {places}{more}; {ahead} came further"

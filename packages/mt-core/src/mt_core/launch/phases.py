@@ -1,0 +1,93 @@
+"""What a rank is doing: a phase and a step, each phase with a time limit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from mt_core.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class PhaseTimeouts:
+    """Seconds that each phase may last on a rank before the run ends with the name of the late rank."""
+
+    init: float = 600.0
+    """Until every rank has arrived and the process groups stand."""
+    data: float = 1800.0
+    """Building data sets, and waiting for a batch."""
+    load: float = 3600.0
+    step: float = 1800.0
+    evaluate: float = 3600.0
+    save: float = 3600.0
+
+    def of(self, phase: str) -> float:
+        """The limit of a phase. Raises ConfigError when there is no such phase."""
+        names = [field.name for field in fields(self)]
+        if phase not in names:
+            known = ", ".join(names)
+            raise ConfigError(f"there is no phase {phase!r}; phases are {known}{did_you_mean(phase, names)}")
+        return float(getattr(self, phase))
+
+    @property
+    def longest(self) -> float:
+        return max(self.of(field.name) for field in fields(self))
+
+
+class Position(NamedTuple):
+    """What a rank is doing. entered: how many phases it has entered; ranks that run the same program agree on it."""
+
+    phase: str = "start"
+    step: int | None = None
+    entered: int = 0
+    since: float = 0.0
+    """By time.monotonic() of the rank's machine."""
+    timeout: float | None = None
+
+    def __str__(self) -> str:
+        return f"phase {self.phase}" + ("" if self.step is None else f", step {self.step}")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def to_json(self) -> str:
+        return json.dumps([self.phase, self.step, self.entered, self.seconds, self.timeout])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Position:
+        """With `since` by this machine's clock: right to within the time between writing and reading."""
+        phase, step, entered, seconds, timeout = json.loads(text)
+        return cls(phase, step, entered, time.monotonic() - seconds, timeout)
+
+
+class Phases:
+    """The position of this rank. Entering a phase sets one attribute; `Monitor` reads it from another thread.
+
+    with phases("step", step=17): ...
+    """
+
+    def __init__(self, timeouts: PhaseTimeouts | None = None) -> None:
+        self.timeouts = timeouts or PhaseTimeouts()
+        self.position = Position(since=time.monotonic())
+
+    def enter(self, phase: str, timeout: float | None = None, step: int | None = None) -> None:
+        """Be in a phase from now until the next. timeout: seconds, instead of the configured limit."""
+        limit = self.timeouts.of(phase) if timeout is None else timeout
+        before = self.position
+        step = before.step if step is None else step
+        self.position = Position(phase, step, before.entered + 1, time.monotonic(), limit)
+
+    @contextmanager
+    def __call__(self, phase: str, timeout: float | None = None, step: int | None = None) -> Iterator[None]:
+        """Be in a phase; afterwards again in the one around it, whose time starts anew. An error keeps the inner."""
+        outer = self.position
+        self.enter(phase, timeout, step)
+        yield
+        self.position = outer._replace(
+            step=self.position.step, entered=self.position.entered + 1, since=time.monotonic()
+        )

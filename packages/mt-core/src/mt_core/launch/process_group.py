@@ -1,0 +1,129 @@
+"""The store that ranks meet at, and the process group of all of them. A single process needs neither."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.launch.environment import RankEnvironment
+from mt_core.launch.phases import PhaseTimeouts
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+COUNT, ALL_HERE, LEFT = "arrived", "all-arrived", "left"
+SHOWN_RANKS = 16
+LEAVE_SECONDS = 60.0
+"""How long the rank that serves the store stays for those that are not done yet."""
+
+
+def initialize(
+    environment: RankEnvironment, device_type: str, timeouts: PhaseTimeouts | None = None
+) -> dist.Store | None:
+    """Choose this rank's device, meet the other ranks, and make the process group of all of them.
+
+    device_type: `cpu` (gloo) or `cuda` (NCCL, and gloo for tensors on the CPU). Returns the store, or None for a
+    single process, which gets no group. Raises ConfigError when the device or the address cannot be right,
+    TrainingError that names the ranks that did not arrive within `timeouts.init` seconds.
+    """
+    timeouts = timeouts or PhaseTimeouts()
+    device = select_device(environment, device_type)
+    if environment.world_size == 1:
+        return None
+    store = connect_store(environment, timeouts.init)
+    _meet(store, environment, timeouts.init)
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=dist.PrefixStore("process-group", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        # A phase's limit is the one that should be met first: it names the late rank.
+        timeout=timedelta(seconds=timeouts.longest + 60),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return store
+
+
+def shutdown(environment: RankEnvironment, store: dist.Store | None) -> None:
+    """Leave after success. The rank that serves the store stays until the others have left."""
+    if store is None:
+        return
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store.add(LEFT, 1)
+    if environment.serves_store:
+        wait_until_left(store, environment.world_size)
+
+
+def wait_until_left(store: dist.Store, world_size: int) -> None:
+    """Where the store is served: stay until all ranks that met here have left, or for a minute."""
+    end = time.monotonic() + LEAVE_SECONDS
+    while store.add(COUNT, 0) == world_size > store.add(LEFT, 0) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def select_device(environment: RankEnvironment, device_type: str) -> torch.device:
+    """The device of this rank: one GPU for each rank of a node. Raises ConfigError when there are too few."""
+    if device_type not in BACKENDS:
+        raise ConfigError(f"no communication is known for the device type {device_type!r}; use cpu or cuda")
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    # Slurm may show each task its own GPU only.
+    index = 0 if count == 1 and environment.launcher == "slurm" else environment.local_rank
+    if index >= count:
+        raise ConfigError(
+            f"rank {environment.rank} is number {environment.local_rank} of {environment.local_world_size} on "
+            f"{environment.host}, which has {count} CUDA devices; start at most {count} ranks there, "
+            f"or look at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def connect_store(environment: RankEnvironment, timeout: float) -> dist.Store:
+    """The store of this run. Raises TrainingError when nobody answers, ConfigError when the port is taken."""
+    if environment.master_addr is None or environment.master_port is None:
+        raise ConfigError(f"{environment.world_size} ranks need MASTER_ADDR and MASTER_PORT")
+    address = f"{environment.master_addr}:{environment.master_port}"
+    try:
+        store = dist.TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            is_master=environment.serves_store,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+    except dist.DistNetworkError as error:
+        if environment.serves_store:
+            raise ConfigError(f"rank 0 cannot listen on {address}: {error}; set another MASTER_PORT") from error
+        server = "the launcher of the first node" if environment.launcher_has_store else "rank 0"
+        raise TrainingError(
+            f"{server} did not answer at {address} within {timeout:g} s; it has not started or has failed, or "
+            f"{environment.host} cannot reach it (MASTER_ADDR, MASTER_PORT, a firewall)"
+        ) from error
+    return run_store(store, environment.attempt)
+
+
+def run_store(store: dist.Store, attempt: int) -> dist.Store:
+    """The part of a store that belongs to one attempt of a run; a launcher keeps the store between attempts."""
+    return dist.PrefixStore(f"mt/{attempt}", store)
+
+
+def _meet(store: dist.Store, environment: RankEnvironment, timeout: float) -> None:
+    """Wait until every rank is here."""
+    store.set(f"{COUNT}/{environment.rank}", environment.host)
+    if store.add(COUNT, 1) == environment.world_size:
+        store.set(ALL_HERE, "")
+    try:
+        store.wait([ALL_HERE], timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        missing = [rank for rank in range(environment.world_size) if not store.check([f"{COUNT}/{rank}"])]
+        shown = ", ".join(map(str, missing[:SHOWN_RANKS]))
+        more = f" and {len(missing) - SHOWN_RANKS} more" if len(missing) > SHOWN_RANKS else ""
+        raise TrainingError(
+            f"{len(missing)} of {environment.world_size} ranks did not arrive within {timeout:g} s: {shown}{more}"
+        ) from error

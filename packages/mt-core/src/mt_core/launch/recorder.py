@@ -1,0 +1,100 @@
+"""Ends a rank that failed: record first, then word to the others, then out, without any cleaning up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from mt_core.launch.environment import RankEnvironment
+from mt_core.launch.failure import Failure, describe_failure, write_failure
+from mt_core.launch.phases import Phases
+from mt_core.launch.report import followed_by, report
+
+FAILED = "failed"
+ELASTIC_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STORE_SECONDS = 5.0
+LINGER_SECONDS = 3.0
+"""How long a failed rank that serves the store goes on serving, so that others learn of the failure. Under
+torchrun, followers wait as long: it takes the first process that it sees end for the cause."""
+
+
+def announce(store: dist.Store, failure: Failure) -> Failure:
+    """Make a failure known through the store; returns the one that was announced first. Raises dist.DistError."""
+    return Failure.from_json(store.compare_set(FAILED, "", failure.to_json()))
+
+
+class FailureRecorder:
+    """What a rank does when it fails, from its main thread or from the one that watches it: the first wins."""
+
+    def __init__(self, environment: RankEnvironment, folder: Path | None, phases: Phases) -> None:
+        self.environment = environment
+        self.folder = folder
+        self.phases = phases
+        self._store: dist.Store | None = None
+        self._leaving = threading.Lock()
+
+    def use_store(self, store: dist.Store) -> None:
+        """A connection of its own, so that a call that waits in another thread blocks nothing here."""
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this rank because of an exception."""
+        failure = describe_failure(error, self.environment, self.phases.position)
+        if not failure.followed:
+            _tell_elastic(error, os.environ)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        self.leave(failure)
+
+    def leave(self, failure: Failure) -> NoReturn:
+        """End this rank with a record: no destructor, no process group and no other thread can hold it up."""
+        self._leaving.acquire()  # never released: whoever comes second waits for the end
+        write_failure(failure, self.folder)
+        first = self._announce(failure)
+        if first.rank != failure.rank and failure.followed and failure.cause is None:
+            failure = followed_by(failure, first)
+            write_failure(failure, self.folder)
+        self._show(failure, first)
+        if self.environment.serves_store or (failure.followed and self.environment.launcher == "torchrun"):
+            time.sleep(LINGER_SECONDS)
+        os._exit(failure.exit_code or 1)
+
+    def _announce(self, failure: Failure) -> Failure:
+        """The failure that was announced first: this one, or another rank's."""
+        if self._store is None:
+            return failure
+        try:
+            return announce(self._store, failure)
+        except dist.DistError:  # the store is gone too
+            return failure
+
+    def _show(self, failure: Failure, first: Failure) -> None:
+        """On standard error, unless a launcher of ours collects the records and shows them."""
+        if self.environment.launcher == "mt":
+            return
+        cause = first if failure.cause is None else Failure.from_dict(failure.cause)
+        if cause.rank == failure.rank:
+            text = report([failure])
+        else:
+            text = f"{failure.where} ended after {cause.where}: {failure.exception}\n"
+        os.write(2, text.encode())
+
+
+def _tell_elastic(error: BaseException, environ: Mapping[str, str]) -> None:
+    """torchrun shows what the rank leaves in this file."""
+    if environ.get(ELASTIC_ERROR_FILE):
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+        with contextlib.suppress(OSError):
+            ErrorHandler().record_exception(error)

@@ -1,0 +1,50 @@
+"""Signals to the launcher: the first is passed to the ranks, which finish their step and save; the second ends them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+PASSED_AS = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGHUP: signal.SIGTERM,  # a closed terminal also ends the run with a checkpoint
+}
+REPLACED = (*PASSED_AS, signal.SIGQUIT)
+"""Signals whose handlers torch elastic sets when it starts processes."""
+
+
+class ForwardedSignals:
+    """Entered before the ranks start, so that leaving restores the handlers of before; `install` once they run.
+
+    Outside the main thread Python allows no handlers; then signals keep their usual effect.
+    """
+
+    def __init__(self, forward: Callable[[signal.Signals], None], kill: Callable[[], None]) -> None:
+        self.received: list[signal.Signals] = []
+        self._forward = forward
+        self._kill = kill
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> ForwardedSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in REPLACED}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, self._receive if number in PASSED_AS else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if len(self.received) == 1:
+            self._forward(PASSED_AS[signal.Signals(number)])
+        else:
+            self._kill()

@@ -1,0 +1,177 @@
+"""Watches launched ranks: sees the first one fail, ends the others, and tells what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mt_core.launch.failure import ERRORS, Failure, lost_peer, read_failures, write_failure
+from mt_core.launch.logs import LOGS, DelayedView, log_path, tail
+from mt_core.launch.monitor import position_key
+from mt_core.launch.phases import Position
+from mt_core.launch.process_group import wait_until_left
+from mt_core.launch.processes import RankProcesses
+from mt_core.launch.recorder import LINGER_SECONDS, announce
+from mt_core.launch.report import in_order, report
+from mt_core.launch.signals import PASSED_AS, ForwardedSignals
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 4.0
+"""From the first failure to the end of ranks that still run: time to write down what they met."""
+SIGNALS = {
+    signal.SIGKILL: "killed: by hand, by the scheduler, or because the machine ran out of memory",
+    signal.SIGSEGV: "ended by a fault in compiled code",
+    signal.SIGABRT: "aborted by compiled code",
+    signal.SIGBUS: "ended by a memory fault; shared memory may be full",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
+    """A rank that ended otherwise than with 0. time: seconds since the epoch. code: negative for a signal."""
+
+    rank: int
+    code: int
+    time: float
+
+
+class Supervisor:
+    """One run of launched ranks."""
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        world_size: int,
+        folder: Path,
+        signals: ForwardedSignals,
+        view: DelayedView | None,
+        connect: Callable[[], dist.Store | None],
+    ) -> None:
+        self.processes = processes
+        self.world_size = world_size
+        self.folder = folder
+        self.signals = signals
+        self.view = view
+        self.deaths: dict[int, Death] = {}
+        self._connect = connect
+
+    def run(self, *, spans_nodes: bool) -> int:
+        """Wait for the end of the ranks and return the exit code. spans_nodes: others are told of a failure here."""
+        running = self._wait(lambda: bool(self.deaths))
+        if not self.deaths:
+            return self._succeed(spans_nodes)
+        if spans_nodes:
+            self._tell_other_nodes()
+        end = time.monotonic() + GRACE_SECONDS
+        running = self._wait(lambda: time.monotonic() > end) if running else running
+        self.processes.close()
+        if self._was_stopped():
+            return 128 + self.signals.received[0]
+        return self._report(running)
+
+    def _wait(self, until: Callable[[], bool]) -> list[int]:
+        """Look after the ranks until all have ended or `until` says so; returns those that still run."""
+        while True:
+            codes = self.processes.poll()
+            for rank, code in codes.items():
+                if code and rank not in self.deaths:
+                    self.deaths[rank] = Death(rank, code, time.time())
+            running = [rank for rank, code in codes.items() if code is None]
+            if not running or until():
+                return running
+            if self.view is not None and not self.deaths:
+                self.view.pump()
+            time.sleep(POLL_SECONDS)
+
+    def _succeed(self, spans_nodes: bool) -> int:
+        if self.view is not None:
+            self.view.finish()
+        store = self._connect() if spans_nodes and self.view is not None else None
+        if store is not None:  # ranks of other nodes may still need the store that this process serves
+            wait_until_left(store, self.world_size)
+        return 0
+
+    def _was_stopped(self) -> bool:
+        """Whether the ranks ended because the user said so, and not by failures of their own meanwhile."""
+        if len(self.signals.received) != 1:
+            return bool(self.signals.received)
+        records = read_failures(self.folder, self.deaths)
+        return all(self._obeyed(death, records.get(death.rank)) for death in self.deaths.values())
+
+    def _obeyed(self, death: Death, record: Failure | None) -> bool:
+        """Whether a rank ended by the signal that was passed on, or after one that did."""
+        if record is not None:
+            return record.followed or record.exception == KeyboardInterrupt.__name__
+        return death.code == -PASSED_AS[self.signals.received[0]]
+
+    # -- failures -------------------------------------------------------------------------------
+
+    def failures(self) -> list[Failure]:
+        """Of each rank that died: its record, or what can be told from outside."""
+        records = read_failures(self.folder, self.deaths)
+        silent = [rank for rank in self.deaths if rank not in records]
+        store = self._connect() if silent else None
+        return [*records.values(), *(self._silent_failure(self.deaths[rank], store) for rank in silent)]
+
+    def _silent_failure(self, death: Death, store: dist.Store | None) -> Failure:
+        """Of a rank that left no record."""
+        position = _last_position(store, death.rank)
+        end_of_log = tail(log_path(self.folder, death.rank))
+        shown = f"\n\nThe end of its log:\n\n{end_of_log}" if end_of_log else ""
+        failure = Failure(
+            rank=death.rank,
+            host=socket.gethostname(),
+            phase=position.phase,
+            step=position.step,
+            exception=f"exit code {death.code}" if death.code > 0 else signal.Signals(-death.code).name,
+            message=_explain(death) + shown,
+            traceback="",
+            time=death.time,
+            exit_code=death.code if death.code > 0 else 128 - death.code,
+            followed=death.code > 0 and lost_peer(end_of_log),
+        )
+        write_failure(failure, self.folder)
+        return failure
+
+    def _tell_other_nodes(self) -> None:
+        """So that their ranks end too; a rank that left a record has done it itself."""
+        store = self._connect()
+        with contextlib.suppress(dist.DistError):
+            if store is not None:
+                announce(store, in_order(self.failures())[0])
+        if self.view is not None:  # the store ends with this process
+            time.sleep(LINGER_SECONDS)
+
+    def _report(self, ended: list[int]) -> int:
+        failures = self.failures()
+        first = in_order(failures)[0]
+        dead = set(self.deaths)
+        text = report(failures, [rank for rank in ended if rank not in dead])
+        sys.stderr.write(
+            f"{text}Logs of the ranks: {self.folder / LOGS}; records of failures: {self.folder / ERRORS}\n"
+        )
+        sys.stderr.flush()
+        return first.exit_code or 1
+
+
+def _last_position(store: dist.Store | None, rank: int) -> Position:
+    """What a rank last said of itself, at most a second before its end."""
+    with contextlib.suppress(dist.DistError):
+        if store is not None and store.check([position_key(rank)]):
+            return Position.from_json(store.get(position_key(rank)))
+    return Position()
+
+
+def _explain(death: Death) -> str:
+    if death.code > 0:
+        return f"ended with exit code {death.code} and no record of why"
+    number = signal.Signals(-death.code)
+    return SIGNALS.get(number, "ended by this signal")

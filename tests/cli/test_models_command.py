@@ -1,0 +1,103 @@
+"""`mt models`: counts compared with formulas and with what the papers say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mt_cli import main
+from mt_cli.model_sizes import part_of
+from mt_core.hookspecs import hookimpl
+from mt_core.plugins import Plugin, load_plugins
+from mt_core.specs import Lazy, ModelSpec
+
+
+def gpt2_parameters(layers: int, hidden: int, positions: int, vocab: int) -> int:
+    """Biases everywhere, tied output: 12 h^2 + 13 h a layer, two final norm vectors, two embeddings."""
+    return layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden + (vocab + positions) * hidden
+
+
+def tiny_parameters(layers: int, hidden: int, ffn: int, vocab: int) -> int:
+    """No biases, RMSNorm, gated feed-forward, rotary positions, tied output."""
+    return layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden + vocab * hidden
+
+
+def test_counts_are_exact(mt) -> None:
+    found = json.loads(mt("models", "gpt", "--json").out)
+    sizes = {preset["name"]: preset["size"]["total"] for preset in found["presets"]}
+    assert sizes["gpt2-124m"] == gpt2_parameters(12, 768, 1024, 50257) == 124_439_808
+    assert sizes["gpt2-1.5b"] == gpt2_parameters(48, 1600, 1024, 50257) == 1_557_611_200
+    assert sizes["gpt3-175b"] == gpt2_parameters(96, 12288, 2048, 50257)
+    tiny = next(preset for preset in found["presets"] if preset["name"] == "gpt-tiny")
+    assert tiny["size"]["total"] == tiny_parameters(4, 128, 320, tiny["size"]["vocab_size"])
+    assert sum(tiny["size"]["parts"].values()) == tiny["size"]["total"]
+
+
+def test_a_preset_without_vocabulary_takes_the_tokenizers(mt) -> None:
+    (tiny,) = json.loads(mt("models", "gpt-tiny", "--json").out)["presets"]
+    assert "vocab_size" not in tiny["values"]["model"]
+    host = load_plugins()
+    spec = host.tokenizers.get("ByteLevelTokenizer")
+    tokenizer = spec.build.load()(spec.config_type.load()())
+    assert tiny["size"]["vocab_size"] == tokenizer.vocab_size
+
+
+def test_the_table(mt) -> None:
+    lines = mt("models").lines
+    assert ["gpt2-124m", "124,439,808", "12", "768", "12", "1024"] in lines
+    presets = {name for spec in load_plugins().models for name in spec.presets.load()}
+    assert presets <= {line[0] for line in lines if line}
+
+
+def test_one_preset(mt) -> None:
+    outcome = mt("models", "gpt2-124m")
+    assert ["embedding.word_embeddings", "38,597,376", "31.0%"] in outcome.lines
+    assert ["model.num_layers", "12"] in outcome.lines
+    assert outcome.lines[-1] == ["mt", "train", "--preset", "gpt2-124m"]
+
+
+def test_an_unknown_name(mt) -> None:
+    outcome = mt("models", "gpt2-124")
+    assert outcome.code == 2
+    assert outcome.err == ('error: gpt2-124 is no installed model family and no preset (did you mean "gpt2-124m"?)\n')
+
+
+def test_without_torch_nothing_is_counted(mt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_cli.model_sizes.find_spec", lambda name: None)
+    outcome = mt("models", "gpt")
+    assert ["gpt2-124m", "-", "12", "768", "12", "1024"] in outcome.lines
+    assert 'Not counted: torch is missing (pip install "mt-core[train]")' in outcome.out
+
+
+def family(name: str, presets: str) -> type:
+    spec = ModelSpec(name=name, doc="of a test", config_type=Lazy("a:b"), build=Lazy("a:b"), presets=Lazy(presets))
+    return type("Module", (), {"mt_register_models": staticmethod(hookimpl(lambda: [spec]))})
+
+
+PRESETS = {"small": {"model": {"num_layers": 3}}}
+
+
+def test_what_is_wrong_with_one_family_hides_no_other(mt, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = load_plugins()
+    broken = {"gone": "a_module_that_is_not_there:PRESETS", "a": f"{__name__}:PRESETS", "b": f"{__name__}:PRESETS"}
+    for name, presets in broken.items():
+        host.add(family(name, presets), Plugin(name, "m", f"dist-{name}", "1.0"))
+    host.add(family("c", f"{__name__}:OTHERS"), Plugin("c", "m", "dist-c", "1.0"))
+    monkeypatch.setattr(main, "load_plugins", lambda **_: host)
+    outcome = mt("models")
+    assert outcome.code == 0
+    assert ["gpt2-124m", "124,439,808", "12", "768", "12", "1024"] in outcome.lines
+    assert ["huge", "-", "-", "-", "-", "-"] in outcome.lines
+    assert "Not counted: huge: ModuleNotFoundError: No module named 'a'" in outcome.out
+    assert 'plugin "gone" (dist-gone 1.0) cannot give its presets: ModuleNotFoundError' in outcome.out
+    assert 'preset small is brought by plugin "a" (dist-a 1.0) and plugin "b" (dist-b 1.0)' in outcome.out
+
+
+OTHERS: dict[str, dict[str, dict[str, int]]] = {"huge": {"model": {}}}
+
+
+def test_parts_gather_layers() -> None:
+    assert part_of("decoder.layers.31.mlp.linear_fc1.weight") == "decoder.layers.*.mlp"
+    assert part_of("embedding.word_embeddings.weight") == "embedding.word_embeddings"
+    assert part_of("output_layer.weight") == "output_layer"
