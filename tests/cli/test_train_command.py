@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from mt_cli.main import run
 
 SMALL = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_core.config.loading import LoadedConfig, config_from_dict, load_config
+from mt_core.config.loading import config_from_dict, load_config
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
@@ -147,7 +147,7 @@ def test_whatever_is_set_either_loads_or_is_refused_in_words(host: PluginHost, o
     try:
         loaded = load_config(preset="gpt-tiny", overrides=[override], host=host)
     except MtError as error:
-        assert str(error)
+        message = str(error)
+        assert message
     else:
-        assert isinstance(loaded, LoadedConfig)
         assert "--set" in loaded.origins.values()

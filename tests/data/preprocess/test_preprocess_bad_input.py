@@ -157,6 +157,7 @@ def test_options_that_cannot_be(corpus: Path, options: Options) -> None:
         ({"executor": "dask"}, "--dask-scheduler"),
         ({"tokenizer": {"vocab_fle": "x"}}, "unknown key tokenizer.vocab_fle"),
         ({"output_prefix": "/"}, "names a folder"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs vocab_file and merge_file; give --tokenizer vocab_file="),
     ]:
         with pytest.raises(ConfigError, match=words):
             preprocess(options(corpus, **changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,39 @@ def test_the_part_of_a_machine_is_printed(corpus: Path, tmp_path: Path, monkeypa
     assert result.exit_code == 0, result.output
     assert "part 1 of 2 (SLURM_ARRAY_TASK_ID=1)" in result.output
     assert (tmp_path / "set_00001-of-00002_text_document.bin").exists()
+    merge = (
+        f"--input {tmp_path}/set_{{00000..00001}}-of-00002_text_document --output-prefix {tmp_path}/set_text_document"
+    )
+    assert merge in result.output
+
+
+def test_a_part_without_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "only one"}\n')
+    for part in (0, 1):
+        result = run(
+            *["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "set", "--shard", f"{part}/2"],
+            *["--tokenizer-type", "ByteLevelTokenizer"],
+        )
+        assert result.exit_code == 0, result.output
+    counts = [path.stat().st_size // 2 for path in sorted(tmp_path.glob("set_*.bin"))]
+    assert sorted(counts) == [0, len("only one")]
+
+
+def test_a_terminal_shows_rates_live() -> None:
+    from rich.console import Console
+
+    from mt_data.preprocess.options import Counts
+    from mt_data.preprocess.rich_progress import RichProgress
+
+    console = Console(force_terminal=True, width=100, file=io.StringIO())
+    with RichProgress(console) as progress:
+        progress.begin(1000)
+        progress.advance(Counts(input_bytes=400, documents=3, tokens={"text": 1234567}), reused=True)
+        progress.advance(Counts(input_bytes=600, documents=2, tokens={"text": 1}), reused=False)
+        progress.join(2)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("tokenizing", "100%", "MB/s", "docs/s", "1.23M tokens", "5 documents, 1,234,568 tokens"):
+        assert words in shown
 
 
 def test_spread_and_tokenizer_options() -> None:

@@ -71,19 +71,21 @@ def test_fifty_kills_at_random_moments(prep: Any, tmp_path: Path, options: Optio
     wanted = options(tmp_path / source, shard_mb=TINY, json_keys=("text",))
     expected = prep.expected_files(prep.TEXTS)
     output = Path(wanted.output_prefix).parent
-    started = time.monotonic()
-    preprocess(wanted)
-    typical = time.monotonic() - started
-    shutil.rmtree(output)
+    times = []
+    for _ in range(2):
+        started = time.monotonic()
+        preprocess(wanted)
+        times.append(time.monotonic() - started)
+        shutil.rmtree(output)
     dice, kills = random.Random(source), 0
-    for _ in range(25):
+    while kills < 25:
         child = os.fork()
         if child == 0:
             try:
                 preprocess(wanted)
             finally:
                 os._exit(0)
-        time.sleep(dice.uniform(0, typical))
+        time.sleep(dice.uniform(0, min(times)))
         os.kill(child, signal.SIGKILL)
         kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         complete = (output / "set_text_document.manifest.json").exists()
@@ -99,7 +101,6 @@ def test_fifty_kills_at_random_moments(prep: Any, tmp_path: Path, options: Optio
             "set_text_document.manifest.json",
         ]
         shutil.rmtree(output)
-    assert kills > 12
 
 
 def test_finished_shards_are_kept_for_any_number_of_workers(prep: Any, corpus: Path, options: Options) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, DataError
 from mt_data.preprocess.sentences import build_splitter
 
 CASES = [
@@ -59,14 +60,17 @@ def test_unknown_language() -> None:
         build_splitter("rules", "germn", False)
 
 
-def test_punkt_needs_nltk() -> None:
+def test_punkt_when_its_data_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nltk = pytest.importorskip("nltk", reason="NLTK is not installed")
-    try:
-        nltk.data.find("tokenizers/punkt_tab")
-    except LookupError:
-        from mt_core.errors import DataError
+    from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
 
-        with pytest.raises(DataError, match="--sentence-splitter rules needs none"):
-            build_splitter("nltk", "english", False)
-        return
-    assert build_splitter("nltk", "english", True)("One. Two.  Three.") == ["One. ", "Two.  ", "Three."]
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    with pytest.raises(DataError, match=r'no Punkt data for "english".*--sentence-splitter rules needs none'):
+        build_splitter("nltk", "english", False)
+    trainer = PunktTrainer("Mr. A met Mr. B and Mr. C. They left with Mr. D. Mr. E stayed. " * 20)
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    save_punkt_params(trainer.get_params(), str(folder))
+    text = " Mr. A left. Mr. B stayed.\n\nWhy?  "
+    assert build_splitter("nltk", "english", False)(text) == [" Mr. A left.", "Mr. B stayed.", "Why?"]
+    assert "".join(build_splitter("nltk", "english", True)(text)) == text

@@ -40,7 +40,7 @@ KERNELS = (
 DATA_PACKAGES = (
     Package("fsspec", "data on object stores and other remote file systems"),
     Package("pyarrow", "Parquet and Arrow files"),
-    Package("zstandard", "files compressed with zstd"),
+    Package("backports.zstd", "files compressed with zstd"),
     Package("tokenizers", "Hugging Face tokenizers"),
     Package("sentencepiece", "SentencePiece tokenizers"),
     Package("tiktoken", "tiktoken vocabularies"),

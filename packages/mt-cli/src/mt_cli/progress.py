@@ -72,7 +72,7 @@ class LiveProgress(PlainProgress):
     def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
         self._progress.update(
             self._task,
-            completed=metrics["iteration"],
+            completed=run.state.iteration,
             loss=f"{metrics['loss']:.3f}",
             grad_norm=f"{metrics['grad_norm']:.2f}",
             learning_rate=f"{metrics['learning_rate']:.1e}",

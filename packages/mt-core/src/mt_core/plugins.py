@@ -120,15 +120,15 @@ class Registry(Generic[SpecT]):
     def owners(self, name: str) -> list[Plugin]:
         return [r.plugin for r in self.registrations if r.spec.name == name]
 
-    def get(self, name: str, *, key: str | None = None) -> SpecT:
-        """The spec registered as `name`. `key` is the configuration key that asked for it.
+    def get(self, name: str, *, key: str | None = None, asker: str | None = None) -> SpecT:
+        """The spec registered as `name`. `key` is the configuration key that names it; `asker` one that implies it.
 
         Raises PluginError when no plugin registers the name, or when more than one does.
         """
         found = [r for r in self.registrations if r.spec.name == name]
         if len(found) == 1:
             return found[0].spec
-        asked = f"{key}={name}" if key else name
+        asked = asker or (f"{key}={name}" if key else name)
         if found:
             owners = " and ".join(r.plugin.label for r in found)
             raise PluginError(
@@ -166,7 +166,7 @@ class PluginHost:
             return
         try:
             module = entry_point.load()
-        except Exception as error:  # a plugin may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
             self._record(plugin, Problem("import", f"{type(error).__name__}: {error}", error))
             return
         self.add(module, plugin)

@@ -25,15 +25,16 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
-    from mt_core.inference.generation import generate_text
+    from mt_core.inference.generation import as_decoder, generate_text
     from mt_core.inference.loading import load_trained_model
     from mt_core.inference.sampling import SamplingOptions
 
     options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
     trained = load_trained_model(path, load_plugins(), device=device)
+    decoder = as_decoder(trained.model)
     typer.echo(text, nl=False)
-    for piece in generate_text(trained.model, trained.tokenizer, text, max_tokens, options, use_cache=cache):
+    for piece in generate_text(decoder, trained.tokenizer, text, max_tokens, options, use_cache=cache):
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()

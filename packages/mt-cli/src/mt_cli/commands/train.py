@@ -55,7 +55,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         console.print(f"{name.removesuffix('_loss')} loss {loss:.4f} ({loss / _LN2:.3f} bits per token)", style="bold")
     for name, loss in result.reference_losses.items():
         console.print(f"a {name} model of the same text has {loss:.4f}")
-    _sample(trainer, console)
+    _sample(trainer)
     console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, checkpoints/.")
     console.print("Next:")
     prompt = trainer.config.train.sample_prompt or "Once"
@@ -67,14 +67,15 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
 _LN2 = 0.6931471805599453
 
 
-def _sample(trainer: Trainer, console: object) -> None:
+def _sample(trainer: Trainer) -> None:
     """A text from the model, printed as it comes."""
-    from mt_core.inference.generation import generate_text
+    from mt_core.inference.generation import as_decoder, generate_text
     from mt_core.inference.sampling import SamplingOptions
 
     train = trainer.config.train
     if train.sample_prompt is None or not hasattr(trainer.model, "new_cache"):
         return
+    decoder = as_decoder(trainer.model)
     longest = getattr(trainer.model, "max_sequence_length", None) or trainer.config.data.seq_length
     room = longest - len(trainer.tokenizer.encode(train.sample_prompt))
     options = SamplingOptions(temperature=0.8, top_k=50, seed=train.seed)
@@ -82,6 +83,6 @@ def _sample(trainer: Trainer, console: object) -> None:
     typer.echo(train.sample_prompt, nl=False)
     if room > 0:
         tokens = min(train.sample_tokens, room)
-        for piece in generate_text(trainer.model, trainer.tokenizer, train.sample_prompt, tokens, options):
+        for piece in generate_text(decoder, trainer.tokenizer, train.sample_prompt, tokens, options):
             typer.echo(piece, nl=False)
     typer.echo()

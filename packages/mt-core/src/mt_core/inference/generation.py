@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,13 @@ class Decoder(Protocol):
     def train(self, mode: bool = True) -> Any: ...
 
     def eval(self) -> Any: ...
+
+
+def as_decoder(model: nn.Module) -> Decoder:
+    """The model, if it can continue text; ConfigError if its family cannot."""
+    if not hasattr(model, "new_cache"):
+        raise ConfigError(f"{type(model).__name__} does not continue text: only causal language models do")
+    return cast(Decoder, model)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from mt_core.errors import ConfigError
 from mt_core.launch import slurm
 from mt_core.launch.environment import AGENT_STORE, ATTEMPT, LAUNCHED_BY_MT
 from mt_core.launch.failure import ERRORS, forget_failure
-from mt_core.launch.logs import LOGS, DelayedView, log_path
+from mt_core.launch.logs import LOGS, DelayedView, keep_previous, log_path
 from mt_core.launch.process_group import run_store
 from mt_core.launch.processes import RankProcesses
 from mt_core.launch.signals import ForwardedSignals
@@ -183,7 +183,7 @@ def _store(placement: Placement, server: dist.TCPStore | None) -> dist.Store | N
 
 @contextlib.contextmanager
 def _folder(run_dir: str | Path | None, ranks: range) -> Iterator[Path]:
-    """The folder for logs and records, without those of an earlier run. A temporary one goes if all went well."""
+    """The folder for logs and records, without records of an earlier run. A temporary one goes if all went well."""
     folder = Path(run_dir) if run_dir is not None else Path(tempfile.mkdtemp(prefix="mt-launch-"))
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def _folder(run_dir: str | Path | None, ranks: range) -> Iterator[Path]:
         raise ConfigError(f"run directory {folder}: {error.strerror}; choose another with --run-dir") from error
     for rank in ranks:
         forget_failure(folder, rank)
-        log_path(folder, rank).unlink(missing_ok=True)
+        keep_previous(log_path(folder, rank))
     yield folder
     if run_dir is None and not (folder / ERRORS).exists():
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from pathlib import Path
@@ -13,6 +14,12 @@ TAIL_LINES, TAIL_BYTES = 30, 16384
 
 def log_path(folder: Path, rank: int) -> Path:
     return folder / LOGS / f"rank-{rank}.log"
+
+
+def keep_previous(log: Path) -> None:
+    """Set the log of the run's last start aside, as rank-N.previous.log."""
+    with contextlib.suppress(FileNotFoundError):
+        log.replace(log.with_suffix(".previous.log"))
 
 
 def tail(path: Path) -> str:

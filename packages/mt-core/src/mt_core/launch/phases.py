@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mt_core.errors import ConfigError, did_you_mean
@@ -27,15 +27,16 @@ class PhaseTimeouts:
 
     def of(self, phase: str) -> float:
         """The limit of a phase. Raises ConfigError when there is no such phase."""
-        names = [field.name for field in fields(self)]
-        if phase not in names:
-            known = ", ".join(names)
-            raise ConfigError(f"there is no phase {phase!r}; phases are {known}{did_you_mean(phase, names)}")
-        return float(getattr(self, phase))
+        try:
+            return vars(self)[phase]
+        except KeyError:
+            names = list(vars(self))
+            known = f"phases are {', '.join(names)}{did_you_mean(phase, names)}"
+            raise ConfigError(f"there is no phase {phase!r}; {known}") from None
 
     @property
     def longest(self) -> float:
-        return max(self.of(field.name) for field in fields(self))
+        return max(vars(self).values())
 
 
 class Position(NamedTuple):

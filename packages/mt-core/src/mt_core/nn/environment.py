@@ -60,5 +60,5 @@ class ModelEnvironment:
 
     def feed_forward(self, name: str, options: object) -> nn.Module:
         """The named feed-forward. `options` is the model's config, from which it reads its shape."""
-        spec = self.host.feed_forwards.get(name, key="model.feed_forward")
+        spec = self.host.feed_forwards.get(name, asker=f"model.{name}")
         return spec.build.load()(options, self.parallel)

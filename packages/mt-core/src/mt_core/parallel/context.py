@@ -211,7 +211,7 @@ def build_meshes(sizes: AxisSizes, world: int, device_type: str) -> tuple[Device
 def _new_group(members: list[tuple[int, ...]]) -> dist.ProcessGroup:
     """This process's group of a partition of the world; collective."""
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)  # every process is in one of them
     return group
 
 

@@ -11,7 +11,7 @@ from mt_data.commands.dedup import dedup
 from mt_data.commands.filter_urls import filter_urls
 from mt_data.commands.inspect import inspect
 from mt_data.commands.merge import MergeCommand, merge
-from mt_data.commands.preprocess import preprocess
+from mt_data.commands.preprocess import PreprocessCommand, preprocess
 from mt_data.commands.preview import preview
 from mt_data.commands.train_tokenizer import train_tokenizer
 from mt_data.commands.verify import verify
@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="Prepare, inspect, verify and filte
 
 PREPARING, LOOKING, CORPUS = "Preparing", "Looking", "Building a corpus"
 
-app.command("preprocess", rich_help_panel=PREPARING)(preprocess)
+app.command("preprocess", cls=PreprocessCommand, rich_help_panel=PREPARING)(preprocess)
 app.command("merge", cls=MergeCommand, rich_help_panel=PREPARING)(merge)
 app.command("train-tokenizer", rich_help_panel=PREPARING)(train_tokenizer)
 app.command("build-index", rich_help_panel=PREPARING)(build_index)

@@ -76,7 +76,10 @@ def preprocess(
         bool, typer.Option("--keep-newlines", help="Sentences keep the white space behind them.")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(help="Processes; the output is the same for any number. Default: the cores.")
+        int | None,
+        typer.Option(
+            help="Processes; the output is the same for any number. Default: the cores, fewer for small inputs."
+        ),
     ] = None,
     shard: Annotated[
         str | None,
@@ -178,7 +181,7 @@ def run(options: PreprocessOptions) -> None:
                 "the same command goes on from there"
             )
             raise typer.Exit(128 + (received[-1] if received else signal.SIGINT)) from None
-    _show(report)
+    _show(report, options)
 
 
 @contextmanager
@@ -197,7 +200,7 @@ def sigterm_as_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _show(report: PreprocessReport) -> None:
+def _show(report: PreprocessReport, options: PreprocessOptions) -> None:
     counts = report.counts
     for key, prefix in report.outputs.items():
         typer.echo(f"{prefix}: {counts.sequences[key]:,} sequences, {counts.tokens[key]:,} tokens")
@@ -206,4 +209,12 @@ def _show(report: PreprocessReport) -> None:
     if report.skipped_report:
         typer.echo(f"{counts.skipped:,} lines were skipped; {report.skipped_report} lists them")
     first = next(iter(report.outputs.values()))
-    typer.echo(f"next: mt data inspect {shlex.quote(str(first))}")
+    if report.share.count == 1:
+        typer.echo(f"next: mt data inspect {shlex.quote(str(first))}")
+        return
+    typer.echo("next, when all parts are done:")
+    whole = shlex.quote(options.output_prefix)
+    for key in report.outputs:
+        output = f"{shlex.quote(key)}_{options.level}"
+        parts = f"{whole}{report.share.all_suffixes}_{output}"
+        typer.echo(f"  mt data merge --input {parts} --output-prefix {whole}_{output}")

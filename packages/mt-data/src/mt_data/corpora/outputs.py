@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.requires import require
+from mt_data.preprocess.zstd import create_zstd
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _INPUT_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", ".txt")
@@ -80,7 +80,7 @@ def _compressed(raw: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
         with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
             yield cast(IO[bytes], packed)
     elif suffix == ".zst":
-        with require("zstandard").ZstdCompressor(level=3).stream_writer(raw, closefd=False) as packed:
+        with create_zstd(cast(BinaryIO, raw)) as packed:
             yield packed
     else:
         yield raw

@@ -40,6 +40,10 @@ class TokenizerChoice:
         try:
             config = config_type(tokenizer_type=self.tokenizer_type, **options)
         except ValidationError as error:
+            missing = [str(entry["loc"][0]) for entry in error.errors() if entry["type"] == "missing"]
+            if missing:
+                wanted = ", ".join(f"--tokenizer {key}=..." for key in missing)
+                raise ConfigError(f"{self.tokenizer_type} needs {' and '.join(missing)}; give {wanted}") from None
             origins = dict.fromkeys(options, "the tokenizer's options")
             raise ConfigError(validation_message("tokenizer", config_type, error, origins)) from None
         return spec.build.load()(config)

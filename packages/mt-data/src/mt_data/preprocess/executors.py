@@ -7,13 +7,14 @@ import os
 import signal
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
 from typing import Protocol, cast
 
 from mt_core.errors import DataError, MtError
+from mt_data.preprocess.encoder import DocumentEncoder
 from mt_data.preprocess.partial import writing_shards
 from mt_data.preprocess.parts import Shard
 from mt_data.preprocess.shards import ShardResult, Task, run_shard
@@ -38,9 +39,12 @@ class InlineExecutor:
     feeds_streams = True
     width = 1
 
+    def __init__(self, encoder: DocumentEncoder) -> None:
+        self.encoder = encoder
+
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]:
         for shard in shards:
-            yield run_shard(task, shard)
+            yield run_shard(task, shard, self.encoder)
 
 
 class ProcessExecutor:
@@ -90,7 +94,8 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.shard: Shard | None = None
         self._process = context.Process(target=_work, args=(task, theirs), daemon=True, name="mt-preprocess")
-        self._process.start()
+        with _sigint_blocked():
+            self._process.start()
         theirs.close()
 
     def give(self, shard: Shard) -> None:
@@ -137,10 +142,18 @@ class _Worker:
         return DataError(f"a worker process {how} while it worked on {files}{memory}")
 
 
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A process started meanwhile never sees Ctrl-C, which reaches all of a terminal; this one sees it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(task: Task, connection: Connection) -> None:
     """What a worker process runs."""
-    # Ctrl-C reaches all processes of a terminal; the one that started this one sees to the end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     # EOFError, OSError: the other end is gone, and there is nobody to tell.
     with writing_shards(Path(task.folder)), suppress(EOFError, OSError):

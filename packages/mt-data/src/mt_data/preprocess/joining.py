@@ -26,7 +26,8 @@ def refuse_existing(prefixes: Iterable[Path]) -> None:
 
 def join_run(plan: RunPlan, folder: PartialFolder, results: list[ShardResult]) -> tuple[Counts, int]:
     """Write the outputs and the list of skipped lines; (sums over the shards, their number)."""
-    counts = Counts()
+    zero = dict.fromkeys(plan.outputs, 0)
+    counts = Counts(sequences=dict(zero), tokens=dict(zero))
     for result in results:
         counts.add(result.counts)
     if not counts.documents and plan.share.count == 1:

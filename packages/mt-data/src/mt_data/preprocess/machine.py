@@ -21,10 +21,16 @@ class MachineShare:
     @property
     def suffix(self) -> str:
         """Behind the output prefix; sorts in the order of the parts. Empty for the whole corpus."""
-        if self.count == 1:
-            return ""
-        width = max(5, len(str(self.count)))
-        return f"_{self.index:0{width}d}-of-{self.count:0{width}d}"
+        return "" if self.count == 1 else f"_{self._padded(self.index)}-of-{self._padded(self.count)}"
+
+    @property
+    def all_suffixes(self) -> str:
+        """The suffixes of all parts, in order, as bash and zsh expand it."""
+        first, last = self._padded(0), self._padded(self.count - 1)
+        return f"_{{{first}..{last}}}-of-{self._padded(self.count)}"
+
+    def _padded(self, number: int) -> str:
+        return f"{number:0{max(5, len(str(self.count)))}d}"
 
 
 WHOLE = MachineShare(0, 1, "the whole corpus")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mt_core.errors import ConfigError
+from mt_data.preprocess.machine import MachineShare
 from mt_data.preprocess.readers import MAX_LINE_BYTES
 
 OnError = Literal["raise", "skip"]
@@ -35,7 +36,7 @@ class PreprocessOptions:
     keep_newlines: bool = False
     """Sentences keep the white space behind them, so that joined they are the text."""
     workers: int | None = None
-    """Processes. Default: the cores this process may use. The output does not depend on it."""
+    """Processes. Default: the cores that this one may use, fewer for small inputs. Does not change the output."""
     partitions: int | None = None
     shard: str | None = None
     """The part of the corpus that this machine does: "i/n", or "i" with partitions=n; i counts from 0."""
@@ -104,6 +105,7 @@ class PreprocessReport:
 
     outputs: Mapping[str, Path]
     """Prefix of the indexed dataset by JSON key."""
+    share: MachineShare
     counts: Counts
     shards: int
     shards_reused: int

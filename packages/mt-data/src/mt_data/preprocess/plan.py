@@ -16,6 +16,8 @@ from mt_data.preprocess.parts import ByteRange, Part, RowGroups, Shard, WholeFil
 
 MIB = 2**20
 SHARDS_OF_A_CORPUS = 256
+SHARDS_OF_A_MACHINE = 8
+"""At least, of a corpus that is small for the machines that share it."""
 MIN_SHARD_BYTES = MIB
 MAX_SHARD_BYTES = 32 * MIB
 COMPRESSION = 4
@@ -59,9 +61,11 @@ def examine(paths: Iterable[Path]) -> list[InputFile]:
     return files
 
 
-def default_shard_bytes(files: Iterable[InputFile]) -> int:
+def default_shard_bytes(files: Iterable[InputFile], machines: int = 1) -> int:
+    """Small enough for many workers, and for each of many machines to get its share; else as large as is useful."""
     total = sum(file.size for file in files)
-    return min(max(total // SHARDS_OF_A_CORPUS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    size = min(max(total // SHARDS_OF_A_CORPUS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    return size if machines == 1 else max(1, min(size, total // (machines * SHARDS_OF_A_MACHINE)))
 
 
 def plan_jobs(

@@ -65,11 +65,20 @@ class RichProgress:
         self._bar.stop()
         self.note(f"{self.summary()}; joining {shards} shards")
 
+    def _rates(self) -> tuple[float, float]:
+        """(MB/s of input, documents/s)."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return self._done_here.input_bytes / 1e6 / seconds, self._done_here.documents / seconds
+
+    def short_summary(self) -> str:
+        """Rates and tokens, for the width of a terminal."""
+        rate, documents = self._rates()
+        tokens = sum(self.total.tokens.values())
+        return f"{rate:.1f} MB/s {short(documents)} docs/s {short(tokens)} tokens"
+
     def summary(self) -> str:
         """Totals and rates as one line."""
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rate = self._done_here.input_bytes / 1e6 / seconds
-        documents = self._done_here.documents / seconds
+        rate, documents = self._rates()
         tokens = sum(self.total.tokens.values())
         skipped = f", {self.total.skipped:,} skipped" if self.total.skipped else ""
         return (
@@ -83,4 +92,13 @@ class _Summary(ProgressColumn):
         self._owner = owner
 
     def render(self, task: Task) -> Text:
-        return Text(self._owner.summary())
+        return Text(self._owner.short_summary(), no_wrap=True)
+
+
+def short(number: float) -> str:
+    """A count in three or four characters: 950, 8.4k, 16.6M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"

@@ -50,6 +50,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     counts, shards = finished
     return PreprocessReport(
         outputs=plan.outputs,
+        share=plan.share,
         counts=counts,
         shards=shards,
         shards_reused=reused,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_core.specs import Tokenizer
 from mt_data.indexed import dtype_for_vocab
-from mt_data.preprocess.encoder import TokenizerChoice
+from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.machine import MachineShare, machine_share
 from mt_data.preprocess.options import PreprocessOptions
@@ -28,6 +29,9 @@ from mt_data.preprocess.shards import Task, build_encoder
 
 IDENTITY_VERSION = 1
 """Grows when the same options would cut the input into other shards, or make other files of them."""
+
+BYTES_WORTH_A_WORKER = 8 * 2**20
+"""Input for which, by default, another process is started: what it takes to start, it could encode instead."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,6 @@ class RunPlan:
         Not `on_error`: a shard without a bad line is the same either way. Not the number of workers.
         """
         task, options = self.task, self.options
-        splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
         return {
             "version": IDENTITY_VERSION,
             "inputs": [[str(file.path.absolute()), file.size, file.mtime_ns] for file in self.files],
@@ -80,7 +83,7 @@ class RunPlan:
             "json_keys": list(options.json_keys),
             "append_eod": options.append_eod,
             "dtype": task.dtype,
-            "sentences": splitter_identity(*splitter) if options.split_sentences else None,
+            "sentences": splitter_identity(*task.splitter) if task.splitter else None,
         }
 
     def check_inputs_unchanged(self) -> None:
@@ -98,32 +101,22 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     share = machine_share(options.shard, options.partitions)
     choice = TokenizerChoice.of(options.tokenizer_type, options.tokenizer)
     tokenizer = choice.build()
-    files = examine(expand_globs(options.input))
-    shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files)
+    paths = expand_globs(options.input)
+    files = examine(path.absolute() for path in paths) if options.executor == "dask" else examine(paths)
+    shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files, share.count)
     feeds_streams = options.executor == "local"
-    jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
+    all_jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
+    jobs = share_of_machine(all_jobs, share.index, share.count)
     prefix = f"{options.output_prefix}{share.suffix}"
-    splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
-    task = Task(
-        folder=str(Path(f"{prefix}.partial").absolute()),
-        tokenizer=choice,
-        fingerprint=tokenizer.fingerprint(),
-        json_keys=options.json_keys,
-        level=options.level,
-        dtype=dtype_for_vocab(tokenizer.vocab_size).name,
-        append_eod=options.append_eod,
-        splitter=splitter if options.split_sentences else None,
-        on_error=options.on_error,
-        read=ReadOptions(options.input_format, options.json_keys, options.max_line_bytes),
-    )
-    build_encoder(task, tokenizer)  # raises now what every worker would raise
+    task = _task(options, f"{prefix}.partial", choice, tokenizer)
+    encoder = build_encoder(task, tokenizer)  # raises now what every worker would raise
     return RunPlan(
         options=options,
         share=share,
         files=files,
-        jobs=share_of_machine(jobs, share.index, share.count),
+        jobs=jobs,
         shard_bytes=max(shard_bytes, 1),
-        executor=build_executor(options),
+        executor=build_executor(options, encoder, sum(job.input_bytes for job in jobs)),
         task=task,
         outputs={key: Path(f"{prefix}_{key}_{options.level}") for key in options.json_keys},
         tokenizer_record={
@@ -136,13 +129,29 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     )
 
 
-def build_executor(options: PreprocessOptions) -> Executor:
+def _task(options: PreprocessOptions, folder: str, choice: TokenizerChoice, tokenizer: Tokenizer) -> Task:
+    splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
+    return Task(
+        folder=str(Path(folder).absolute()),
+        tokenizer=choice,
+        fingerprint=tokenizer.fingerprint(),
+        json_keys=options.json_keys,
+        level=options.level,
+        dtype=dtype_for_vocab(tokenizer.vocab_size).name,
+        append_eod=options.append_eod,
+        splitter=splitter if options.split_sentences else None,
+        on_error=options.on_error,
+        read=ReadOptions(options.input_format, options.json_keys, options.max_line_bytes),
+    )
+
+
+def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, input_bytes: int) -> Executor:
     if options.executor == "dask":
         from mt_data.preprocess.dask_executor import DaskExecutor
 
         return DaskExecutor(options.dask_scheduler or "")
-    workers = options.workers or available_cores()
-    return InlineExecutor() if workers == 1 else ProcessExecutor(workers)
+    workers = options.workers or min(available_cores(), 1 + input_bytes // BYTES_WORTH_A_WORKER)
+    return InlineExecutor(encoder) if workers == 1 else ProcessExecutor(workers)
 
 
 def available_cores() -> int:

@@ -64,14 +64,15 @@ def skipped_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.skipped.jsonl"
 
 
-def run_shard(task: Task, shard: Shard) -> ShardResult:
+def run_shard(task: Task, shard: Shard, encoder: DocumentEncoder | None = None) -> ShardResult:
     """Do a shard and leave its outputs and, last, the file that says so, in `task.folder`.
 
+    encoder: the one of this run where it has been made already; by default it is made once in a process.
     Raises MalformedRecord for a line that cannot be used (unless task.on_error is "skip"), DataError for
     an input that cannot be read, and for a disk that is full.
     """
     try:
-        return _ShardRun(task, shard).run()
+        return _ShardRun(task, shard).run(encoder or encoder_of(task))
     except OSError as error:
         raise DataError(
             f"{task.folder}: cannot be written: {error.strerror or error}; when that is put right, the same "
@@ -85,8 +86,8 @@ class _ShardRun:
         self.folder = Path(task.folder)
         self.counts = Counts(input_bytes=shard.input_bytes)
 
-    def run(self) -> ShardResult:
-        name, encoder = self.shard.name, encoder_of(self.task)
+    def run(self, encoder: DocumentEncoder) -> ShardResult:
+        name = self.shard.name
         prefixes = [shard_prefix(self.folder, name, key, self.task.level) for key in self.task.json_keys]
         skipped = skipped_path(self.folder, name)
         with ExitStack() as stack:

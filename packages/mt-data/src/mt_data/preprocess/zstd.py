@@ -1,10 +1,10 @@
-"""Zstandard files, by the standard library's module (Python 3.14) or its backport.
-
-Both raise EOFError when a frame ends early; the reader of the `zstandard` package ends silently there.
+"""Zstandard files, by the standard library's module (Python 3.14) or its backport, which raise EOFError when a
+frame ends early (the reader of the `zstandard` package ends silently there).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,7 +18,7 @@ from mt_core.errors import DataError
 @contextmanager
 def open_zstd(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
     """The decompressed bytes of an open file of one or more frames. DataError when its data is damaged."""
-    module = _zstd_module(path)
+    module = _zstd_module()
     try:
         with module.open(raw, "rb") as stream:
             yield cast(BinaryIO, stream)
@@ -27,10 +27,10 @@ def open_zstd(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
         raise DataError(message) from error
 
 
-def _zstd_module(path: Path) -> ModuleType:
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            return import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise DataError(f"{path} needs a Zstandard reader (pip install backports.zstd, or mt-data[zstd])")
+def create_zstd(raw: BinaryIO) -> BinaryIO:
+    """A stream that compresses into an open file and, when closed, ends the frame but leaves the file open."""
+    return cast(BinaryIO, _zstd_module().open(raw, "wb"))
+
+
+def _zstd_module() -> ModuleType:
+    return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

@@ -1,0 +1,1 @@
+"""A model family and a callback for mt."""
