@@ -14,6 +14,7 @@ from mt_core.nn.attention import AttentionPattern, expand_groups
 from mt_core.parallel.context import Axis
 from mt_core.parallel.context_parallel import _torch_ops, check_context_parallel, context_parallel_attention
 from mt_core.parallel.context_parallel.blocks import FLASH_CPU, MATH, Softmax
+from mt_core.parallel.context_parallel.core import check_pattern
 from mt_core.parallel.context_parallel.hierarchical import hierarchical_members
 from mt_core.parallel.context_parallel.masks import BlockMask
 from mt_core.parallel.context_parallel.ulysses import group_repeats
@@ -216,3 +217,16 @@ def test_unknown_methods_and_dropout_are_refused_by_the_core() -> None:
     for method in ("p2p", "all_gather", "a2a"):
         with pytest.raises(ConfigError, match="model.attention_dropout=0.5"):
             context_parallel_attention(method, [axis(0, 2)])(q, q, q, AttentionPattern(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (AttentionPattern(window=4), "a sliding window"),
+        (AttentionPattern(key_padding=torch.ones(1, 4, dtype=torch.bool)), "padded keys"),
+        (AttentionPattern(bias=torch.zeros(1, 1, 4, 4)), "a bias of its own"),
+    ],
+)
+def test_patterns_that_are_not_sharded_are_refused(pattern, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_pattern(pattern)

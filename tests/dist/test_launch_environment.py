@@ -143,6 +143,15 @@ def test_a_cause_comes_before_its_followers_whatever_the_clocks_say() -> None:
     assert "Rank 4 had not failed and was ended." in text
 
 
+def test_the_stack_of_the_late_rank_is_shown() -> None:
+    reporter = failure(0, 1.0, exception="TrainingError", message="Late: rank 2", expected=True, late=(2,))
+    late = failure(2, 2.0, followed=True, traceback="in read_a_slow_disk", phase="data")
+    text = report([late, failure(1, 1.5, followed=True, traceback="in all_reduce"), reporter])
+    assert "TrainingError: Late: rank 2\n\nThe late rank 2 on h (phase data, step 3) was here:\n\nin read_a_s" in text
+    assert "in all_reduce" not in text
+    assert "Ranks 1 and 2 followed." in text
+
+
 @pytest.mark.parametrize(
     ("text", "is_lost"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.launch.local import launch
+from mt_core.launch.logs import DelayedView
 
 pytestmark = pytest.mark.dist
 
@@ -27,7 +29,6 @@ LOOP = """
 import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from mt_core.errors import DataError
 from mt_core.launch.session import rank_session
 
 how, folder = sys.argv[1], Path(sys.argv[2])
@@ -40,7 +41,7 @@ with rank_session("cpu", run_dir=folder) as session:
         session.phases.enter("step", step=step)
         if step == 10 and rank == session.environment.world_size // 2 and how != "kill":
             (folder / "failed-at").write_text(str(time.time()))
-            raise {"raise": ValueError("out of paper"), "mt": DataError("shard 7 is empty")}[how]
+            raise ValueError("out of paper")
         dist.all_reduce(torch.ones(1000))
         (folder / f"step-{rank}").write_text(str(step))
         time.sleep(0.05)
@@ -112,15 +113,32 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_first_and_alone(program, 
     assert captured.out == "hello from 0\n"
     record = json.loads((tmp_path / "errors" / "rank-2.json").read_text())
     assert (record["rank"], record["phase"], record["step"], record["exit_code"]) == (2, "step", 10, 1)
-    assert "raise {" in record["traceback"]
+    assert 'raise ValueError("out of paper")' in record["traceback"]
     assert (tmp_path / "logs" / "rank-2.log").read_text().startswith("hello from 2\n")
 
 
+RECORDING = """
+import os, sys, time
+from pathlib import Path
+from mt_core.errors import DataError
+from mt_core.launch.environment import LAUNCHED_BY_MT, read_environment
+from mt_core.launch.failure import record_failure
+from mt_core.launch.phases import Position
+
+environment, folder = read_environment(), Path(os.environ[LAUNCHED_BY_MT])
+time.sleep(0.3 * (3 - environment.rank))  # rank 2 first
+error = RuntimeError("Connection closed by peer") if environment.rank == 0 else DataError("shard 7 is empty")
+record_failure(error, environment, folder, Position("data", 4))
+sys.exit(DataError.exit_code if environment.rank else 1)
+"""
+
+
 def test_an_error_of_the_user_is_shown_by_its_message_and_gives_the_exit_code(program, tmp_path, capfd) -> None:
-    assert launch(2, [], entry=program(LOOP, "mt"), run_dir=tmp_path) == DataError.exit_code
+    assert launch(3, [], entry=program(RECORDING, ""), run_dir=tmp_path) == DataError.exit_code
     shown = capfd.readouterr().err
-    assert re.match(r"rank 1 on \S+ \(phase step, step 10\) failed first:\n\nDataError: shard 7 is empty\n", shown)
+    assert re.match(r"rank 2 on \S+ \(phase data, step 4\) failed first:\n\nDataError: shard 7 is empty\n", shown)
     assert "Traceback" not in shown
+    assert "Rank 1 failed with the same error.\nRank 0 followed.\n" in shown
 
 
 def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cause(program, tmp_path, capfd) -> None:
@@ -196,7 +214,8 @@ def test_an_interrupt_before_a_rank_can_save_is_no_failure(program, tmp_path, ca
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path) -> None:
-    source = f"from mt_core.launch.local import launch\nlaunch(2, [], entry={program(PLAIN, 'deaf')!r})\n"
+    call = f"launch(2, [], entry={program(PLAIN, 'deaf')!r}, run_dir={str(tmp_path)!r})"
+    source = f"from mt_core.launch.local import launch\n{call}\n"
     launcher = os.posix_spawn(sys.executable, [sys.executable, "-c", source], os.environ)
     wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
     os.kill(launcher, signal.SIGKILL)
@@ -265,6 +284,22 @@ def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, capf
     assert codes == {0: 128 + signal.SIGKILL, 1: 128 + signal.SIGKILL}
     shown = re.findall(r"rank 1 on \S+ \(phase data, step 3\) failed first:\n\nSIGKILL", capfd.readouterr().err)
     assert len(shown) == 2  # each launcher says it
+
+
+def test_what_rank_0_says_waits_for_the_launcher_to_know_of_failures(tmp_path) -> None:
+    log, shown = tmp_path / "rank-0.log", io.BytesIO()
+    view = DelayedView(log, shown, delay=0.2)
+    view.pump()  # there is no log yet
+    log.write_bytes(b"one\n")
+    view.pump()
+    assert shown.getvalue() == b""
+    time.sleep(0.25)
+    view.pump()
+    assert shown.getvalue() == b"one\n"
+    with log.open("ab") as file:
+        file.write(b"two\n")
+    view.finish()
+    assert shown.getvalue() == b"one\ntwo\n"
 
 
 @pytest.mark.parametrize(

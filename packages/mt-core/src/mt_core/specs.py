@@ -320,7 +320,7 @@ class OptimizerSpec(Spec):
 
     config_type: Lazy[type]
     build: Lazy[Any]
-    """(config, param_groups) -> torch.optim.Optimizer"""
+    """(config, param_groups) -> mt_core.optim.optimizers.Optimizer, as those of torch.optim are"""
 
 
 @dataclass(frozen=True, kw_only=True)

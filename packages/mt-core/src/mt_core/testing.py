@@ -71,7 +71,7 @@ def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
             assert isinstance(receiver, Connection)
             rank = open_.pop(receiver)
             try:
-                outcome, value = receiver.recv()
+                outcome, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 raise RankFailureError(f"rank {rank} died") from None
             if outcome == "error":
@@ -92,11 +92,12 @@ def _rank_main(
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         value = function(rank, world_size, *args)
-        pickle.dumps(value)  # an unpicklable result is this rank's error, not a silent death
+        # Bytes, since tensors sent as objects would live in memory that this rank takes with it.
+        result = pickle.dumps(("result", value))
         dist.barrier()
         dist.destroy_process_group()
-        sender.send(("result", value))
+        sender.send_bytes(result)
     except BaseException:
-        sender.send(("error", traceback.format_exc()))
+        sender.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     finally:
         sender.close()

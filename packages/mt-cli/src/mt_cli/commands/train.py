@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mt_cli.launching import describe_launch, rank_arguments, world_of, world_of_launcher
 from mt_cli.requirements import need
-from mt_core.plugins import load_plugins
+from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
+    from mt_core.config.loading import LoadedConfig
     from mt_core.train.trainer import Trainer, TrainResult
 
 DEFAULT_PRESET = "gpt-tiny"
+
+
+MACHINES = "Several processes"
 
 
 def train(
@@ -25,21 +30,66 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run. Default: runs/ and the name of the file or preset.")
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes to start on this machine.", rich_help_panel=MACHINES)
+    ] = None,
+    nnodes: Annotated[int, typer.Option(help="Machines of the job.", rich_help_panel=MACHINES)] = 1,
+    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.", rich_help_panel=MACHINES)] = 0,
+    master_addr: Annotated[
+        str, typer.Option(help="Name or address of the first machine.", rich_help_panel=MACHINES)
+    ] = "127.0.0.1",
+    master_port: Annotated[
+        int | None, typer.Option(help="A free port on it. Default: any, for one machine.", rich_help_panel=MACHINES)
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the ranks and each machine's command.", rich_help_panel=MACHINES)
+    ] = False,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
     from mt_core.config.loading import load_config
-    from mt_core.train.trainer import Trainer
 
-    host = load_plugins()
     if config is None and preset is None:
         preset = DEFAULT_PRESET
-    loaded = load_config(config, preset=preset, overrides=set_ or (), host=host)
-    directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
-    trainer = Trainer(loaded, run_dir=directory, host=host)
-    already = trainer.state.iteration
-    result = trainer.train()
-    _report(trainer, result, directory, already)
+    launched = nproc is not None or dry_run
+    host = load_plugins()
+    with world_of((nproc or 1) * nnodes) if launched else world_of_launcher():
+        loaded = load_config(config, preset=preset, overrides=set_ or (), host=host)
+        directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
+        if not launched:
+            return train_as_rank(loaded, directory, host)
+    arguments = rank_arguments(config, preset, set_ or [], directory)
+    if dry_run:
+        return typer.echo(describe_launch(loaded.config, nnodes, nproc or 1, arguments))
+    from mt_core.launch.local import launch
+
+    raise typer.Exit(
+        launch(
+            nproc or 1,
+            arguments,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            run_dir=directory,
+        )
+    )
+
+
+def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> None:
+    """Train in this process, alone or as one of the ranks that a launcher started."""
+    from mt_core.launch.session import rank_session
+    from mt_core.parallel.context import is_writer
+    from mt_core.train import build
+    from mt_core.train.trainer import Trainer
+
+    device = build.resolve_device(loaded.config.train.device)
+    with rank_session(device.type, run_dir=directory) as session:
+        trainer = Trainer(loaded, run_dir=directory, host=host, phases=session.phases)
+        already = trainer.state.iteration
+        result = trainer.train()
+        if is_writer():
+            _report(trainer, result, directory, already)
 
 
 def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int) -> None:

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from mt_core.config.schema import Config
 
 
+MODEL_AXES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
 def check_config(config: Config) -> None:
     """Raise ConfigError for values that cannot work together, before anything is built."""
     check_layout(config)
@@ -56,17 +64,13 @@ def global_batch_size(config: Config) -> int:
 
 def check_layout(config: Config) -> None:
     world = world_size()
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-    ):
+    for key in MODEL_AXES:
         must_divide(f"parallel.{key}", getattr(config.parallel, key), "the number of processes", world)
-    if world != 1:
+    divided = [key for key in MODEL_AXES if getattr(config.parallel, key) > 1]
+    if divided:
         raise ConfigError(
-            f"this job has {world} processes (WORLD_SIZE={world}), and mt trains in one; "
-            "start one process, without a launcher or with its number of processes set to 1"
+            f"parallel.{divided[0]}={getattr(config.parallel, divided[0])}: training divides samples over its "
+            f"{world} processes (data parallel), not the model; parallel.{divided[0]} can be 1"
         )
 
 

@@ -128,11 +128,22 @@ class ParallelContext:
     @property
     def is_writer(self) -> bool:
         """Whether this is the process that writes for all of them."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return is_writer()
 
     def on_device(self, device: torch.device) -> ParallelContext:
         """The same place with parameters on another device, for instance `meta`."""
         return replace(self, device=device)
+
+
+def is_writer() -> bool:
+    """Whether this process is the one that speaks and writes for all of the world."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def wait_for_all() -> None:
+    """Until every process of the world is here."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 SINGLE = Axis()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize
 from mt_core.optim.main_weights import MainWeights
-from mt_core.optim.optimizers import param_groups
+from mt_core.optim.optimizers import Optimizer, param_groups
 from mt_core.optim.schedules import Horizon, Schedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import PluginHost
@@ -28,10 +29,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU when there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor tells more)")
-    return torch.device(name)
+    # Each rank of a machine has a GPU of its own.
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
 def axis_sizes(config: Config) -> AxisSizes:
@@ -81,7 +83,7 @@ def build_initialized_model(config: Config, ctx: ParallelContext, host: PluginHo
     return model
 
 
-def build_optimizer(config: Config, weights: MainWeights, host: PluginHost) -> torch.optim.Optimizer:
+def build_optimizer(config: Config, weights: MainWeights, host: PluginHost) -> Optimizer:
     groups = param_groups(weights.named_parameters(), config.optimizer.weight_decay)
     spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
     return spec.build.load()(config.optimizer, groups)

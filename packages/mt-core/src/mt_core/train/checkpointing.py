@@ -1,7 +1,7 @@
 """What of a run goes into a checkpoint, under which names, and how it comes back.
 
 Tensors: `model.<parameter>`, `optimizer.<state>.<parameter>` (canonical shapes, without padding),
-`optimizer.main.<parameter>` (fp32 weights of 16-bit training), `rng.<stream>`. The rest is JSON metadata.
+`optimizer.main.<parameter>` (fp32 weights of 16-bit training); `random_streams` adds `rng.*`. The rest is JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import CopiedWeights, MainWeights
+from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
+from mt_core.train import random_streams
 from mt_core.train.state import TrainState
 
-MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+MODEL, OPTIMIZER = "model.", "optimizer."
 MAIN = "main"
 
 
@@ -34,7 +36,7 @@ class Checkpointed:
 
     model: nn.Module
     weights: MainWeights
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     scaler: LossScaler
     state: TrainState
     ctx: ParallelContext
@@ -50,7 +52,6 @@ class Checkpointed:
         for name, parameter in self.weights.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"{OPTIMIZER}{key}.{name}", _canonical_state(value, parameter, layouts[name])
-        yield from rng_state(self.ctx)
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {
@@ -70,7 +71,7 @@ class Checkpointed:
             require_fit(reader, layouts, prefix)
             load_parameters(self.weights.named_parameters(), reader, layouts, prefix, self.ctx)
         self._restore_optimizer(reader, layouts)
-        restore_rng(reader, self.ctx)
+        random_streams.restore_rng(reader, self.ctx)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         for key in asdict(self.state):
             setattr(self.state, key, int(reader.metadata[key]))
@@ -122,18 +123,6 @@ def load_parameters(
 ) -> None:
     for name, parameter in named_parameters:
         parameter.copy_(layouts[name].to_local(reader.read(prefix + name), ctx))
-
-
-def rng_state(ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
-    yield f"{RNG}cpu", torch.get_rng_state()
-    if ctx.device.type == "cuda":
-        yield f"{RNG}cuda", torch.cuda.get_rng_state(ctx.device)
-
-
-def restore_rng(reader: CheckpointReader, ctx: ParallelContext) -> None:
-    torch.set_rng_state(reader.read(f"{RNG}cpu"))
-    if ctx.device.type == "cuda" and f"{RNG}cuda" in reader.shapes():
-        torch.cuda.set_rng_state(reader.read(f"{RNG}cuda"), ctx.device)
 
 
 def environment() -> dict[str, Any]:

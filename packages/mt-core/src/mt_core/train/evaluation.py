@@ -7,11 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.data import sum_over
 from mt_core.train.step import Batch, ForwardStep, masked_sum
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], forward_step: ForwardStep) -> float:
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], forward_step: ForwardStep, ctx: ParallelContext | None = None
+) -> float:
     """Sum of token losses over the count of unmasked tokens; the model is left in the mode it was in."""
     training = model.training
     model.eval()
@@ -21,6 +25,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], forward_step: ForwardSt
             losses: Tensor = forward_step(model, batch)
             total += masked_sum(losses, batch["loss_mask"]).double().cpu()
             tokens += float(batch["loss_mask"].sum())
-        return float(total) / max(tokens, 1.0)
+        ctx = ctx or ParallelContext()
+        whole, counted = sum_over([float(total), tokens], ctx.dp_cp, ctx.device)
+        return whole / max(counted, 1.0)
     finally:
         model.train(training)

@@ -13,6 +13,9 @@ from mt_core._torch_compat import scale_all_
 from mt_core.nn.loss import Loss
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import MainWeights
+from mt_core.optim.optimizers import Optimizer
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.data import sum_gradients, sum_over
 
 Batch = Mapping[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], Tensor]
@@ -53,21 +56,25 @@ class OptimizerStep:
         self,
         model: nn.Module,
         weights: MainWeights,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         forward_step: ForwardStep,
         scaler: LossScaler,
         clip_grad: float,
+        ctx: ParallelContext | None = None,
     ) -> None:
         self.model, self.weights, self.optimizer = model, weights, optimizer
         self.forward_step, self.scaler, self.clip_grad = forward_step, scaler, clip_grad
+        self.ctx = ctx or ParallelContext()
 
     def __call__(self, micro_batches: Sequence[Batch], learning_rate: float) -> StepOutcome:
         """Update the weights from one global batch. Losses are summed and divided by the count of unmasked tokens."""
-        tokens = float(sum(batch["loss_mask"].sum() for batch in micro_batches))
+        counted = float(sum(batch["loss_mask"].sum() for batch in micro_batches))
+        (tokens,) = sum_over([counted], self.ctx.dp_cp, self.ctx.device)
         self.weights.zero_grad()
         # A batch without a counted token has loss 0 and gradient 0, not 0/0.
         loss = sum((self._accumulate(batch, max(tokens, 1.0)) for batch in micro_batches), torch.zeros(()))
-        return self._update(float(loss), tokens, learning_rate)
+        (whole_loss,) = sum_over([float(loss)], self.ctx.dp_cp, self.ctx.device)
+        return self._update(whole_loss, tokens, learning_rate)
 
     def _accumulate(self, batch: Batch, tokens: float) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the loss."""
@@ -76,7 +83,7 @@ class OptimizerStep:
         return share.detach()
 
     def _update(self, loss: float, tokens: float, learning_rate: float) -> StepOutcome:
-        gradients = [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
+        gradients = self._gradients()
         scale = self.scaler.scale
         norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
         overflowed = not math.isfinite(norm) or not math.isfinite(loss)
@@ -91,6 +98,17 @@ class OptimizerStep:
         self.optimizer.step()
         self.weights.publish()
         return StepOutcome(loss, norm, tokens, updated=True)
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of the whole batch, summed over data-parallel ranks."""
+        if self.ctx.dp_cp.size > 1:
+            # A parameter that this rank's samples did not reach still takes part in the sum.
+            for _, parameter in self.weights.named_parameters():
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
+        sum_gradients(gradients, self.ctx.dp_cp)
+        return gradients
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,16 +24,20 @@ from mt_core.data import building
 from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch
 from mt_core.errors import CheckpointError, DataError, TrainingError
+from mt_core.launch.phases import Phases
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss
 from mt_core.optim.loss_scale import build_loss_scaler
 from mt_core.optim.main_weights import build_main_weights
+from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.parallel.data import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train import build
 from mt_core.train.callbacks import Callback, CallbackList
 from mt_core.train.checkpointing import MODEL, Checkpointed, load_parameters, open_checkpoint, require_fit
 from mt_core.train.evaluation import evaluate
+from mt_core.train.random_streams import dropout_stream, gather_rng
 from mt_core.train.resume import require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
 from mt_core.train.signals import StopSignals
@@ -66,7 +71,7 @@ class Trainer:
     model: a module whose parameters were made with `LayoutModule.declare`. train_data, valid_data: data
     sets (valid by name). loss: (output, batch) -> losses [batch, sequence]. forward_step: (model, batch) ->
     losses, in place of both the call of the model and the loss. callbacks: added to the configured ones.
-    run_dir: None writes nothing to disk.
+    run_dir: None writes nothing to disk. phases: told what is being done, for time limits over ranks.
     """
 
     def __init__(
@@ -81,12 +86,15 @@ class Trainer:
         loss: Loss | None = None,
         forward_step: ForwardStep | None = None,
         callbacks: Sequence[Callback] = (),
+        phases: Phases | None = None,
     ) -> None:
         self.host = host or load_plugins()
+        self.phases = phases or Phases()
         self.loaded = config
         self.directory = RunDirectory(run_dir) if run_dir is not None else None
         self.state = TrainState()
-        self.callbacks = CallbackList([*self._configured_callbacks(), *callbacks])
+        # What configuration asks for speaks to the console and to files: one process does that for all.
+        self.callbacks = CallbackList([*(self._configured_callbacks() if is_writer() else []), *callbacks])
         self._stop_reason: str | None = None
         self._resumed_from = self._find_resume()
 
@@ -112,9 +120,12 @@ class Trainer:
             self.forward_step,
             self.scaler,
             self.config.optimizer.clip_grad,
+            self.ctx,
         )
-        torch.manual_seed(stream_seed(train.seed, "dropout"))
+        torch.manual_seed(stream_seed(train.seed, dropout_stream(self.ctx)))
+        self.phases.enter("load")
         self._restore()
+        self.phases.enter("data")
         self.train_data = train_data if train_data is not None else self._build_train_data()
         self.valid_data = valid_data if valid_data is not None else self._build_datasets("valid")
         building.require_samples(self.train_data, self.total_samples)
@@ -124,9 +135,10 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """Train to the end, or until a signal or a callback stops it; the last step is always saved."""
-        if self.directory is not None:
+        if self.directory is not None and self.ctx.is_writer:
             self.directory.create()
             self.directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
+        wait_for_all()
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
                 self._announce()
@@ -144,6 +156,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss on each validation set, over train.eval_iters global batches."""
+        self.phases.enter("evaluate")
         losses = {}
         for name, dataset in self.valid_data.items():
             size = self.batch_size.full
@@ -151,7 +164,7 @@ class Trainer:
             steps = [(first, min(size, count - first)) for first in range(0, count, size)]
             reader = self._reader(dataset, steps)
             batches = (batch for rank_batch in reader for batch in self._to_device(rank_batch))
-            losses[f"{name}_loss"] = evaluate(self.model, batches, self.forward_step)
+            losses[f"{name}_loss"] = evaluate(self.model, batches, self.forward_step, self.ctx)
         self.last_losses = losses
         if losses:
             self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
@@ -161,11 +174,16 @@ class Trainer:
         """Write a checkpoint of this step and point `latest` to it; None without a run directory."""
         if self.directory is None:
             return None
+        self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
-        spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
         state = self._checkpointed()
-        spec.save.load()(path, state.tensors(), state.metadata(self.config), dict(self.tokenizer.files()))
-        self.directory.set_latest(path)
+        streams = gather_rng(self.ctx)
+        if self.ctx.is_writer:
+            spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
+            tensors = chain(state.tensors(), streams.items())
+            spec.save.load()(path, tensors, state.metadata(self.config), dict(self.tokenizer.files()))
+            self.directory.set_latest(path)
+        wait_for_all()
         self._last_saved = self.state.iteration
         self.callbacks.on_checkpoint(self, path)
         return path
@@ -190,13 +208,16 @@ class Trainer:
                     self.stop(f"signal {signals.received.name}")
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")
-                if self._stop_reason is not None:
+                # A signal or a callback may reach one rank only; all of them stop after the same step.
+                if any_over(self._stop_reason is not None, self.ctx.dp_cp, self.device):
+                    self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:
             reader.close()
 
     def take_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
         """One optimizer step on a batch, with all that surrounds it: metrics, callbacks, evaluation, saving."""
+        self.phases.enter("step", step=self.state.iteration + 1)
         started = time.perf_counter()
         learning_rate = self.schedule(self.state.consumed_samples)
         outcome = self.step(self._to_device(rank_batch), learning_rate)
@@ -344,10 +365,12 @@ class Trainer:
     def _announce(self) -> None:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         threads = f" with {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        backend = getattr(self.config.model, "attention_backend", "of the model")
+        ranks = f", data parallel over {self.ctx.dp.size} processes" if self.ctx.dp.size > 1 else ""
         self.callbacks.on_message(
             self,
             f"{self.config.model.family}: {count:,} parameters in {self.config.precision.dtype} on "
-            f"{self.device}{threads}, attention {getattr(self.config.model, 'attention_backend', 'of the model')}",
+            f"{self.device}{threads}{ranks}, attention {backend}",
         )
         if self._resumed_from is not None:
             self.callbacks.on_message(self, f"resumed from {self._resumed_from} (step {self.state.iteration})")

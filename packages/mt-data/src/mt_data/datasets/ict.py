@@ -121,6 +121,7 @@ class ICTDataset:
             **self._sequence("query", [query[: self.rules.sequence_length - 2]]),
             **self.context(block, row[2]),
             "block_data": np.array(row, np.int64),
+            "loss_mask": np.array(1, np.float32),
         }
 
     def context(self, block: list[NDArray[np.int64]], document: int) -> dict[str, NDArray[np.int64]]:

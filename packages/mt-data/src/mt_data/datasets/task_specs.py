@@ -35,6 +35,7 @@ ICT_SAMPLE = (
     SampleField("context_tokentype_ids", "int64", "[sequence_length]", "0"),
     SampleField("context_padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
     SampleField("block_data", "int64", "[4]", "first sentence, one past the last, document, number of the block"),
+    SampleField("loss_mask", "float32", "[]", "1"),
 )
 
 SENTENCE_PAIR_SAMPLE = (

@@ -96,8 +96,11 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.normalize(q, k)
-        q = self._turn(q, angles)
-        k, v = self._remember(k, v, angles, cache)
+        if angles is not None:
+            turn = angles.within(self.window)
+            q, k = rotate(q, turn, self.rotary_interleaved), rotate(k, turn, self.rotary_interleaved)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         out = self.core(q, k, v, pattern.within(self.window), self.dropout if self.training else 0.0)
         return self.linear_proj(out.flatten(2))
 
@@ -112,16 +115,3 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is None or self.k_layernorm is None:
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)
-
-    def _remember(
-        self, k: Tensor, v: Tensor, angles: RotaryAngles | None, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """Turned keys and values of all positions so far."""
-        if angles is not None and angles.of_keys is not None:
-            k, v = cache.extend(k, v) if cache is not None else (k, v)
-            return self._turn(k, angles.of_keys), v
-        k = self._turn(k, angles)
-        return cache.extend(k, v) if cache is not None else (k, v)
-
-    def _turn(self, x: Tensor, angles: RotaryAngles | None) -> Tensor:
-        return x if angles is None else rotate(x, angles.within(self.window), self.rotary_interleaved)

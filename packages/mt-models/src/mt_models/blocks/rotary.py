@@ -12,11 +12,25 @@ def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
 
 
 class RotaryAngles:
-    """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32."""
+    """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 
-    def __init__(self, position_ids: Tensor, frequencies: Tensor) -> None:
+    in_window: the angles of layers with a sliding window, where these turn by other frequencies.
+    """
+
+    def __init__(
+        self,
+        position_ids: Tensor,
+        frequencies: Tensor,
+        scale: float = 1.0,
+        in_window: RotaryAngles | None = None,
+    ) -> None:
         angles = position_ids.to(torch.float32)[..., None, None] * frequencies.to(position_ids.device)
-        self.cos, self.sin = angles.cos(), angles.sin()
+        self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
+        self.in_window = in_window
+
+    def within(self, window: int | None) -> RotaryAngles:
+        """The angles of a layer with this window."""
+        return self if window is None or self.in_window is None else self.in_window
 
 
 def rotate(x: Tensor, angles: RotaryAngles, interleaved: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -26,13 +27,23 @@ class LayerShape(AttentionShape, Protocol):
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)): [batch, sequence, hidden] -> the same."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): [batch, sequence, hidden] -> the same.
 
-    def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
+    attention: instead of the SelfAttention that the configuration describes.
+    """
+
+    def __init__(
+        self,
+        config: LayerShape,
+        core: AttentionCore,
+        feed_forward: nn.Module,
+        ctx: ParallelContext,
+        attention: SelfAttention | None = None,
+    ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
-        self.self_attention = SelfAttention(config, core, ctx)
+        self.self_attention = attention or SelfAttention(config, core, ctx)
         self.pre_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.mlp = feed_forward
 
@@ -50,16 +61,37 @@ class TransformerLayer(nn.Module):
         return F.dropout(x, self.hidden_dropout, self.training)
 
 
+class ParallelResidualLayer(TransformerLayer):
+    """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-J, GPT-NeoX)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        attended = self._drop(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
+        return x + attended + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+
+
 class TransformerStack(nn.Module):
     """Layers and the norm behind them. The first `recomputed` layers keep only their input for backward."""
 
     def __init__(
-        self, layers: list[TransformerLayer], config: LayerShape, ctx: ParallelContext, recomputed: int = 0
+        self,
+        layers: Sequence[nn.Module],
+        config: LayerShape,
+        ctx: ParallelContext,
+        recomputed: int = 0,
+        final_layernorm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.recomputed = recomputed
         self.layers = nn.ModuleList(layers)
-        self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.final_layernorm = final_layernorm or build_norm(
+            config.normalization, config.hidden_size, config.norm_epsilon, ctx
+        )
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from pydantic import Field
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
+from mt_models.blocks.checks import check_tensor_parallel
 
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
@@ -55,6 +56,10 @@ class GPTConfig(ModelConfig):
     """Biases in the linear layers."""
     add_qkv_bias: bool = used_when(False, add_bias_linear=False)
     """A bias on queries, keys and values alone."""
+    embedding_layernorm: bool = False
+    """Normalize the embedding before the first layer (BLOOM)."""
+    parallel_residual: bool = False
+    """Attention and feed-forward read the same input, and both are added to it (GPT-J, GPT-NeoX)."""
     untie_embeddings_and_output_weights: bool = False
     """The output projection has a matrix of its own."""
     hidden_dropout: Probability = 0.0
@@ -87,6 +92,11 @@ class GPTConfig(ModelConfig):
         return 4 * self.hidden_size
 
     @property
+    def table_size(self) -> int | None:
+        """Rows of the table of positions, if there is one."""
+        return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated channels of a head, an even number."""
         return int(self.head_dim * self.rotary_percent) // 2 * 2
@@ -99,12 +109,17 @@ class GPTConfig(ModelConfig):
     def feed_forward(self) -> str:
         return "dense" if self.moe is None else "moe"
 
+    def window_of(self, layer: int) -> int | None:
+        """No layer has a sliding window."""
+        return None
+
 
 def check_gpt(config: Config) -> None:
     """Raise ConfigError for a GPT that cannot be built, or cannot read its samples."""
     model = config.model
     assert isinstance(model, GPTConfig)
     _check_heads(model)
+    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
     _check_positions(model, config.data.seq_length)
 
 

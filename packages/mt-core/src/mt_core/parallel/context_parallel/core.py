@@ -52,7 +52,7 @@ def context_parallel_attention(
     if axis.size == 1:
         return core
     attend = ulysses_attention(axis, core) if method == "a2a" else block_attention(method, axis, backend)
-    return without_dropout(attend, axis.size)
+    return refusing_the_rest(attend, axis.size)
 
 
 def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> AttentionCore:
@@ -68,12 +68,31 @@ def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> Attent
     return attend
 
 
-def without_dropout(core: AttentionCore, size: int) -> AttentionCore:
+UNSHARDED = {
+    "window": "a sliding window",
+    "key_padding": "padded keys",
+    "bias": "a bias of its own on the scores",
+}
+"""Fields of AttentionPattern that are not cut into the ranks' shards."""
+
+
+def refusing_the_rest(core: AttentionCore, size: int) -> AttentionCore:
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         check_dropout(dropout, size)
+        check_pattern(pattern)
         return core(q, k, v, pattern, dropout)
 
     return attend
+
+
+def check_pattern(pattern: AttentionPattern) -> None:
+    """Raises ConfigError for what the ranks would compute otherwise than one process does."""
+    for name, key in UNSHARDED.items():
+        if getattr(pattern, name) is not None:
+            raise ConfigError(
+                f"attention with {key} cannot be divided over context-parallel ranks; "
+                "set parallel.context_parallel_size to 1"
+            )
 
 
 def check_dropout(dropout: float, size: int) -> None:

@@ -1,0 +1,56 @@
+"""What `mt train` does about several processes: whose world it checks against, and what each rank is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+
+WORLD_SIZE = "WORLD_SIZE"
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[None]:
+    """Configuration is checked for so many processes, before any of them is started."""
+    before = os.environ.get(WORLD_SIZE)
+    os.environ[WORLD_SIZE] = str(size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WORLD_SIZE]
+        else:
+            os.environ[WORLD_SIZE] = before
+
+
+@contextmanager
+def world_of_launcher() -> Iterator[None]:
+    """The world that torchrun, srun or `mt train --nproc` put this process in, by torchrun's variables."""
+    from mt_core.launch.environment import read_environment
+
+    environment = read_environment()
+    if environment.world_size > 1:
+        os.environ.update(environment.variables())
+    yield
+
+
+def rank_arguments(config: Path | None, preset: str | None, settings: Sequence[str], run_dir: Path) -> list[str]:
+    """The arguments of `mt` for each rank: the same training, without what concerns launching."""
+    arguments = ["train", *([str(config)] if config is not None else [])]
+    arguments += ["--preset", preset] if preset is not None else []
+    arguments += [part for setting in settings for part in ("--set", setting)]
+    return [*arguments, "--run-dir", str(run_dir)]
+
+
+def describe_launch(config: Config, nnodes: int, nproc: int, arguments: Sequence[str]) -> str:
+    """The ranks by axes, and each machine's command."""
+    from mt_core.launch.layout import describe
+    from mt_core.train.build import axis_sizes, resolve_device
+
+    device = resolve_device(config.train.device)
+    return describe(axis_sizes(config), nnodes, nproc, arguments=arguments, device_type=device.type)

@@ -1,0 +1,143 @@
+"""Configuration of the BERT family, with the rules that tie its keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed
+from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
+from mt_core.errors import ConfigError
+from mt_core.nn.activations import Activation
+
+
+class BertConfig(ModelConfig):
+    """A bidirectional encoder."""
+
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Attention heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 4 hidden_size."""
+    max_position_embeddings: PositiveInt
+    """Rows of the table of learned positions, the longest sequence that the model can take."""
+    num_tokentypes: NonNegativeInt = 2
+    """Rows of the table of token types (0: the first text, 1: the second); 0 leaves the table out."""
+    layernorm_placement: Literal["pre", "post"] = "pre"
+    """pre: norms before attention and feed-forward and one behind the last layer, as in Megatron's BERT. post:
+    norms behind the embedding and behind each sum, as in the original BERT."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance."""
+    activation: Activation = "gelu"
+    """Of the feed-forward and of the masked-word head."""
+    add_lm_head: bool = True
+    """The head that predicts masked words."""
+    bert_binary_head: bool = True
+    """The head that tells whether two texts stand in their order."""
+    add_pooler: bool | None = None
+    """The layer tanh(W x + b) over the first position. Default: as bert_binary_head, which needs it."""
+    hidden_dropout: Probability = 0.1
+    """Dropout after the embedding, the attention and the feed-forward."""
+    attention_dropout: Probability = 0.1
+    """Dropout on the attention weights."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+
+    # What the shared blocks read; BERT leaves no choice in them.
+
+    @property
+    def normalization(self) -> Literal["LayerNorm"]:
+        return "LayerNorm"
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def add_bias_linear(self) -> bool:
+        return True
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+    @property
+    def has_pooler(self) -> bool:
+        return self.bert_binary_head if self.add_pooler is None else self.add_pooler
+
+
+def check_bert(config: Config) -> None:
+    """Raise ConfigError for a BERT that cannot be built, or whose samples or loss are made for another."""
+    model = config.model
+    assert isinstance(model, BertConfig)
+    check_encoder(model, config.data.seq_length)
+    if model.bert_binary_head and not model.has_pooler:
+        raise ConfigError(
+            "model.bert_binary_head=true reads the pooler, which model.add_pooler=false leaves out; set one of them "
+            "to the other's value"
+        )
+    _check_objective(config, model)
+
+
+def check_encoder(model: BertConfig, seq_length: int) -> None:
+    """Raise ConfigError when the heads do not divide the width, or sequences are longer than the positions."""
+    if model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads="
+            f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}"
+        )
+    if seq_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_length={seq_length} is longer than model.max_position_embeddings="
+            f"{model.max_position_embeddings}; use at most {model.max_position_embeddings}, or more positions"
+        )
+
+
+def _check_objective(config: Config, model: BertConfig) -> None:
+    if config.data.dataset_type != "bert":
+        return
+    if not model.add_lm_head:
+        raise ConfigError(
+            "data.dataset_type=bert has masked words to predict, and model.add_lm_head=false leaves out the head for "
+            "them; set it to true"
+        )
+    if config.train.loss == "cross_entropy":
+        raise ConfigError(
+            "train.loss=cross_entropy takes one tensor of logits, and model.family=bert has several heads; use "
+            'train.loss="bert"'
+        )
+    pairs = getattr(config.data, "bert_binary_head", model.bert_binary_head)
+    if pairs != model.bert_binary_head:
+        raise ConfigError(
+            f"data.bert_binary_head={str(pairs).lower()} and model.bert_binary_head="
+            f"{str(model.bert_binary_head).lower()} must be equal: the head learns from pairs of texts"
+        )

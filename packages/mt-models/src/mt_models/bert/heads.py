@@ -1,0 +1,51 @@
+"""BERT's heads: masked words, the pooled first position, the order of two texts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mt_core.nn.activations import activate
+from mt_core.nn.layout import normal
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.bert.config import BertConfig
+from mt_models.blocks.replicated import ReplicatedLinear
+
+
+class MaskedWordHead(nn.Module):
+    """norm(activation(W x + b)), from which the output layer makes logits: [B, S, H] -> the same."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(width, width, ctx, init=normal(config.init_method_std), on_sequence=True)
+        self.layer_norm = build_norm(config.normalization, width, config.norm_epsilon, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer_norm(activate(self.activation, self.dense(x)))
+
+
+class Pooler(nn.Module):
+    """tanh(W x + b) of one position: [B, H] -> [B, H]."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(width, width, ctx, init=normal(config.init_method_std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x).tanh()
+
+
+class BinaryHead(ReplicatedLinear):
+    """Logits of "in order" and "exchanged": [B, H] -> [B, 2]."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__(config.hidden_size, 2, ctx, init=normal(config.init_method_std))
+
+
+def mean_of_tokens(hidden_states: Tensor, padding_mask: Tensor) -> Tensor:
+    """[B, S, H] and [B, S] with 1 for tokens -> [B, H], the mean over tokens: the usual embedding of a sentence."""
+    weights = padding_mask[..., None].to(hidden_states.dtype)
+    return (hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)

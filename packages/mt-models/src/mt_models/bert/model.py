@@ -1,0 +1,161 @@
+"""The BERT model (Devlin et al., 2019): embedding, bidirectional layers, heads.
+
+Shapes: B batch, S sequence, H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence
+parallelism hidden states between the layers are divided along S.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.collectives import gather_copies
+from mt_core.parallel.context import ParallelContext
+from mt_models.bert.config import BertConfig
+from mt_models.bert.heads import BinaryHead, MaskedWordHead, Pooler
+from mt_models.blocks.decoder import recomputed_layers
+from mt_models.blocks.post_norm import PostNormLayer, PostNormStack
+from mt_models.blocks.tables import LearnedTable, like_word_vectors
+from mt_models.blocks.tied_output import TiedOutput
+from mt_models.blocks.transformer import TransformerLayer, TransformerStack
+
+
+class BertEmbedding(nn.Module):
+    """Word, position and token-type vectors, summed; normalized if norms stand behind sums; then dropout."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
+        self.ctx = ctx
+        self.dropout = config.hidden_dropout
+        width, init = config.hidden_size, normal(config.init_method_std)
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, width, ctx, init=init, divisible_by=config.make_vocab_size_divisible_by
+        )
+        self.position_embeddings = LearnedTable(config.max_position_embeddings, width, init, ctx)
+        self.tokentype_embeddings: LearnedTable | None = None
+        if config.num_tokentypes:
+            self.tokentype_embeddings = LearnedTable(config.num_tokentypes, width, init, ctx)
+        self.layernorm: nn.Module | None = None
+        if config.layernorm_placement == "post":
+            self.layernorm = build_norm(config.normalization, width, config.norm_epsilon, ctx)
+
+    def forward(self, tokens: Tensor, tokentype_ids: Tensor | None, position_ids: Tensor) -> Tensor:
+        """[B, S] ids, types (None: all 0) and positions -> [B, S, H]"""
+        added = self.position_embeddings(position_ids)
+        if self.tokentype_embeddings is not None:
+            types = torch.zeros_like(tokens) if tokentype_ids is None else tokentype_ids
+            added = added + self.tokentype_embeddings(types)
+        x = self.word_embeddings(tokens) + like_word_vectors(added, self.ctx)
+        if self.layernorm is not None:
+            x = self.layernorm(x)
+        return F.dropout(x, self.dropout, self.training)
+
+
+class BertEncoder(nn.Module):
+    """Embedding and layers, without heads; what every BERT-like model begins with."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "tokentype_ids", "padding_mask", "position_ids")
+
+    def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.config = config
+        self.ctx = environment.parallel
+        self.embedding = BertEmbedding(config, self.ctx)
+        self.encoder = build_layers(config, environment)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """[B, S] -> [B, S, H]. padding_mask: 1 for tokens, 0 for padding (default: all are tokens)."""
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        seen = None if padding_mask is None else padding_mask.bool()
+        x = self.embedding(tokens, tokentype_ids, position_ids)
+        return self.encoder(x, AttentionPattern(causal=False, key_padding=seen))
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.config.max_position_embeddings
+
+
+class BertOutput(NamedTuple):
+    """hidden_states: [B, S, H]. logits: [B, S, V] of the masked-word head. pooled: [B, H]. binary_logits: [B, 2],
+    of texts in their order and of exchanged ones. None for a head that the model does not have."""
+
+    hidden_states: Tensor
+    logits: Tensor | None
+    pooled: Tensor | None
+    binary_logits: Tensor | None
+
+
+class BertModel(BertEncoder):
+    """tokens [B, S] -> BertOutput."""
+
+    def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
+        assert config.vocab_size is not None
+        self.lm_head: MaskedWordHead | None = None
+        self.output_layer: TiedOutput | None = None
+        if config.add_lm_head:
+            self.lm_head = MaskedWordHead(config, self.ctx)
+            self.output_layer = TiedOutput(
+                config.vocab_size, self.ctx, bias=True, divisible_by=config.make_vocab_size_divisible_by
+            )
+        self.pooler = Pooler(config, self.ctx) if config.has_pooler else None
+        self.binary_head = BinaryHead(config, self.ctx) if config.bert_binary_head else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BertOutput:
+        x = self.hidden_states(tokens, tokentype_ids, padding_mask, position_ids)
+        logits = None
+        if self.lm_head is not None and self.output_layer is not None:
+            logits = self.output_layer(self.lm_head(x), self.embedding.word_embeddings)
+        pooled = None if self.pooler is None else self.pooler(first_position(x, self.ctx))
+        binary = None if self.binary_head is None or pooled is None else self.binary_head(pooled)
+        return BertOutput(x, logits, pooled, binary)
+
+
+def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """[B, S, H], divided along S with sequence parallelism -> [B, H] of position 0, on every rank."""
+    return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
+
+
+def build_layers(config: BertConfig, environment: ModelEnvironment) -> nn.Module:
+    """The layers of the configured placement of norms: (x [B, S, H], pattern) -> [B, S, H]."""
+    ctx = environment.parallel
+    core = environment.attention(
+        config.attention_backend,
+        num_heads=config.num_attention_heads,
+        num_query_groups=config.num_attention_heads,
+        head_dim=config.head_dim,
+        dropout=config.attention_dropout,
+        causal=False,
+    )
+    recomputed = recomputed_layers(config.num_layers, environment)
+    blocks = [environment.feed_forward("dense", config) for _ in range(config.num_layers)]
+    if config.layernorm_placement == "post":
+        return PostNormStack([PostNormLayer(config, core, block, ctx) for block in blocks], recomputed)
+    return TransformerStack([TransformerLayer(config, core, block, ctx) for block in blocks], config, ctx, recomputed)
+
+
+def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:
+    return BertModel(config, environment)

@@ -1,0 +1,141 @@
+"""Cross attention: queries of the decoder over what the encoder made of its sequence.
+
+Shapes: B batch, S decoder positions, T encoder positions, H hidden, N heads, D head size. Tensor parallelism gives
+each rank whole heads; with sequence parallelism S and T are divided between the layers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import AttentionShape, SelfAttention
+from mt_models.blocks.cache import KeyValueCache, LayerCache
+from mt_models.blocks.transformer import LayerShape, TransformerLayer
+
+
+class DecoderLayerCache(LayerCache):
+    """Keys and values of a decoder layer: its own positions, and once those of the encoder's."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.memory: tuple[Tensor, Tensor] | None = None
+
+
+class DecoderCache(KeyValueCache):
+    """One DecoderLayerCache a layer, for one batch of encoder sequences."""
+
+    layers: list[DecoderLayerCache]  # type: ignore[assignment]
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(num_layers, capacity)
+        self.layers = [DecoderLayerCache(capacity) for _ in range(num_layers)]
+
+
+class CrossAttention(nn.Module):
+    """linear_proj(core(linear_q(x), k, v)) with k, v from linear_kv(memory): [B, S, H], [B, T, H] -> [B, S, H].
+
+    Rows of linear_kv stand head by head, a head's keys before its values. query_scale multiplies the queries.
+    """
+
+    def __init__(
+        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.core, self.query_scale = core, query_scale
+        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
+        hidden, width, bias = config.hidden_size, config.num_attention_heads * config.head_dim, config.add_bias_linear
+        init = normal(config.init_method_std)
+        self.linear_q = ColumnParallelLinear(hidden, width, ctx, bias=bias, init=init)
+        self.linear_kv = ColumnParallelLinear(hidden, 2 * width, ctx, bias=bias, init=init)
+        self.linear_proj = RowParallelLinear(width, hidden, ctx, bias=bias, init=normal(config.output_init_std))
+
+    def forward(self, x: Tensor, memory: Tensor, pattern: AttentionPattern, cache: DecoderLayerCache | None) -> Tensor:
+        q = self.linear_q(x).unflatten(-1, (-1, self.head_dim)) * self.query_scale
+        k, v = self._keys_and_values(memory, cache)
+        out = self.core(q, k, v, pattern, self.dropout if self.training else 0.0)
+        return self.linear_proj(out.flatten(2))
+
+    def _keys_and_values(self, memory: Tensor, cache: DecoderLayerCache | None) -> tuple[Tensor, Tensor]:
+        """[B, T, N, D] each, of this rank's heads"""
+        if cache is not None and cache.memory is not None:
+            return cache.memory
+        k, v = self.linear_kv(memory).unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
+        if cache is not None:
+            cache.memory = k, v
+        return k, v
+
+
+class ScaledQueryAttention(SelfAttention):
+    """Self-attention whose queries are multiplied by a number; sqrt(D) undoes the core's division by it."""
+
+    def __init__(
+        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
+    ) -> None:
+        super().__init__(config, core, ctx)
+        self.query_scale = query_scale
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return q * self.query_scale, k, v
+
+
+class CrossAttentionLayer(TransformerLayer):
+    """x + attention(norm(x)), x + cross_attention(norm(x), memory), x + feed_forward(norm(x)): [B, S, H]."""
+
+    def __init__(
+        self,
+        config: LayerShape,
+        core: AttentionCore,
+        cross_core: AttentionCore,
+        feed_forward: nn.Module,
+        ctx: ParallelContext,
+        query_scale: float = 1.0,
+    ) -> None:
+        super().__init__(config, core, feed_forward, ctx, ScaledQueryAttention(config, core, ctx, query_scale))
+        self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.cross_attention = CrossAttention(config, cross_core, ctx, query_scale)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        memory: Tensor,
+        memory_pattern: AttentionPattern,
+        cache: DecoderLayerCache | None = None,
+    ) -> Tensor:
+        x = x + self._drop(self.self_attention(self.input_layernorm(x), pattern, None, cache))
+        x = x + self._drop(self.cross_attention(self.pre_cross_attn_layernorm(x), memory, memory_pattern, cache))
+        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+
+
+class DecoderStack(nn.Module):
+    """Layers and the norm behind them. The first `recomputed` layers keep only their inputs for backward."""
+
+    def __init__(
+        self, layers: list[CrossAttentionLayer], config: LayerShape, ctx: ParallelContext, recomputed: int = 0
+    ) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.layers = nn.ModuleList(layers)
+        self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        memory: Tensor,
+        memory_pattern: AttentionPattern,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training and index < self.recomputed:
+                x = checkpoint(layer, x, pattern, memory, memory_pattern, use_reentrant=False)
+            else:
+                x = layer(x, pattern, memory, memory_pattern, cache.layers[index] if cache else None)
+        return self.final_layernorm(x)

@@ -1,0 +1,194 @@
+"""What the configurations of Llama and its relatives share, with the rules that tie the keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.errors import ConfigError
+from mt_models.blocks.checks import check_tensor_parallel
+
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+SCALED = ("linear", "dynamic", "llama3", "yarn")
+
+
+class DecoderConfig(ModelConfig):
+    """A decoder with rotary positions, RMSNorm, a gated feed-forward and grouped queries."""
+
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Query heads."""
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads; each serves num_attention_heads / num_query_groups query heads.
+    Default: num_attention_heads."""
+    kv_channels: PositiveInt | None = None
+    """Size of a head. Default: hidden_size / num_attention_heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 8/3 hidden_size rounded down to a multiple of 64 (at least 64)."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the mean square."""
+    attention_dropout: Probability = 0.0
+    """Dropout on the attention weights."""
+    untie_embeddings_and_output_weights: bool = True
+    """The output projection has a matrix of its own."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+    moe: dict[str, Any] | None = None
+    """Options of a mixture of experts in place of the dense feed-forward; needs the feed-forward "moe"."""
+
+    max_position_embeddings: PositiveInt = 4096
+    """Positions that the model was trained for. With rope scaling more of them can be used."""
+    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling_type: RopeScaling = "none"
+    """How rotary frequencies are changed for longer sequences: linear (position interpolation), dynamic (NTK-aware,
+    by the length of the sequence), llama3 (low frequencies only) or yarn."""
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = used_when(None, rope_scaling_type=SCALED)
+    """Ratio of the longest sequence to that before scaling."""
+    original_max_position_embeddings: PositiveInt | None = used_when(None, rope_scaling_type=("llama3", "yarn"))
+    """Positions before scaling. Default: max_position_embeddings."""
+    rope_low_freq_factor: Annotated[float, Field(gt=0)] = used_when(1.0, rope_scaling_type="llama3")
+    """Frequencies that turn fewer times than this over the original positions are divided by the factor."""
+    rope_high_freq_factor: Annotated[float, Field(gt=0)] = used_when(4.0, rope_scaling_type="llama3")
+    """Frequencies that turn more times than this over the original positions stay; between the two they blend."""
+    rope_beta_fast: Annotated[float, Field(gt=0)] = used_when(32.0, rope_scaling_type="yarn")
+    """Frequencies that turn more times than this over the original positions stay."""
+    rope_beta_slow: Annotated[float, Field(gt=0)] = used_when(1.0, rope_scaling_type="yarn")
+    """Frequencies that turn fewer times than this over the original positions are divided by the factor."""
+    rope_truncate: bool = used_when(True, rope_scaling_type="yarn")
+    """Round the range of blended channels outwards to whole channels."""
+    rope_attention_factor: Annotated[float, Field(gt=0)] | None = used_when(None, rope_scaling_type="yarn")
+    """Multiplies queries and keys. Default: m(rope_mscale) / m(rope_mscale_all_dim) when both are set, else m(1),
+    with m(x) = 0.1 x ln(rope_scaling_factor) + 1."""
+    rope_mscale: Annotated[float, Field(ge=0)] | None = used_when(None, rope_scaling_type="yarn")
+    """See rope_attention_factor."""
+    rope_mscale_all_dim: Annotated[float, Field(ge=0)] | None = used_when(None, rope_scaling_type="yarn")
+    """See rope_attention_factor."""
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head: all of them."""
+        return self.head_dim
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or max(self.hidden_size * 8 // 3 // 64 * 64, 64)
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+    @property
+    def feed_forward(self) -> str:
+        return "dense" if self.moe is None else "moe"
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest sequence that the positions serve."""
+        original = self.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * (self.rope_scaling_factor or 1.0)))
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a layer, counted from 0; None: it sees everything before."""
+        return None
+
+    # What the family does not let one choose, for the blocks that ask.
+
+    @property
+    def normalization(self) -> Literal["LayerNorm", "RMSNorm"]:
+        return "RMSNorm"
+
+    @property
+    def activation(self) -> Literal["swiglu", "geglu_tanh"]:
+        return "swiglu"
+
+    @property
+    def add_bias_linear(self) -> bool:
+        """Of the feed-forward."""
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+    @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+    if TYPE_CHECKING:  # a family answers these by a property or by a key
+
+        @property
+        def add_qkv_bias(self) -> bool: ...
+
+        @property
+        def qk_layernorm(self) -> bool: ...
+
+
+def check_decoder(config: Config) -> None:
+    """Raise ConfigError for heads that do not divide, incomplete rope scaling, or samples that are too long."""
+    model = config.model
+    assert isinstance(model, DecoderConfig)
+    _check_heads(model)
+    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
+    _check_rope_scaling(model)
+    if config.data.seq_length > model.max_sequence_length:
+        raise ConfigError(
+            f"data.seq_length={config.data.seq_length} is longer than the {model.max_sequence_length} positions of the "
+            f"model; use at most {model.max_sequence_length}, raise model.max_position_embeddings, or set "
+            "model.rope_scaling_type and model.rope_scaling_factor"
+        )
+
+
+def _check_heads(model: DecoderConfig) -> None:
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.num_attention_heads={model.num_attention_heads}; the number of heads can be "
+            f"{listed(divisors(model.hidden_size))}, or set model.kv_channels"
+        )
+    must_divide("model.num_query_groups", model.query_groups, "model.num_attention_heads", model.num_attention_heads)
+    if model.head_dim % 2:
+        key = "model.kv_channels" if model.kv_channels else "model.hidden_size / model.num_attention_heads"
+        raise ConfigError(
+            f"{key}={model.head_dim} is odd; rotary positions turn pairs of channels, so it has to be even"
+        )
+
+
+def _check_rope_scaling(model: DecoderConfig) -> None:
+    if model.rope_scaling_type == "none":
+        return
+    if model.rope_scaling_factor is None:
+        raise ConfigError(
+            f"model.rope_scaling_type={model.rope_scaling_type} needs model.rope_scaling_factor, the ratio of the "
+            "longest sequence to that before scaling (at least 1)"
+        )
+    if model.rope_scaling_type == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        raise ConfigError(
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} has to be below "
+            f"model.rope_high_freq_factor={model.rope_high_freq_factor}"
+        )
+    if model.rope_scaling_type == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
+        raise ConfigError(
+            f"model.rope_beta_slow={model.rope_beta_slow} has to be below model.rope_beta_fast={model.rope_beta_fast}"
+        )
+    if model.rope_scaling_type == "dynamic" and model.head_dim < 4:
+        raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")

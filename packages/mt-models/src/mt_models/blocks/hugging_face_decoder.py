@@ -1,0 +1,176 @@
+"""Names and fields that Llama's relatives share in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import Field, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
+from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.hugging_face import per_layer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` says of each layer."""
+
+OURS = "decoder.layers.{i}."
+THEIRS = "model.layers.{i}."
+
+
+def decoder_name_map(config: DecoderConfig, layer: list[Rule]) -> NameMap:
+    """Embedding, final norm and output around the rules of a layer."""
+    rules: list[Rule] = [
+        Same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        *layer,
+        Same("decoder.final_layernorm.weight", "model.norm.weight"),
+    ]
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Same("output_layer.weight", "lm_head.weight"))
+    frequencies = per_layer([f"{THEIRS}self_attn.rotary_emb.inv_freq"], config.num_layers)
+    return NameMap(rules, config.num_layers, ignored=frequencies)
+
+
+def attention_rules(config: DecoderConfig, *, qkv_bias: bool = False, output_bias: bool = False) -> list[Rule]:
+    """q_proj, k_proj and v_proj in one matrix; o_proj."""
+    rules: list[Rule] = []
+    for kind in ("weight", "bias") if qkv_bias else ("weight",):
+        rules.append(
+            GroupedQKV(
+                f"{OURS}self_attention.linear_qkv.{kind}",
+                tuple(f"{THEIRS}self_attn.{name}_proj.{kind}" for name in "qkv"),
+                groups=config.query_groups,
+                heads=config.num_attention_heads,
+            )
+        )
+    for kind in ("weight", "bias") if output_bias else ("weight",):
+        rules.append(Same(f"{OURS}self_attention.linear_proj.{kind}", f"{THEIRS}self_attn.o_proj.{kind}"))
+    return rules
+
+
+def feed_forward_rules(*, bias: bool = False) -> list[Rule]:
+    """gate_proj and up_proj in one matrix; down_proj."""
+    rules: list[Rule] = []
+    for kind in ("weight", "bias") if bias else ("weight",):
+        halves = (f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}")
+        rules.append(Concatenate(f"{OURS}mlp.linear_fc1.{kind}", halves))
+        rules.append(Same(f"{OURS}mlp.linear_fc2.{kind}", f"{THEIRS}mlp.down_proj.{kind}"))
+    return rules
+
+
+def norm_rules(norms: Mapping[str, str]) -> list[Rule]:
+    """Ours -> theirs, within a layer."""
+    return [Same(f"{OURS}{ours}.weight", f"{THEIRS}{theirs}.weight") for ours, theirs in norms.items()]
+
+
+PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+QK_NORMS = {"self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm"}
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def negated(value: Any) -> Any:
+    return None if value is None else not value
+
+
+def decoder_fields(*, tied: bool, epsilon: float = 1e-6, positions: int) -> tuple[Field, ...]:
+    """Fields that all relatives have. tied, epsilon, positions: Hugging Face's defaults for the family."""
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field("num_hidden_layers", "num_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("intermediate_size", "ffn_hidden_size"),
+        Field("max_position_embeddings", "max_position_embeddings", default=positions),
+        Field("rms_norm_eps", "norm_epsilon", to_ours=float, default=epsilon),
+        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field("attention_dropout", "attention_dropout", to_ours=lambda rate: float(rate or 0.0), default=0.0),
+        Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=tied),
+    )
+
+
+def shape_to_theirs(config: DecoderConfig) -> dict[str, Any]:
+    """Sizes whose defaults differ between the formats, written out."""
+    return {
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+    }
+
+
+# -- rope scaling ----------------------------------------------------------------------------------
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+_SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "rope_scaling_factor"},
+    "dynamic": {"factor": "rope_scaling_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+        "attention_factor": "rope_attention_factor",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+        "truncate": "rope_truncate",
+    },
+}
+"""rope_type -> its parameters there -> keys of [model]."""
+
+
+def rope_to_ours(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
+    """Keys of [model] from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
+    base = float(given.pop("rope_theta", external.get("rope_theta", default_base)))
+    return {"rotary_base": base, **scaling_to_ours(given)}
+
+
+def scaling_to_ours(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model] from the parameters of one scaling. Raises ConfigError for an unknown type or parameter."""
+    parameters = dict(given)
+    legacy = parameters.pop("type", "default")
+    kind = parameters.pop("rope_type", legacy)
+    fields = _SCALING_FIELDS[require_known("rope_scaling.rope_type", str(kind), _SCALING_FIELDS)]
+    unknown = sorted(set(parameters) - set(fields))
+    if unknown:
+        raise ConfigError(
+            f"rope_scaling of type {kind} has parameters that are not known: "
+            f"{', '.join(f'{key}={parameters[key]!r}' for key in unknown)}; known are {', '.join(fields) or 'none'}"
+        )
+    if kind == "default":
+        return {}
+    values = {fields[key]: _number(key, value) for key, value in parameters.items() if value is not None}
+    return {"rope_scaling_type": kind, **values}
+
+
+def rope_to_theirs(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    return {"rope_theta": config.rotary_base, "rope_scaling": scaling_to_theirs(config)}
+
+
+def scaling_to_theirs(config: DecoderConfig) -> dict[str, Any] | None:
+    if config.rope_scaling_type == "none":
+        return None
+    fields = _SCALING_FIELDS[config.rope_scaling_type]
+    values = {theirs: getattr(config, ours) for theirs, ours in fields.items()}
+    if "original_max_position_embeddings" in fields:
+        values["original_max_position_embeddings"] = (
+            config.original_max_position_embeddings or config.max_position_embeddings
+        )
+    return {"rope_type": config.rope_scaling_type, **{key: value for key, value in values.items() if value is not None}}
+
+
+def _number(key: str, value: Any) -> Any:
+    """Whole numbers of real-valued parameters are often written without a point."""
+    if key in ("original_max_position_embeddings", "truncate"):
+        return value
+    return float(value)

@@ -1,0 +1,49 @@
+"""The post-norm transformer layer of the first transformers and of BERT, and a stack of them."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.transformer import LayerShape
+
+
+class PostNormLayer(nn.Module):
+    """norm(x + attention(x)), then norm(x + feed_forward(x)): [batch, sequence, hidden] -> the same."""
+
+    def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.hidden_dropout = config.hidden_dropout
+        self.self_attention = SelfAttention(config, core, ctx)
+        self.post_attention_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.mlp = feed_forward
+        self.post_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+
+    def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
+        x = self.post_attention_layernorm(x + self._drop(self.self_attention(x, pattern, None, None)))
+        return self.post_mlp_layernorm(x + self._drop(self.mlp(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.hidden_dropout, self.training)
+
+
+class PostNormStack(nn.Module):
+    """Layers alone: the last one ends in a norm. The first `recomputed` keep only their input for backward."""
+
+    def __init__(self, layers: list[PostNormLayer], recomputed: int = 0) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training and index < self.recomputed:
+                x = checkpoint(layer, x, pattern, use_reentrant=False)
+            else:
+                x = layer(x, pattern)
+        return x

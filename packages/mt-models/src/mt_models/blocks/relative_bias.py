@@ -1,0 +1,71 @@
+"""The relative position bias of T5 (Raffel et al., 2020): a learned number for each head and range of distances."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split
+from mt_core.parallel.context import ParallelContext
+
+
+class RelativeBias(LayoutModule):
+    """Biases of scores from a table [buckets, heads], divided by heads over tensor-parallel ranks.
+
+    bidirectional: keys before and behind a query have buckets of their own; otherwise keys behind it share that
+    of distance 0, since a causal query does not see them.
+    """
+
+    relative_attention_bias: RelativeTable
+
+    def __init__(
+        self, buckets: int, heads: int, max_distance: int, ctx: ParallelContext, *, bidirectional: bool, init: Init
+    ) -> None:
+        super().__init__(ctx)
+        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.relative_attention_bias = RelativeTable(buckets, heads, init, ctx)
+
+    def forward(self, queries: int, keys: int) -> Tensor:
+        """[1, heads of this rank, queries, keys] for the last `queries` of `keys` positions."""
+        device = self.relative_attention_bias.weight.device
+        places = torch.arange(keys, device=device)
+        distance = places[None, :] - places[keys - queries :, None]
+        chosen = buckets_of(distance, self.buckets, self.max_distance, bidirectional=self.bidirectional)
+        return self.relative_attention_bias(chosen).permute(2, 0, 1)[None]
+
+
+class RelativeTable(LayoutModule):
+    """[buckets, heads]"""
+
+    weight: Tensor
+
+    def __init__(self, buckets: int, heads: int, init: Init, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.declare("weight", ParameterLayout((buckets, heads), init, (Split(dim=1, axis="tp"),)))
+
+    def forward(self, buckets: Tensor) -> Tensor:
+        """[...] -> [..., heads of this rank]"""
+        return F.embedding(buckets, self.weight)
+
+
+def buckets_of(distance: Tensor, buckets: int, max_distance: int, *, bidirectional: bool) -> Tensor:
+    """The bucket of each distance (key position - query position).
+
+    Of the buckets of one direction the first half are single distances, and the second half ranges that grow
+    geometrically up to max_distance; all beyond share the last.
+    """
+    first = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        first = (distance > 0).long() * buckets
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    single = buckets // 2
+    # A distance of 0 is single; 1 in its place keeps the logarithm finite.
+    growth = (distance.clamp(min=1).float() / single).log() / math.log(max_distance / single)
+    ranged = (single + (growth * (buckets - single)).long()).clamp(max=buckets - 1)
+    return first + torch.where(distance < single, distance, ranged)

@@ -1,0 +1,39 @@
+"""A linear layer that every tensor-parallel rank holds whole: the small matrices of heads."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, sequence_axes, zeros
+from mt_core.parallel.context import AxisName, ParallelContext
+
+
+class ReplicatedLinear(LayoutModule):
+    """y = x W^T + b, W [out, in].
+
+    on_sequence: it is applied to the residual stream, which sequence parallelism divides, so that each rank's
+    gradient is that of its own positions.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        *,
+        init: Init,
+        bias: bool = True,
+        on_sequence: bool = False,
+    ) -> None:
+        super().__init__(ctx)
+        partial: tuple[AxisName, ...] = sequence_axes(ctx) if on_sequence else ()
+        self.declare("weight", ParameterLayout((out_features, in_features), init, partial_gradient=partial))
+        self.declare("bias", ParameterLayout((out_features,), zeros, partial_gradient=partial) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        return F.linear(x, self.weight, self.bias)

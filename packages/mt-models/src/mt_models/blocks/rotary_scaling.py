@@ -1,0 +1,119 @@
+"""Rotary frequencies stretched for sequences longer than those trained on.
+
+D rotated channels, frequencies w_i = base^(-2i / D), L original positions, factor s. A frequency turns
+L w / 2 pi times over the original positions.
+
+linear   w / s (Chen et al., Position Interpolation, 2023)
+dynamic  the base times (s n / L - (s - 1))^(D / (D - 2)) for a sequence of n > L positions (NTK-aware scaling)
+llama3   w / s where it turns fewer than `low` times, w where more than `high` times, blended between (Llama 3.1)
+yarn     the same with a ramp over channels, and queries and keys lengthened (Peng et al., YaRN, 2023)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+
+
+class Rotary(Protocol):
+    """Positions -> angles."""
+
+    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
+        """position_ids: [B or 1, S]. capacity: the length that a cached sequence may grow to."""
+        ...
+
+
+class FixedRotary:
+    """The same frequencies [D / 2] for every sequence. scale: of cos and sin."""
+
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
+        self.frequencies, self.scale = frequencies, scale
+
+    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
+        return RotaryAngles(position_ids, self.frequencies, self.scale)
+
+
+class DynamicRotary:
+    """A base that grows with the sequence once it is longer than `original` positions.
+
+    With a cache the length is its capacity: what is kept of earlier positions cannot follow a base that changes.
+    """
+
+    def __init__(self, rotary_dim: int, base: float, factor: float, original: int) -> None:
+        self.rotary_dim, self.base, self.factor, self.original = rotary_dim, base, factor, original
+
+    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
+        length = position_ids.max() + 1 if capacity is None else torch.tensor(capacity, device=position_ids.device)
+        return RotaryAngles(position_ids, self.frequencies(length))
+
+    def frequencies(self, length: Tensor) -> Tensor:
+        """[D / 2] for a sequence of `length` (a scalar tensor) positions."""
+        stretch = (self.factor * length / self.original - (self.factor - 1)).clamp(min=1.0)
+        base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=length.device) / self.rotary_dim
+        return base ** (-exponents)
+
+
+def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
+    """The rotary positions that a configuration asks for; base: instead of config.rotary_base."""
+    base = config.rotary_base if base is None else base
+    frequencies = inverse_frequencies(config.rotary_dim, base)
+    factor = config.rope_scaling_factor or 1.0
+    original = config.original_max_position_embeddings or config.max_position_embeddings
+    match config.rope_scaling_type:
+        case "none":
+            return FixedRotary(frequencies)
+        case "linear":
+            return FixedRotary(frequencies / factor)
+        case "dynamic":
+            return DynamicRotary(config.rotary_dim, base, factor, original)
+        case "llama3":
+            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+            return FixedRotary(llama3_frequencies(frequencies, factor, original, low, high))
+        case "yarn":
+            return FixedRotary(yarn_frequencies(config, base, factor, original), yarn_scale(config, factor))
+
+
+def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:
+    """[D / 2] -> [D / 2]"""
+    turns = original * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / factor)
+
+
+def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original: int) -> Tensor:
+    """[D / 2]: channels below the ramp keep their frequency, those above it have it divided."""
+    size = config.rotary_dim
+    start = _channel_of(config.rope_beta_fast, size, base, original)
+    end = _channel_of(config.rope_beta_slow, size, base, original)
+    if config.rope_truncate:
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, size - 1)
+    width = end - start or 0.001  # a step instead of a ramp
+    divided = ((torch.arange(size // 2, dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
+    frequencies = inverse_frequencies(size, base)
+    return frequencies * (1.0 - divided) + frequencies / factor * divided
+
+
+def _channel_of(turns: float, size: int, base: float, original: int) -> float:
+    """The (fractional) channel whose frequency turns so many times over the original positions."""
+    return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+
+def yarn_scale(config: DecoderConfig, factor: float) -> float:
+    """What queries and keys are multiplied by, so that attention stays as sharp over more keys."""
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    if config.rope_mscale and config.rope_mscale_all_dim:
+        return _mscale(factor, config.rope_mscale) / _mscale(factor, config.rope_mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, slope: float) -> float:
+    return 0.1 * slope * math.log(factor) + 1.0

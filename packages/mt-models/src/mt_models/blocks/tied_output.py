@@ -1,0 +1,27 @@
+"""Logits from the word embeddings, with a bias for each id: the output of masked language models and of T5."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mt_core.nn.embedding import VocabParallelEmbedding, padded_vocab_size, project_to_vocab
+from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, zeros
+from mt_core.parallel.context import ParallelContext
+
+
+class TiedOutput(LayoutModule):
+    """x E^T + b with the word vectors E [vocab, hidden]; it owns b [vocab], which is divided as E's rows are."""
+
+    bias: Tensor | None
+
+    def __init__(self, vocab_size: int, ctx: ParallelContext, *, bias: bool, divisible_by: int) -> None:
+        super().__init__(ctx)
+        padded = padded_vocab_size(vocab_size, divisible_by * ctx.tp.size)
+        filler = {0: padded} if padded != vocab_size else {}
+        layout = ParameterLayout((vocab_size,), zeros, (Split(dim=0, axis="tp"),), padded=filler)
+        self.declare("bias", layout if bias else None)
+
+    def forward(self, x: Tensor, words: VocabParallelEmbedding) -> Tensor:
+        """[B, S, H] -> [B, S, ids of this rank]"""
+        logits = project_to_vocab(x, words.weight, words.range, words.ctx)
+        return logits if self.bias is None else logits + self.bias[: len(words.range)]

@@ -1,0 +1,106 @@
+"""Floating-point operations of a decoder for each token, from its configuration.
+
+Only matrix products count, a multiplication and an addition as two operations; norms, activations and the
+softmax are left out, as everybody leaves them out. Backward is twice forward; recomputation is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mt_core.errors import ConfigError
+from mt_core.nn.activations import is_gated
+
+Convention = Literal["full", "seen"]
+"""Which scores count. full: all S x S, what a kernel without knowledge of the mask computes (and the convention of
+PaLM's MFU). seen: those of the keys that causality and windows let a query see."""
+
+
+class FlopShape(Protocol):
+    """What the count reads from a configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def query_groups(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def feed_forward(self) -> str: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    def window_of(self, layer: int) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Forward FLOPs for each token, over all layers."""
+
+    attention_projections: float
+    """Queries, keys, values and the output of attention."""
+    attention_core: float
+    """Scores and their product with the values."""
+    feed_forward: float
+    output: float
+    """Logits."""
+
+    @property
+    def forward(self) -> float:
+        return self.attention_projections + self.attention_core + self.feed_forward + self.output
+
+    @property
+    def training(self) -> float:
+        """Forward and backward."""
+        return 3 * self.forward
+
+
+def flops_per_token(
+    config: FlopShape, seq_length: int, *, convention: Convention = "seen", feed_forward: float | None = None
+) -> TokenFlops:
+    """The mean over the tokens of a sequence of `seq_length`.
+
+    feed_forward: forward FLOPs for each token of one layer's feed-forward, for one that is not dense. Raises
+    ConfigError when it is missing, or the vocabulary is unknown.
+    """
+    if config.vocab_size is None:
+        raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
+    if feed_forward is None:
+        feed_forward = dense_feed_forward_flops(config)
+    hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
+    projections = 2 * hidden * width * (2 * heads + 2 * config.query_groups)
+    keys = sum(_mean_keys(seq_length, config.window_of(layer), convention) for layer in range(config.num_layers))
+    return TokenFlops(
+        attention_projections=config.num_layers * projections,
+        attention_core=4 * heads * width * keys,
+        feed_forward=config.num_layers * feed_forward,
+        output=2 * hidden * config.vocab_size,
+    )
+
+
+def dense_feed_forward_flops(config: FlopShape) -> float:
+    """Of one layer. Raises ConfigError when its feed-forward is not the dense one."""
+    if config.feed_forward != "dense":
+        raise ConfigError(
+            f'the feed-forward "{config.feed_forward}" is counted by the plugin that brings it; pass its FLOPs as '
+            "feed_forward"
+        )
+    matrices = 3 if is_gated(config.activation) else 2
+    return 2 * matrices * config.hidden_size * config.ffn_size
+
+
+def _mean_keys(seq_length: int, window: int | None, convention: Convention) -> float:
+    """Keys that a query is multiplied with, on average over the sequence."""
+    if convention == "full":
+        return seq_length
+    reach = seq_length if window is None else min(window, seq_length)
+    # 1, 2, ... reach, then reach for each position after.
+    return (reach * (reach + 1) / 2 + (seq_length - reach) * reach) / seq_length

@@ -1,0 +1,202 @@
+"""Gemma 2 and 3 (text) in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap
+from mt_models.blocks.hugging_face_decoder import (
+    FULL,
+    QK_NORMS,
+    ROPE_KEYS,
+    SLIDING,
+    attention_rules,
+    decoder_fields,
+    decoder_name_map,
+    feed_forward_rules,
+    norm_rules,
+    rope_to_ours,
+    scaling_to_ours,
+    scaling_to_theirs,
+    shape_to_theirs,
+)
+from mt_models.gemma.config import GemmaConfig
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
+
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+
+
+def name_map(config: GemmaConfig) -> NameMap:
+    layer = [
+        *norm_rules(NORMS),
+        *(norm_rules(QK_NORMS) if config.qk_layernorm else ()),
+        *attention_rules(config),
+        *feed_forward_rules(),
+    ]
+    return decoder_name_map(config, layer)
+
+
+def model_type_of(config: GemmaConfig) -> str:
+    if config.qk_layernorm:
+        return "gemma3_text"
+    require_value(config, "rope_scaling_type", ("none",), "gemma2")
+    require_value(config, "rotary_base_local", (config.rotary_base,), "gemma2")
+    return "gemma2"
+
+
+# -- which layers are local -------------------------------------------------------------------------
+
+
+def layer_types(config: GemmaConfig) -> list[str]:
+    return [FULL if config.window_of(i) is None else SLIDING for i in range(config.num_layers)]
+
+
+def pattern_to_ours(external: Mapping[str, Any], default: int) -> int:
+    """sliding_window_pattern from layer_types, if it is given."""
+    kinds = external.get("layer_types")
+    if kinds is None:
+        return external.get("sliding_window_pattern") or external.get("_sliding_window_pattern") or default
+    pattern = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    if kinds != [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
+        raise ConfigError(f"layer_types={kinds} is not supported: every n-th layer has to be {FULL}, others {SLIDING}")
+    return pattern
+
+
+# -- rotary positions --------------------------------------------------------------------------------
+
+
+def gemma2_rope(external: Mapping[str, Any]) -> dict[str, Any]:
+    values = rope_to_ours(external)
+    if "rope_scaling_type" in values:
+        raise ConfigError(
+            f"rope_scaling={values['rope_scaling_type']} of a gemma2 is not supported; it can be null or default"
+        )
+    return {**values, "rotary_base_local": values["rotary_base"]}
+
+
+def gemma3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
+    """From `rope_parameters` by kind of layer (transformers 5), or the older keys."""
+    kinds = external.get("rope_parameters") or {}
+    whole = {**(external.get("rope_scaling") or {}), **(kinds.get(FULL) or {})}
+    local = dict(kinds.get(SLIDING) or {})
+    base = whole.pop("rope_theta", external.get("rope_theta", 1000000.0))
+    local_base = local.pop("rope_theta", external.get("rope_local_base_freq", 10000.0))
+    if scaling_to_ours(local) or set(kinds) - {FULL, SLIDING}:
+        raise ConfigError(
+            f"rope_parameters={dict(kinds)} is not supported: it has the keys {FULL} and {SLIDING}, and the rope_type "
+            f"of {SLIDING} can only be default"
+        )
+    return {"rotary_base": float(base), "rotary_base_local": float(local_base), **scaling_to_ours(whole)}
+
+
+# -- configuration -----------------------------------------------------------------------------------
+
+
+def real(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _own_fields(attention_cap: float | None, final_cap: float | None) -> tuple[Field, ...]:
+    return (
+        *decoder_fields(tied=True, positions=8192 if attention_cap else 131072),
+        Field("num_key_value_heads", "num_query_groups", default=4),
+        Field("head_dim", "kv_channels", default=256),
+        Field("sliding_window", "sliding_window", default=4096),
+        Field("query_pre_attn_scalar", "query_pre_attn_scalar", to_ours=real, default=256),
+        Field("attn_logit_softcapping", "attn_logit_softcapping", to_ours=real, default=attention_cap),
+        Field("final_logit_softcapping", "final_logit_softcapping", to_ours=real, default=final_cap),
+    )
+
+
+FIXED = (
+    Fixed("hidden_activation", ("gelu_pytorch_tanh", None)),
+    Fixed("attention_bias", (False,)),
+    Fixed("use_bidirectional_attention", (False, None)),
+    *NOT_A_CHOICE,
+)
+IGNORED_HERE = {**IGNORED, "hidden_act": "of Gemma 1; hidden_activation is what counts"}
+
+
+def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "qk_layernorm": False,
+        "sliding_window_pattern": pattern_to_ours(external, 2),
+        "attention_backend": "eager" if external.get("attn_logit_softcapping", 50.0) else "sdpa",
+        **gemma2_rope(external),
+    }
+
+
+def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "qk_layernorm": True,
+        "sliding_window_pattern": pattern_to_ours(external, 6),
+        "attention_backend": "eager" if external.get("attn_logit_softcapping") else "sdpa",
+        **gemma3_rope(external),
+    }
+
+
+def _sizes(config: GemmaConfig) -> dict[str, Any]:
+    return {
+        **shape_to_theirs(config),
+        "layer_types": layer_types(config),
+        "query_pre_attn_scalar": whole_if_it_is(config.query_pre_attn_scalar or config.head_dim),
+        "rope_theta": config.rotary_base,
+    }
+
+
+def whole_if_it_is(number: float) -> float | int:
+    """transformers wants an int here."""
+    return int(number) if number == int(number) else number
+
+
+def gemma2_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    return _sizes(GemmaConfig.model_validate(model))
+
+
+def gemma3_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = GemmaConfig.model_validate(model)
+    rope = {"rope_local_base_freq": config.rotary_base_local, "rope_scaling": scaling_to_theirs(config)}
+    return {**_sizes(config), **rope}
+
+
+GEMMA2 = ConfigMap(
+    architecture="gemma2",
+    fields=_own_fields(50.0, 30.0),
+    fixed=FIXED,
+    ignored=IGNORED_HERE,
+    further=gemma2_further,
+    further_keys=(*ROPE_KEYS, "layer_types"),
+    further_back=gemma2_back,
+)
+GEMMA3 = ConfigMap(
+    architecture="gemma3_text",
+    fields=_own_fields(None, None),
+    fixed=FIXED,
+    ignored=IGNORED_HERE,
+    further=gemma3_further,
+    further_keys=(
+        *ROPE_KEYS,
+        "rope_local_base_freq",
+        "layer_types",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    ),
+    further_back=gemma3_back,
+)
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="gemma",
+    model_types={"gemma2": GEMMA2, "gemma3_text": GEMMA3},
+    name_map=name_map,
+    model_type_of=model_type_of,
+    copies=tied_output,
+    architectures={"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"},
+)

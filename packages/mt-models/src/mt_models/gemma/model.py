@@ -1,0 +1,114 @@
+"""Gemma 2 and 3: a norm before and behind every block, local and global attention in turn.
+
+    x = x + norm(attention(norm(x)))
+    x = x + norm(GeGLU(norm(x)))
+
+Norms multiply by 1 + weight, word vectors by sqrt(hidden_size).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.cache import LayerCache
+from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
+from mt_models.blocks.norm import ZeroCenteredRMSNorm
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary_decoder import attention_core
+from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.gemma.config import GemmaConfig
+
+
+class GemmaEmbedding(TokenEmbedding):
+    """Word vectors times sqrt(hidden_size), a factor rounded to the number format of the vectors."""
+
+    def __init__(self, config: GemmaConfig, ctx: ParallelContext) -> None:
+        super().__init__(config, ctx)
+        self.scale = math.sqrt(config.hidden_size)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        x = super().forward(tokens, position_ids)
+        return x * torch.tensor(self.scale, dtype=x.dtype)
+
+
+class GemmaAttention(SelfAttention):
+    """Attention whose scores are divided by sqrt(query_pre_attn_scalar) instead of sqrt(head size)."""
+
+    def __init__(self, config: GemmaConfig, core: AttentionCore, ctx: ParallelContext, window: int | None) -> None:
+        super().__init__(config, core, ctx, window=window)
+        # The core divides by sqrt(head size).
+        self.query_scale = math.sqrt(config.head_dim / (config.query_pre_attn_scalar or config.head_dim))
+        if config.qk_layernorm:
+            self.q_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
+            self.k_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super().normalize(q, k)
+        return q * self.query_scale, k
+
+
+class GemmaLayer(nn.Module):
+    """[batch, sequence, hidden] -> the same. window: of a local layer; None for a global one."""
+
+    def __init__(self, config: GemmaConfig, environment: ModelEnvironment, window: int | None) -> None:
+        super().__init__()
+        ctx = environment.parallel
+        core = attention_core(config, environment, window=window, logit_softcap=config.attn_logit_softcapping)
+        self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
+        self.self_attention = GemmaAttention(config, core, ctx, window)
+        self.post_self_attn_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
+        self.pre_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
+        self.mlp = environment.feed_forward(config.feed_forward, config)
+        self.post_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        x = x + self.post_self_attn_layernorm(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
+        return x + self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x)))
+
+
+class GemmaModel(CausalDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    config: GemmaConfig
+
+    def __init__(self, config: GemmaConfig, environment: ModelEnvironment) -> None:
+        ctx = environment.parallel
+        super().__init__(
+            config,
+            environment,
+            GemmaEmbedding(config, ctx),
+            [GemmaLayer(config, environment, config.window_of(layer)) for layer in range(config.num_layers)],
+            ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
+        )
+        self.rotary = build_rotary(config)
+        self.local_frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base_local)
+
+    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:
+        angles = self.rotary.angles(position_ids, capacity)
+        angles.in_window = RotaryAngles(position_ids, self.local_frequencies)
+        return angles
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits, cap = super().logits(x), self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.config.max_sequence_length
+
+
+def build_gemma(config: GemmaConfig, environment: ModelEnvironment) -> GemmaModel:
+    return GemmaModel(config, environment)

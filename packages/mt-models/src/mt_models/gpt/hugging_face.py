@@ -1,0 +1,220 @@
+"""GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi) and GPT-NeoX (parallel residual) in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_core.name_map import GroupedQKV, NameMap, Rule, Same, Transpose
+from mt_models.gpt.config import GPTConfig
+from mt_models.gpt.hugging_face_config import CONFIG_MAPS
+from mt_models.hugging_face import HuggingFaceFamily, per_layer, require_value
+
+KINDS = ("weight", "bias")
+OURS = "decoder.layers.{i}."
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the parts are called in one of the formats; `block` is the prefix of a layer, `stem` of the model."""
+
+    stem: str
+    block: str
+    words: str
+    positions: str | None
+    embedding_norm: str | None
+    first_norm: str
+    second_norm: str
+    qkv: str
+    projection: str
+    fc1: str
+    fc2: str
+    final_norm: str
+    output: str
+
+
+GPT2_NAMES = Names(
+    stem="transformer.",
+    block="h.{i}.",
+    words="wte",
+    positions="wpe",
+    embedding_norm=None,
+    first_norm="ln_1",
+    second_norm="ln_2",
+    qkv="attn.c_attn",
+    projection="attn.c_proj",
+    fc1="mlp.c_fc",
+    fc2="mlp.c_proj",
+    final_norm="ln_f",
+    output="lm_head",
+)
+BLOOM_NAMES = Names(
+    stem="transformer.",
+    block="h.{i}.",
+    words="word_embeddings",
+    positions=None,
+    embedding_norm="word_embeddings_layernorm",
+    first_norm="input_layernorm",
+    second_norm="post_attention_layernorm",
+    qkv="self_attention.query_key_value",
+    projection="self_attention.dense",
+    fc1="mlp.dense_h_to_4h",
+    fc2="mlp.dense_4h_to_h",
+    final_norm="ln_f",
+    output="lm_head",
+)
+NEOX_NAMES = Names(
+    stem="gpt_neox.",
+    block="layers.{i}.",
+    words="embed_in",
+    positions=None,
+    embedding_norm=None,
+    first_norm="input_layernorm",
+    second_norm="post_attention_layernorm",
+    qkv="attention.query_key_value",
+    projection="attention.dense",
+    fc1="mlp.dense_h_to_4h",
+    fc2="mlp.dense_4h_to_h",
+    final_norm="final_layer_norm",
+    output="embed_out",
+)
+NAMES = {"gpt2": GPT2_NAMES, "gpt_bigcode": GPT2_NAMES, "bloom": BLOOM_NAMES, "gpt_neox": NEOX_NAMES}
+
+BUFFERS = {
+    "gpt2": ("attn.bias", "attn.masked_bias"),
+    "gpt_bigcode": ("attn.bias", "attn.masked_bias"),
+    "bloom": (),
+    "gpt_neox": ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
+}
+"""Masks and frequencies that older versions stored with each layer."""
+
+
+def name_map(config: GPTConfig) -> NameMap:
+    kind = model_type_of(config)
+    names = NAMES[kind]
+    block = names.stem + names.block
+    rules: list[Rule] = [Same("embedding.word_embeddings.weight", f"{names.stem}{names.words}.weight")]
+    if names.positions is not None:
+        rules.append(Same("embedding.position_embeddings.weight", f"{names.stem}{names.positions}.weight"))
+    rules += _norm_rules(names)
+    rules += [_qkv_rule(config, kind, part, block + names.qkv) for part in KINDS]
+    rules += _matrix_rules(names, Transpose if kind == "gpt2" else Same)
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Same("output_layer.weight", f"{names.output}.weight"))
+    return NameMap(rules, config.num_layers, ignored=per_layer([block + x for x in BUFFERS[kind]], config.num_layers))
+
+
+def _norm_rules(names: Names) -> list[Rule]:
+    block = names.stem + names.block
+    norms = {
+        f"{OURS}input_layernorm": block + names.first_norm,
+        f"{OURS}pre_mlp_layernorm": block + names.second_norm,
+        "decoder.final_layernorm": names.stem + names.final_norm,
+    }
+    if names.embedding_norm is not None:
+        norms["embedding.layernorm"] = names.stem + names.embedding_norm
+    return [Same(f"{ours}.{part}", f"{theirs}.{part}") for ours, theirs in norms.items() for part in KINDS]
+
+
+def _matrix_rules(names: Names, matrix: type[Rule]) -> list[Rule]:
+    """matrix: Transpose for GPT-2, which multiplies from the right and stores [in, out]."""
+    rules: list[Rule] = []
+    for ours, theirs in (
+        ("self_attention.linear_proj", names.projection),
+        ("mlp.linear_fc1", names.fc1),
+        ("mlp.linear_fc2", names.fc2),
+    ):
+        stem = names.stem + names.block + theirs
+        rules += [matrix(f"{OURS}{ours}.weight", f"{stem}.weight"), Same(f"{OURS}{ours}.bias", f"{stem}.bias")]
+    return rules
+
+
+def _qkv_rule(config: GPTConfig, kind: str, part: str, theirs: str) -> Rule:
+    """GPT-2 and GPTBigCode store all queries, then keys, then values; BLOOM and GPT-NeoX go head by head, as we do."""
+    names = (f"{OURS}self_attention.linear_qkv.{part}", f"{theirs}.{part}")
+    if kind in ("bloom", "gpt_neox"):
+        return Same(*names)
+    heads, groups = config.num_attention_heads, config.query_groups
+    return GroupedQKV(*names, groups=groups, heads=heads, transposed=kind == "gpt2")
+
+
+def copies(config: GPTConfig) -> Mapping[str, str]:
+    names = NAMES[model_type_of(config)]
+    tied = not config.untie_embeddings_and_output_weights
+    return {f"{names.output}.weight": f"{names.stem}{names.words}.weight"} if tied else {}
+
+
+def spelling(config: GPTConfig, name: str) -> str:
+    """GPT-2's own files leave out `transformer.`; transformers 5 calls GPT-NeoX's output lm_head in memory."""
+    kind = model_type_of(config)
+    if kind == "gpt_neox":
+        return name.replace("lm_head.", "embed_out.")
+    names = NAMES[kind]
+    return name if name.startswith((names.stem, names.output)) else names.stem + name
+
+
+# -- which of the four a configuration is -----------------------------------------------------------
+
+
+def model_type_of(config: GPTConfig) -> str:
+    """Raises ConfigError for a GPT that none of the four can express."""
+    kind = {"rope": "gpt_neox", "alibi": "bloom"}.get(config.position_embedding_type)
+    if kind is None:
+        kind = "gpt_bigcode" if config.num_query_groups == 1 else "gpt2"
+    for key, values in _COMMON.items() | _DEMANDS[kind].items():
+        require_value(config, key, values, kind)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(
+            f"model.kv_channels={config.kv_channels} cannot be written as a Hugging Face {kind}; it can be "
+            f"{config.hidden_size // config.num_attention_heads}"
+        )
+    return kind
+
+
+_COMMON: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm",),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+    "moe": (None,),
+}
+_LEARNED: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("learned_absolute",),
+    "embedding_layernorm": (False,),
+    "parallel_residual": (False,),
+    "activation": ("gelu", "gelu_tanh", "relu", "silu"),
+}
+_DEMANDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "gpt2": {**_LEARNED, "num_query_groups": (None,)},
+    "gpt_bigcode": _LEARNED,
+    "bloom": {
+        "embedding_layernorm": (True,),
+        "parallel_residual": (False,),
+        "activation": ("gelu_tanh",),
+        "num_query_groups": (None,),
+    },
+    "gpt_neox": {
+        "embedding_layernorm": (False,),
+        "rotary_interleaved": (False,),
+        "activation": ("gelu", "gelu_tanh", "relu", "silu"),
+        "num_query_groups": (None,),
+    },
+}
+"""Keys of [model] and the values that the format can express."""
+
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="gpt",
+    model_types=CONFIG_MAPS,
+    name_map=name_map,
+    model_type_of=model_type_of,
+    copies=copies,
+    spelling=spelling,
+    architectures={
+        "gpt2": "GPT2LMHeadModel",
+        "gpt_bigcode": "GPTBigCodeForCausalLM",
+        "bloom": "BloomForCausalLM",
+        "gpt_neox": "GPTNeoXForCausalLM",
+    },
+)

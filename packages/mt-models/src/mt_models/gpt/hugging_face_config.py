@@ -1,0 +1,225 @@
+"""config.json of GPT-2, GPTBigCode, BLOOM and GPT-NeoX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
+from mt_models.blocks.hugging_face_decoder import negated, rope_to_ours
+from mt_models.gpt.config import GPTConfig
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+BACK = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+BIGCODE_BACK = {**BACK, "gelu_tanh": "gelu_pytorch_tanh"}  # the same function, rounded otherwise
+
+
+def activation_to_ours(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"the activation {name!r} is not supported; it can be {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _common_fields(layers: str, heads: str, hidden: str, epsilon: str, *, tied: bool) -> tuple[Field, ...]:
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field(layers, "num_layers"),
+        Field(hidden, "hidden_size"),
+        Field(heads, "num_attention_heads"),
+        Field(epsilon, "norm_epsilon", to_ours=float, default=1e-5),
+        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=tied),
+    )
+
+
+def _dropout_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+    """embd_pdrop and resid_pdrop are one number here."""
+    embedding, residual = (float(external.get(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
+    if embedding != residual:
+        raise ConfigError(f"embd_pdrop={embedding} and resid_pdrop={residual} differ; set both to one value")
+    return {"hidden_dropout": residual, "attention_dropout": float(external.get("attn_pdrop", 0.1))}
+
+
+def _ffn_back(model: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: GPTConfig.model_validate(model).ffn_size}
+
+
+def _gpt2_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    dropout = model["hidden_dropout"]
+    return {
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "attn_pdrop": model["attention_dropout"],
+        **_ffn_back(model, "n_inner"),
+    }
+
+
+GPT2_FIELDS = (
+    *_common_fields("n_layer", "n_head", "n_embd", "layer_norm_epsilon", tied=True),
+    Field("n_positions", "max_position_embeddings", default=1024),
+    Field("n_inner", "ffn_hidden_size"),
+)
+DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+IGNORED_GPT2 = {
+    **IGNORED,
+    "n_ctx": "repeats n_positions",
+    "gradient_checkpointing": "recompute.recompute_granularity chooses it",
+    "reorder_and_upcast_attn": "changes rounding only; precision.attention_softmax_in_fp32 chooses it",
+    **dict.fromkeys(
+        (
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        ),
+        OF_HEADS,
+    ),
+}
+
+GPT2 = ConfigMap(
+    architecture="gpt2",
+    fields=(
+        *GPT2_FIELDS,
+        Field("activation_function", "activation", activation_to_ours, BACK.get, default="gelu_new"),
+    ),
+    fixed=(
+        Fixed("scale_attn_weights", (True,)),
+        Fixed("scale_attn_by_inverse_layer_idx", (False,)),
+        *NOT_A_CHOICE,
+    ),
+    ignored=IGNORED_GPT2,
+    further=_dropout_to_ours,
+    further_keys=DROPOUTS,
+    further_back=_gpt2_back,
+)
+
+GPT_BIGCODE = ConfigMap(
+    architecture="gpt_bigcode",
+    fields=(
+        *GPT2_FIELDS,
+        Field("activation_function", "activation", activation_to_ours, BIGCODE_BACK.get, default="gelu_pytorch_tanh"),
+    ),
+    fixed=(
+        Fixed("scale_attn_weights", (True,)),
+        Fixed("multi_query", (True,)),
+        Fixed("num_key_value_heads", (1,)),
+        *NOT_A_CHOICE,
+    ),
+    ignored={
+        **IGNORED_GPT2,
+        "attention_softmax_in_fp32": "changes rounding only; precision.attention_softmax_in_fp32 chooses it",
+        "scale_attention_softmax_in_fp32": "changes rounding only",
+        **dict.fromkeys(
+            ("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache",
+             "validate_runner_input"),
+            "of an inference server",
+        ),
+    },
+    further=lambda external: {"num_query_groups": 1, **_dropout_to_ours(external)},
+    further_keys=DROPOUTS,
+    further_back=_gpt2_back,
+)  # fmt: skip
+
+
+def _bloom_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    for theirs, ours in (("n_embed", "hidden_size"), ("num_attention_heads", "n_head")):
+        if theirs in external and ours in external and external[theirs] != external[ours]:
+            raise ConfigError(f"{theirs}={external[theirs]} and {ours}={external[ours]} should be the same number")
+    hidden = external.get("n_embed", external.get("hidden_size"))
+    heads = external.get("n_head", external.get("num_attention_heads"))
+    inner = external.get("n_inner")
+    if inner is not None and inner != 4 * hidden:
+        raise ConfigError(f"n_inner={inner} is not supported; it can be null or 4 x hidden_size = {4 * hidden}")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "position_embedding_type": "alibi",
+        "embedding_layernorm": True,
+        "activation": "gelu_tanh",
+    }
+
+
+def _bloom_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = GPTConfig.model_validate(model)
+    require_value(config, "ffn_hidden_size", (None, 4 * config.hidden_size), "bloom")
+    return {}
+
+
+BLOOM = ConfigMap(
+    architecture="bloom",
+    fields=(
+        *_common_fields("n_layer", "n_head", "hidden_size", "layer_norm_epsilon", tied=True),
+        Field("hidden_dropout", "hidden_dropout", to_ours=float, default=0.0),
+        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+    ),
+    fixed=(Fixed("apply_residual_connection_post_layernorm", (False,)), *NOT_A_CHOICE),
+    ignored={
+        **IGNORED,
+        "seq_length": "ALiBi has no table of positions; data.seq_length says how long samples are",
+        "slow_but_exact": "changes rounding only",
+        "attention_softmax_in_fp32": "changes rounding only; precision.attention_softmax_in_fp32 chooses it",
+        "offset_alibi": "a constant added to all scores of a query changes nothing",
+        **dict.fromkeys(
+            ("bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv"),
+            "which kernels the trainer used",
+        ),
+    },
+    further=_bloom_further,
+    further_keys=("n_embed", "num_attention_heads", "n_inner"),
+    further_back=_bloom_back,
+)
+
+
+def _neox_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
+    share = given.pop("partial_rotary_factor", external.get("rotary_pct", 0.25))
+    base = external.get("rope_theta", external.get("rotary_emb_base", 10000.0))
+    values = rope_to_ours({"rope_parameters": {"rope_theta": base, **given}})
+    if "rope_scaling_type" in values:
+        raise ConfigError(
+            f"rope_scaling={values['rope_scaling_type']} of a gpt_neox is not supported; it can be null or default"
+        )
+    return {**values, "rotary_percent": float(share), "position_embedding_type": "rope"}
+
+
+def _neox_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rotary_pct": model["rotary_percent"],
+        "rotary_emb_base": model["rotary_base"],
+        **_ffn_back(model, "intermediate_size"),
+    }
+
+
+GPT_NEOX = ConfigMap(
+    architecture="gpt_neox",
+    fields=(
+        *_common_fields("num_hidden_layers", "num_attention_heads", "hidden_size", "layer_norm_eps", tied=False),
+        Field("intermediate_size", "ffn_hidden_size"),
+        Field("hidden_act", "activation", activation_to_ours, BACK.get, default="gelu"),
+        Field("hidden_dropout", "hidden_dropout", to_ours=float, default=0.0),
+        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+        Field("use_parallel_residual", "parallel_residual", default=True),
+    ),
+    fixed=(Fixed("attention_bias", (True,)), *NOT_A_CHOICE),
+    ignored={
+        **IGNORED,
+        "max_position_embeddings": "rotary positions have no table; data.seq_length says how long samples are",
+        "classifier_dropout": OF_HEADS,
+    },
+    further=_neox_further,
+    further_keys=("rope_parameters", "rope_scaling", "rope_theta", "rotary_pct", "rotary_emb_base"),
+    further_back=_neox_back,
+)
+
+CONFIG_MAPS = {"gpt2": GPT2, "gpt_bigcode": GPT_BIGCODE, "bloom": BLOOM, "gpt_neox": GPT_NEOX}

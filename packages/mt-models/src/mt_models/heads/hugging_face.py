@@ -1,0 +1,137 @@
+"""Models that choose in Hugging Face's format: the base model's maps, and the head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mt_core.config_map import ConfigMap
+from mt_core.name_map import NameMap, Rule, Same
+from mt_models.bert.hugging_face import (
+    ENCODER_FIELDS,
+    ENCODER_FIXED,
+    ENCODER_IGNORED,
+    PLACEMENTS,
+    STEMS,
+    encoder_rules,
+    with_bias,
+)
+from mt_models.bert.hugging_face import model_type_of as bert_type_of
+from mt_models.gpt.hugging_face import HUGGING_FACE as GPT
+from mt_models.heads.config import BertBase
+from mt_models.hugging_face import HuggingFaceFamily
+from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
+
+CLASS_KEYS = ("id2label", "label2id", "num_labels")
+HEAD_KEYS = ("num_classes", "classifier_dropout")
+"""Keys of [model] that the base does not have."""
+DEFAULT_CLASSES = 2
+"""What a file without a list of classes means."""
+
+
+def num_classes(external: Mapping[str, Any]) -> int:
+    """From the list of labels, or the bare number that older files have."""
+    labels = external.get("id2label")
+    return len(labels) if labels else int(external.get("num_labels") or DEFAULT_CLASSES)
+
+
+def class_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f"LABEL_{i}" for i in range(model["num_classes"])]
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def with_classes(base: ConfigMap) -> ConfigMap:
+    """A base model's map with the number of classes."""
+
+    def further(external: Mapping[str, Any]) -> dict[str, Any]:
+        below = base.further(external) if base.further is not None else {}
+        return {**below, "num_classes": num_classes(external)}
+
+    def back(model: Mapping[str, Any]) -> dict[str, Any]:
+        below = base.further_back(model) if base.further_back is not None else {}
+        return {**below, **class_names(model)}
+
+    return replace(
+        base,
+        ignored={key: why for key, why in base.ignored.items() if key not in CLASS_KEYS},
+        further=further,
+        further_keys=(*base.further_keys, *CLASS_KEYS),
+        further_back=back,
+    )
+
+
+# -- BERT ---------------------------------------------------------------------------------------------
+
+
+def bert_base(model_type: str, task: str) -> ConfigMap:
+    return ConfigMap(
+        architecture=model_type,
+        fields=ENCODER_FIELDS,
+        fixed=ENCODER_FIXED,
+        ignored=ENCODER_IGNORED | {"architectures": "the task is the family's"},
+        further=lambda external: {
+            "layernorm_placement": PLACEMENTS[model_type],
+            "use_scaled_init_method": False,
+            "classifier_dropout": external.get("classifier_dropout"),
+        },
+        further_keys=("classifier_dropout",),
+        further_back=lambda model: {
+            "architectures": [f"{STEMS[model_type]}For{task}"],
+            "classifier_dropout": model.get("classifier_dropout"),
+            "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
+        },
+    )
+
+
+def bert_names(config: BertBase, head: str) -> NameMap:
+    rules = [
+        *encoder_rules(config, "bert."),
+        *with_bias("pooler.dense", "bert.pooler.dense"),
+        *with_bias(head, "classifier"),
+    ]
+    return NameMap(rules, config.num_layers, ignored=["bert.embeddings.position_ids"])
+
+
+BERT_CLASSIFICATION = HuggingFaceFamily(
+    "bert_classification",
+    {kind: with_classes(bert_base(kind, "SequenceClassification")) for kind in PLACEMENTS},
+    lambda config: bert_names(config, "classification_head"),
+    bert_type_of,
+)
+BERT_MULTIPLE_CHOICE = HuggingFaceFamily(
+    "bert_multiple_choice",
+    {kind: bert_base(kind, "MultipleChoice") for kind in PLACEMENTS},
+    lambda config: bert_names(config, "multichoice_head"),
+    bert_type_of,
+)
+
+
+# -- decoders -----------------------------------------------------------------------------------------
+
+
+def without_head(base: ConfigMap) -> ConfigMap:
+    """A base's map whose way back does not see the head's keys, which its [model] does not have."""
+    back = base.further_back
+    if back is None:
+        return base
+    return replace(
+        base, further_back=lambda model: back({key: value for key, value in model.items() if key not in HEAD_KEYS})
+    )
+
+
+def on_decoder(family: str, base: HuggingFaceFamily) -> HuggingFaceFamily:
+    """The base's maps without its output layer, and a `score` matrix."""
+
+    def names(config: Any) -> NameMap:
+        below = base.name_map(config)
+        kept: list[Rule] = [rule for rule in below.rules if rule.ours != "output_layer.weight"]
+        head = Same("classification_head.weight", "score.weight")
+        return NameMap([*kept, head], config.num_layers, ignored=below.ignored)
+
+    maps = {kind: with_classes(without_head(mapped)) for kind, mapped in base.model_types.items()}
+    return HuggingFaceFamily(family, maps, names, base.model_type_of)
+
+
+GPT_CLASSIFICATION = on_decoder("gpt_classification", GPT)
+LLAMA_CLASSIFICATION = on_decoder("llama_classification", LLAMA)

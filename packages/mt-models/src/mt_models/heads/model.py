@@ -1,0 +1,191 @@
+"""Heads that choose, on BERT and on causal decoders. Parameters of the base keep the names that they have without.
+
+Shapes: B batch, C classes, N texts to choose from, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.parallel.collectives import gather_copies
+from mt_core.parallel.context import ParallelContext
+from mt_models.bert.heads import Pooler
+from mt_models.bert.model import BertEncoder, first_position
+from mt_models.blocks.decoder import CausalDecoder
+from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.gpt.model import GPTModel
+from mt_models.heads.config import (
+    BertClassificationConfig,
+    BertMultipleChoiceConfig,
+    GPTClassificationConfig,
+    GPTMultipleChoiceConfig,
+    LlamaClassificationConfig,
+    LlamaMultipleChoiceConfig,
+)
+from mt_models.llama.model import LlamaModel
+
+
+class TextVector(nn.Module):
+    """A base model that gives one vector for a text: [B, S] -> [B, H], dropout included."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "tokentype_ids", "padding_mask")
+    config: Any
+    ctx: ParallelContext
+
+    def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def new_head(self, outputs: int) -> ReplicatedLinear:
+        raise NotImplementedError
+
+    def drop(self, x: Tensor) -> Tensor:
+        given = self.config.classifier_dropout
+        return F.dropout(x, self.config.hidden_dropout if given is None else given, self.training)
+
+
+class BertText(TextVector, BertEncoder):
+    """The pooled first position."""
+
+    inputs = TextVector.inputs
+
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        BertEncoder.__init__(self, config, environment)
+        self.pooler = Pooler(config, self.ctx)
+
+    def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        x = self.hidden_states(tokens, tokentype_ids, padding_mask)
+        return self.drop(self.pooler(first_position(x, self.ctx)))
+
+    def new_head(self, outputs: int) -> ReplicatedLinear:
+        return ReplicatedLinear(self.config.hidden_size, outputs, self.ctx, init=normal(self.config.init_method_std))
+
+
+class DecoderText(TextVector, CausalDecoder):
+    """The state at the last token. Mixed in before a causal decoder, whose output layer it leaves out.
+
+    Padding stands on either side: it is a segment of its own, and positions count tokens.
+    """
+
+    inputs = ("tokens", "padding_mask")
+
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)  # type: ignore[call-arg]  # of the family's decoder, next in line
+        self.ctx = environment.parallel
+        self.output_layer = None
+
+    @property
+    def new_cache(self) -> Any:
+        """Absent, as callers ask with hasattr: a model that chooses continues no text."""
+        raise AttributeError("new_cache")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The states themselves, which the head reads: [B, S, H]"""
+        return gather_copies(x, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else x
+
+    def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        if padding_mask is None:
+            return self.drop(CausalDecoder.forward(self, tokens)[:, -1])
+        counted = padding_mask.cumsum(1)
+        x = CausalDecoder.forward(self, tokens, (counted - 1).clamp(min=0), padding_mask)
+        # The first place at which all tokens are counted is that of the last token.
+        last = counted.argmax(1)
+        return self.drop(x[torch.arange(len(last), device=x.device), last])
+
+    def new_head(self, outputs: int) -> ReplicatedLinear:
+        init = normal(self.config.init_method_std)
+        return ReplicatedLinear(self.config.hidden_size, outputs, self.ctx, init=init, bias=False)
+
+
+class Classifier(TextVector):
+    """tokens [B, S] -> logits [B, C]. Mixed in before what gives the vector of a text."""
+
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
+        self.classification_head = self.new_head(config.num_classes)
+
+    def forward(
+        self, tokens: Tensor, tokentype_ids: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        return self.classification_head(self.text_vector(tokens, tokentype_ids, padding_mask))
+
+
+class Chooser(TextVector):
+    """tokens [B, N, S] -> a score for each text [B, N]. Mixed in before what gives the vector of a text."""
+
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
+        self.multichoice_head = self.new_head(1)
+
+    def forward(
+        self, tokens: Tensor, tokentype_ids: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        flat = [None if x is None else x.flatten(0, 1) for x in (tokentype_ids, padding_mask)]
+        vectors = self.text_vector(tokens.flatten(0, 1), *flat)
+        return self.multichoice_head(vectors).view(tokens.shape[:2])
+
+
+class BertClassifier(Classifier, BertText):
+    """BERT with a class for each text."""
+
+    inputs = BertText.inputs
+
+
+class BertChooser(Chooser, BertText):
+    """BERT with a score for each of several texts."""
+
+    inputs = BertText.inputs
+
+
+class GPTClassifier(Classifier, DecoderText, GPTModel):  # type: ignore[misc]
+    """GPT with a class for each text."""
+
+    inputs = DecoderText.inputs
+
+
+class GPTChooser(Chooser, DecoderText, GPTModel):  # type: ignore[misc]
+    """GPT with a score for each of several texts."""
+
+    inputs = DecoderText.inputs
+
+
+class LlamaClassifier(Classifier, DecoderText, LlamaModel):  # type: ignore[misc]
+    """Llama with a class for each text."""
+
+    inputs = DecoderText.inputs
+
+
+class LlamaChooser(Chooser, DecoderText, LlamaModel):  # type: ignore[misc]
+    """Llama with a score for each of several texts."""
+
+    inputs = DecoderText.inputs
+
+
+def build_bert_classifier(config: BertClassificationConfig, environment: ModelEnvironment) -> BertClassifier:
+    return BertClassifier(config, environment)
+
+
+def build_bert_chooser(config: BertMultipleChoiceConfig, environment: ModelEnvironment) -> BertChooser:
+    return BertChooser(config, environment)
+
+
+def build_gpt_classifier(config: GPTClassificationConfig, environment: ModelEnvironment) -> GPTClassifier:
+    return GPTClassifier(config, environment)
+
+
+def build_gpt_chooser(config: GPTMultipleChoiceConfig, environment: ModelEnvironment) -> GPTChooser:
+    return GPTChooser(config, environment)
+
+
+def build_llama_classifier(config: LlamaClassificationConfig, environment: ModelEnvironment) -> LlamaClassifier:
+    return LlamaClassifier(config, environment)
+
+
+def build_llama_chooser(config: LlamaMultipleChoiceConfig, environment: ModelEnvironment) -> LlamaChooser:
+    return LlamaChooser(config, environment)

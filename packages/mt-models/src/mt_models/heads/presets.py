@@ -1,0 +1,7 @@
+"""Heads bring no presets: those of the base model serve, with model.family set to the head's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRESETS: dict[str, dict[str, Any]] = {}

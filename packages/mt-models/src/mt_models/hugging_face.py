@@ -1,0 +1,194 @@
+"""What the Hugging Face maps of all families share: which `model_type` is which family, configurations, tensors.
+
+A family declares one `HuggingFaceFamily`. Everything here reads that declaration in both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.config.schema import ModelConfig
+from mt_core.config_map import ConfigMap, Fixed, require_known
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.name_map import NameMap
+from mt_core.nn.layout import LayoutModule, parameter_layouts
+from mt_core.parallel.context import ParallelContext
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class HuggingFaceFamily:
+    """How one family stands in Hugging Face's format.
+
+    family: `model.family`. model_types: Hugging Face's `model_type` -> the map of its configuration.
+    name_map: the names and operations for a model of this configuration. model_type_of: the type in which a
+    configuration is written; needed when there are several, and raises ConfigError for one that none can express.
+    copies: tensors that repeat another one in the external state (tied embeddings), name -> the one it repeats.
+    spelling: the name that the name map uses for a tensor, from one that some version wrote.
+    architectures: model_type -> the Python class that other programs look for in config.json.
+    """
+
+    family: str
+    model_types: Mapping[str, ConfigMap]
+    name_map: Callable[[Any], NameMap]
+    model_type_of: Callable[[Any], str] | None = None
+    copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    spelling: Callable[[Any, str], str] = lambda config, name: name
+    architectures: Mapping[str, str] = field(default_factory=dict)
+
+    def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of [model], `family` included, from the contents of config.json.
+
+        Raises ConfigError for a model_type of another family, an unknown field or an unsupported value.
+        """
+        kind = require_known("model_type", str(external.get("model_type")), self.model_types)
+        return {"family": self.family, **self.model_types[kind].to_ours(external)}
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        """The contents of config.json for a model with a known vocabulary."""
+        kind = self.model_type(config)
+        chosen = self.model_types[kind]
+        external = chosen.to_theirs(config.model_dump(mode="json"))
+        silent = {entry.theirs for entry in chosen.fixed if entry in NOT_A_CHOICE}
+        named = {"architectures": [self.architectures[kind]]} if kind in self.architectures else {}
+        return {**named, "model_type": kind, **{key: value for key, value in external.items() if key not in silent}}
+
+    def model_type(self, config: ModelConfig) -> str:
+        if self.model_type_of is not None:
+            return self.model_type_of(config)
+        (only,) = self.model_types
+        return only
+
+
+def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily) -> None:
+    """Copy the tensors of a Hugging Face state dict into a model built from the same configuration.
+
+    Under a layout of several ranks each takes its slice. Raises CheckpointError for tensors that are missing, left
+    over, of another shape, or named as copies of a tensor from which they differ.
+    """
+    config, ctx = _config_of(model), _context_of(model)
+    names, layouts = family.name_map(config), parameter_layouts(model)
+    tensors = {family.spelling(config, name): tensor for name, tensor in tensors.items()}
+    copies = family.copies(config)
+    require_copies(tensors, copies)
+    names.check(layouts, [name for name in tensors if name not in copies])
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in names.to_ours(tensors.__getitem__):
+            if tuple(tensor.shape) != layouts[name].shape:
+                raise CheckpointError(
+                    f"{name} has the shape {list(tensor.shape)} in the checkpoint; the configuration makes it "
+                    f"{list(layouts[name].shape)}"
+                )
+            parameters[name].copy_(layouts[name].to_local(tensor, ctx))
+
+
+def to_reference(model: nn.Module, family: HuggingFaceFamily) -> dict[str, Tensor]:
+    """The Hugging Face state dict of a model that one process holds, copies of tied tensors left out."""
+    layouts = parameter_layouts(model)
+    ours = {name: layouts[name].to_canonical(parameter.detach()) for name, parameter in model.named_parameters()}
+    return dict(family.name_map(_config_of(model)).to_theirs(ours))
+
+
+def require_copies(tensors: Tensors, copies: Mapping[str, str]) -> None:
+    """Raises CheckpointError if a tensor that should repeat another one holds something else."""
+    for name, original in copies.items():
+        if name in tensors and original in tensors and not torch.equal(tensors[name], tensors[original]):
+            raise CheckpointError(
+                f"the configuration ties {name} to {original}, but the two differ in the checkpoint; "
+                "set tie_word_embeddings to false in its config.json if the first is to be used"
+            )
+
+
+def tied_output(config: Any) -> Mapping[str, str]:
+    """`copies` of decoders: the output matrix repeats the embedding when the two are tied."""
+    if config.untie_embeddings_and_output_weights:
+        return {}
+    return {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def per_layer(names: Iterable[str], num_layers: int) -> list[str]:
+    """Names with `{i}` expanded for every layer."""
+    return [name.replace("{i}", str(i)) for name in names for i in range(num_layers)]
+
+
+def require_value(config: ModelConfig, key: str, values: tuple[Any, ...], kind: str) -> None:
+    """Raises ConfigError unless a key of [model] has a value that the external format can express."""
+    value = getattr(config, key)
+    if value not in values:
+        legal = " or ".join(str(x) for x in values)
+        raise ConfigError(f"model.{key}={value} cannot be written as a Hugging Face {kind}; it can be {legal}")
+
+
+def _config_of(model: nn.Module) -> ModelConfig:
+    config = model.config
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def _context_of(model: nn.Module) -> ParallelContext:
+    return next(module.ctx for module in model.modules() if isinstance(module, LayoutModule))
+
+
+# -- configuration fields that mean the same in every family ---------------------------------------
+
+SPECIAL_IDS = "ids of special tokens belong to the tokenizer; which positions count is the loss mask's"
+OF_GENERATION = "a default of text generation; the weights do not depend on it"
+OF_PYTHON = "how the Python class answers, not what it computes"
+OF_HEADS = "of classification heads"
+
+IGNORED: Mapping[str, str] = {
+    "model_type": "chose this map",
+    "transformers_version": "which version wrote the file",
+    "architectures": "the Python class; the family is model_type",
+    "_name_or_path": "where the file came from",
+    "_commit_hash": "where the file came from",
+    "auto_map": "names Python code on a hub, which is never run",
+    "dtype": "number format of the stored weights; precision.dtype chooses that of training",
+    "torch_dtype": "number format of the stored weights; precision.dtype chooses that of training",
+    "attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
+    "_attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
+    "_attn_implementation_autoset": "which kernel computed attention; model.attention_backend chooses one",
+    "use_cache": "decoding has a cache whenever it is asked for one",
+    "cache_implementation": OF_GENERATION,
+    "pretraining_tp": "splits the same products into pieces, which changes rounding only",
+    "unsloth_version": "which tool wrote the file",
+    "unsloth_fixed": "which tool wrote the file",
+    **dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
+        SPECIAL_IDS,
+    ),
+    **dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict", "torchscript"), OF_PYTHON),
+    **dict.fromkeys(("problem_type", "id2label", "label2id", "num_labels", "finetuning_task"), OF_HEADS),
+    **dict.fromkeys(
+        (
+            "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams",
+            "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
+            "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+            "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
+            "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens",
+            "begin_suppress_tokens", "exponential_decay_length_penalty", "task_specific_params", "prefix",
+        ),
+        OF_GENERATION,
+    ),
+}  # fmt: skip
+"""Fields of every Hugging Face configuration that change nothing that a model computes."""
+
+NOT_A_CHOICE: tuple[Fixed, ...] = (
+    Fixed("is_encoder_decoder", (False, None)),
+    Fixed("chunk_size_feed_forward", (0,)),
+    Fixed("is_decoder", (True, False)),
+    Fixed("add_cross_attention", (False,)),
+    Fixed("tie_encoder_decoder", (False,)),
+    Fixed("cross_attention_hidden_size", (None,)),
+    Fixed("use_bfloat16", (False,)),
+    Fixed("pruned_heads", ({}, None)),
+    Fixed("tf_legacy_loss", (False,)),
+)
+"""Fields of every Hugging Face configuration that models leave at these values; they are not written."""

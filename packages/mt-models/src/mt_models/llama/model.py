@@ -1,0 +1,27 @@
+"""Llama: x + attention(norm(x)), then x + SwiGLU(norm(x)), queries and keys turned by their positions."""
+
+from __future__ import annotations
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.llama.config import LlamaConfig
+
+
+class LlamaModel(RotaryDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    def __init__(self, config: LlamaConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment, [llama_layer(config, environment) for _ in range(config.num_layers)])
+
+
+def llama_layer(config: LlamaConfig, environment: ModelEnvironment) -> TransformerLayer:
+    ctx = environment.parallel
+    core = attention_core(config, environment)
+    attention = SelfAttention(config, core, ctx, output_bias=config.attention_bias)
+    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config), ctx, attention)
+
+
+def build_llama(config: LlamaConfig, environment: ModelEnvironment) -> LlamaModel:
+    return LlamaModel(config, environment)

@@ -1,0 +1,1 @@
+"""Mistral: Llama whose attention looks back a fixed number of positions."""

@@ -1,0 +1,163 @@
+"""Configuration of the T5 family, with the rules that tie its keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.errors import ConfigError
+from mt_core.nn.activations import Activation
+
+
+class T5Config(ModelConfig):
+    """An encoder and a decoder."""
+
+    num_layers: PositiveInt
+    """Layers of the encoder."""
+    decoder_num_layers: PositiveInt | None = None
+    """Layers of the decoder. Default: num_layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Attention heads."""
+    kv_channels: PositiveInt | None = None
+    """Size of a head. Default: hidden_size / num_attention_heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 4 hidden_size."""
+    position_embedding_type: Literal["relative", "learned_absolute"] = "relative"
+    """relative: a bias of the scores by distance, as in T5. learned_absolute: a table of positions that encoder
+    and decoder share, as in Megatron's T5."""
+    relative_attention_num_buckets: Annotated[int, Field(ge=4)] = used_when(32, position_embedding_type="relative")
+    """Ranges of distances that have a bias of their own; in the encoder half of them for each direction."""
+    relative_attention_max_distance: PositiveInt = used_when(128, position_embedding_type="relative")
+    """Distances from here on share one bias."""
+    max_position_embeddings: PositiveInt | None = used_when(None, position_embedding_type="learned_absolute")
+    """Rows of the table of learned positions, the longest sequence of encoder and decoder."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of normalization."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the variance."""
+    activation: Activation = "relu"
+    """Of the feed-forward: relu in T5, geglu_tanh in T5 1.1, gelu in Megatron's."""
+    add_bias_linear: bool = False
+    """Biases in the linear layers."""
+    scale_attention_scores: bool = False
+    """Divide scores by the square root of the head's size. T5 does not, Megatron's does."""
+    untie_embeddings_and_output_weights: bool = False
+    """The output projection has a matrix of its own, as in T5 1.1."""
+    scale_output: bool = used_when(True, untie_embeddings_and_output_weights=False)
+    """Multiply what is compared with the word vectors by hidden_size^-0.5, as T5 does. Word vectors then start
+    with a standard deviation of 1."""
+    add_output_bias: bool = used_when(False, untie_embeddings_and_output_weights=False)
+    """A bias for each id on the logits, as in Megatron's T5."""
+    hidden_dropout: Probability = 0.1
+    """Dropout after the embedding, the attention, the feed-forward, and the last norm of encoder and decoder."""
+    attention_dropout: Probability = 0.1
+    """Dropout on the attention weights."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.decoder_num_layers or self.num_layers
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before the core divides scores by sqrt(head_dim)."""
+        return 1.0 if self.scale_attention_scores else math.sqrt(self.head_dim)
+
+    @property
+    def output_scale(self) -> float:
+        scaled = self.scale_output and not self.untie_embeddings_and_output_weights
+        return self.hidden_size**-0.5 if scaled else 1.0
+
+    @property
+    def embedding_init_std(self) -> float:
+        return self.init_method_std if self.output_scale == 1.0 else 1.0
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+    # What the shared blocks read; T5 leaves no choice in them.
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return self.add_bias_linear
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+
+def check_t5(config: Config) -> None:
+    """Raise ConfigError for a T5 that cannot be built, or cannot read its samples."""
+    model = config.model
+    assert isinstance(model, T5Config)
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads="
+            f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}, or set "
+            "model.kv_channels"
+        )
+    _check_positions(model, config)
+
+
+def _check_positions(model: T5Config, config: Config) -> None:
+    if model.position_embedding_type == "relative":
+        _check_buckets(model)
+        return
+    lengths = {"data.seq_length": config.data.seq_length}
+    if (decoder := getattr(config.data, "decoder_seq_length", None)) is not None:
+        lengths["data.decoder_seq_length"] = decoder
+    if model.max_position_embeddings is None:
+        raise ConfigError(
+            "model.max_position_embeddings is not set; learned positions need it, at least "
+            f"{max(lengths.values())} for {' and '.join(f'{key}={value}' for key, value in lengths.items())}"
+        )
+    for key, value in lengths.items():
+        if value > model.max_position_embeddings:
+            raise ConfigError(
+                f"{key}={value} is longer than model.max_position_embeddings={model.max_position_embeddings}; use at "
+                f"most {model.max_position_embeddings}, or more positions"
+            )
+
+
+def _check_buckets(model: T5Config) -> None:
+    buckets = model.relative_attention_num_buckets
+    if buckets % 4:
+        near = f"{buckets // 4 * 4} or {buckets // 4 * 4 + 4}"
+        raise ConfigError(
+            f"model.relative_attention_num_buckets={buckets} is no multiple of 4: each of two directions has as many "
+            f"single distances as ranges; the nearest are {near}"
+        )
+    if model.relative_attention_max_distance <= buckets // 2:
+        raise ConfigError(
+            f"model.relative_attention_max_distance={model.relative_attention_max_distance} must be above "
+            f"{buckets // 2}, half of model.relative_attention_num_buckets={buckets}: nearer distances have biases of "
+            "their own"
+        )

@@ -1,0 +1,175 @@
+"""T5 and T5 1.1 in Hugging Face's format; Megatron's T5 has no counterpart there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
+from mt_core.nn.activations import is_gated
+from mt_models.hugging_face import IGNORED, OF_HEADS, HuggingFaceFamily, require_value
+from mt_models.t5.config import T5Config
+
+ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gated-silu": "swiglu"}
+"""feed_forward_proj -> model.activation. Their gated-gelu means the tanh approximation."""
+
+
+def activation_to_ours(name: str) -> str:
+    return ACTIVATIONS[require_known("feed_forward_proj", name, ACTIVATIONS)]
+
+
+def activation_to_theirs(name: str) -> str:
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    return names[require_known("model.activation", name, names)]
+
+
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    """Where `tie_word_embeddings` is false the output is not scaled; newer files say so in a key of its own."""
+    dropout, tied = float(external.get("dropout_rate", 0.1)), bool(external.get("tie_word_embeddings", True))
+    scaled = bool(external.get("scale_decoder_outputs", tied))
+    if scaled and not tied:
+        raise ConfigError("scale_decoder_outputs=True is not supported with tie_word_embeddings=False; it can be False")
+    return {
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "untie_embeddings_and_output_weights": not tied,
+        **({"scale_output": scaled} if tied else {}),
+    }
+
+
+def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    head = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
+    tied = not model.get("untie_embeddings_and_output_weights")
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "tie_word_embeddings": tied,
+        "scale_decoder_outputs": tied and bool(model.get("scale_output", True)),
+        "dropout_rate": model.get("hidden_dropout"),
+        "d_kv": head,
+        "d_ff": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
+        "num_decoder_layers": model.get("decoder_num_layers") or model["num_layers"],
+    }
+
+
+CONFIG_MAPS = {
+    "t5": ConfigMap(
+        architecture="t5",
+        fields=(
+            Field("vocab_size", "vocab_size", default=32128),
+            Field("d_model", "hidden_size", default=512),
+            Field("d_kv", "kv_channels", default=64),
+            Field("d_ff", "ffn_hidden_size", default=2048),
+            Field("num_layers", "num_layers", default=6),
+            Field("num_decoder_layers", "decoder_num_layers"),
+            Field("num_heads", "num_attention_heads", default=8),
+            Field("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
+            Field("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+            Field("layer_norm_epsilon", "norm_epsilon", default=1e-6),
+            Field("feed_forward_proj", "activation", activation_to_ours, activation_to_theirs, default="relu"),
+        ),
+        fixed=(Fixed("is_encoder_decoder", (True,)), Fixed("is_decoder", (False,))),
+        ignored={
+            **IGNORED,
+            "n_positions": "relative positions have no table",
+            "output_past": "decoding has a cache whenever it is asked for one",
+            "initializer_factor": "scales initial weights only",
+            "dense_act_fn": "follows from feed_forward_proj",
+            "is_gated_act": "follows from feed_forward_proj",
+            "chunk_size_feed_forward": "computes the same products in pieces",
+            "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
+            "classifier_dropout": OF_HEADS,
+        },
+        further=further,
+        further_keys=("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
+        further_back=further_back,
+    )
+}
+
+
+@dataclass(frozen=True)
+class HeadwiseKV(Rule):
+    """Key and value matrices there; rows head by head here, a head's keys before its values."""
+
+    heads: int = 1
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([x.unflatten(0, (self.heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        by_head = tensor.unflatten(0, (self.heads, 2, -1))
+        return [by_head[:, part].flatten(0, 1).contiguous() for part in (0, 1)]
+
+
+def stack_rules(config: T5Config, stack: str, layers: int) -> Iterable[Rule]:
+    """Rules of encoder or decoder, expanded: the two may differ in their number of layers."""
+    ours, theirs = f"{stack}.layers.{{i}}.", f"{stack}.block.{{i}}.layer."
+    last = 2 if stack == "decoder" else 1
+    heads, feed = config.num_attention_heads, f"{theirs}{last}.DenseReluDense."
+    wi = (f"{feed}wi_0.weight", f"{feed}wi_1.weight") if is_gated(config.activation) else (f"{feed}wi.weight",)
+    qkv = tuple(f"{theirs}0.SelfAttention.{x}.weight" for x in "qkv")
+    rules: list[Rule] = [
+        Same(f"{ours}input_layernorm.weight", f"{theirs}0.layer_norm.weight"),
+        GroupedQKV(f"{ours}self_attention.linear_qkv.weight", qkv, groups=heads, heads=heads),
+        Same(f"{ours}self_attention.linear_proj.weight", f"{theirs}0.SelfAttention.o.weight"),
+        Same(f"{ours}pre_mlp_layernorm.weight", f"{theirs}{last}.layer_norm.weight"),
+        Concatenate(f"{ours}mlp.linear_fc1.weight", wi),
+        Same(f"{ours}mlp.linear_fc2.weight", f"{feed}wo.weight"),
+    ]
+    if stack == "decoder":
+        rules += cross_rules(ours, f"{theirs}1.", heads)
+    yield from (rule.for_layer(i) for rule in rules for i in range(layers))
+    yield Same(f"{stack}.final_layernorm.weight", f"{stack}.final_layer_norm.weight")
+    yield Same(
+        f"{stack}_relative_pos_emb.relative_attention_bias.weight",
+        f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    )
+
+
+def cross_rules(ours: str, theirs: str, heads: int) -> list[Rule]:
+    kv = tuple(f"{theirs}EncDecAttention.{x}.weight" for x in "kv")
+    return [
+        Same(f"{ours}pre_cross_attn_layernorm.weight", f"{theirs}layer_norm.weight"),
+        Same(f"{ours}cross_attention.linear_q.weight", f"{theirs}EncDecAttention.q.weight"),
+        HeadwiseKV(f"{ours}cross_attention.linear_kv.weight", kv, heads=heads),
+        Same(f"{ours}cross_attention.linear_proj.weight", f"{theirs}EncDecAttention.o.weight"),
+    ]
+
+
+def name_map(config: T5Config) -> NameMap:
+    rules: list[Rule] = [
+        Same("embedding.word_embeddings.weight", "shared.weight"),
+        *stack_rules(config, "encoder", config.num_layers),
+        *stack_rules(config, "decoder", config.decoder_layers),
+    ]
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Same("output_layer.weight", "lm_head.weight"))
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    return NameMap(rules, config.num_layers, ignored=[unused])
+
+
+def copies(config: T5Config) -> Mapping[str, str]:
+    tied = [] if config.untie_embeddings_and_output_weights else ["lm_head.weight"]
+    return dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *tied], "shared.weight")
+
+
+def model_type_of(config: T5Config) -> str:
+    """Raises ConfigError for a model that differs from T5 in what the format has no words for."""
+    for key, value in (
+        ("position_embedding_type", "relative"),
+        ("normalization", "RMSNorm"),
+        ("add_bias_linear", False),
+        ("scale_attention_scores", False),
+        ("add_output_bias", False),
+        ("attention_dropout", config.hidden_dropout),
+    ):
+        require_value(config, key, (value,), "t5")
+    return "t5"
+
+
+HUGGING_FACE = HuggingFaceFamily("t5", CONFIG_MAPS, name_map, model_type_of, copies)

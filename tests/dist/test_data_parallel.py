@@ -1,0 +1,194 @@
+"""Training over several ranks is the training of one process: losses, norms, weights, data, stopping, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.errors import ConfigError
+from mt_core.parallel import data as data_parallel
+from mt_core.parallel.context import Axis
+from mt_core.parallel.data import buckets, sum_gradients
+from mt_core.testing import run_ranks
+from mt_core.train import Callback, Trainer
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "data.eod_mask_loss=true",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+    "train.train_iters=5",
+    "train.eval_interval=2",
+    "train.eval_iters=2",
+    "checkpoint.save_interval=null",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.progress=none",
+]
+
+
+def config(*more: str) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
+
+
+class Curve(Callback):
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.valid: list[float] = []
+
+    def on_step_end(self, run, metrics) -> None:
+        self.steps.append((metrics["loss"], metrics["grad_norm"]))
+
+    def on_evaluation(self, run, metrics) -> None:
+        self.valid.append(metrics["valid_loss"])
+
+
+def curve(rank: int, world: int, more: tuple[str, ...] = (), run_dir: str | None = None) -> dict:
+    seen = Curve()
+    trainer = Trainer(config(*more), callbacks=[seen], run_dir=run_dir)
+    result = trainer.train()
+    weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return {"steps": seen.steps, "valid": seen.valid, "weights": weights, "iteration": result.state.iteration}
+
+
+def differs(mine: dict, reference: dict) -> float:
+    """Largest relative difference of losses, norms, evaluations and weights."""
+    found = [
+        abs(a / b - 1)
+        for x, y in zip(mine["steps"], reference["steps"], strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
+    found += [abs(a / b - 1) for a, b in zip(mine["valid"], reference["valid"], strict=True)]
+    found += [
+        ((mine["weights"][name] - value).abs().max() / value.abs().max()).item()
+        for name, value in reference["weights"].items()
+    ]
+    return max(found)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_together_train_as_one_process(world) -> None:
+    reference = curve(0, 1)
+    for mine in run_ranks(world, curve):
+        assert differs(mine, reference) < 2e-5
+        assert len(mine["steps"]) == 5
+
+
+def test_with_16_bit_weights_too() -> None:
+    first, second = run_ranks(2, curve, ("precision.dtype=bf16",))
+    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+    assert [loss for loss, _ in first["steps"]] == pytest.approx([loss for loss, _ in curve(0, 1)["steps"]], rel=0.01)
+
+
+def broken(rank: int, world: int, mutation: str) -> dict:
+    if mutation == "gradients are not summed":
+        from mt_core.train import step
+
+        step.sum_gradients = lambda gradients, axis: None
+    elif mutation == "each rank divides by its own count of tokens":
+        from mt_core.train import step
+
+        whole = step.sum_over
+        calls = []
+
+        def own_tokens(values, axis, device):
+            calls.append(values)
+            return list(values) if len(calls) % 2 else whole(values, axis, device)
+
+        step.sum_over = own_tokens
+    else:
+        from mt_core.train import trainer
+
+        reader = trainer.BatchReader
+        trainer.BatchReader = lambda *args, dp_rank, **options: reader(*args, dp_rank=0, **options)
+    return curve(rank, world)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    ["gradients are not summed", "each rank divides by its own count of tokens", "all ranks take the same samples"],
+)
+def test_a_broken_runtime_is_noticed(mutation) -> None:
+    reference = curve(0, 1)
+    assert max(differs(mine, reference) for mine in run_ranks(2, broken, mutation)) > 1e-3
+
+
+def resumed(rank: int, world: int, run_dir: str, more: tuple[str, ...]) -> dict:
+    return curve(rank, world, more, run_dir)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    reference = curve(0, 1)
+    first = run_ranks(2, resumed, str(tmp_path), ("train.exit_iteration=2",))
+    assert [mine["iteration"] for mine in first] == [2, 2]
+    for mine in run_ranks(4, resumed, str(tmp_path), ()):
+        assert len(mine["steps"]) == 3
+        assert differs({**mine, "valid": []}, {**reference, "steps": reference["steps"][2:], "valid": []}) < 2e-5
+
+
+def test_dropout_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path) -> None:
+    drop = ("model.hidden_dropout=0.2",)
+    whole = run_ranks(2, resumed, str(tmp_path / "whole"), drop)
+    run_ranks(2, resumed, str(tmp_path / "parts"), (*drop, "train.exit_iteration=2"))
+    parts = run_ranks(2, resumed, str(tmp_path / "parts"), drop)
+    for mine, reference in zip(parts, whole, strict=True):
+        assert mine["steps"] == reference["steps"][2:]
+        assert all(torch.equal(mine["weights"][name], value) for name, value in reference["weights"].items())
+
+
+def stopped_on_one_rank(rank: int, world: int) -> int:
+    class Enough(Callback):
+        def on_step_end(self, run, metrics) -> None:
+            if rank == 1 and metrics["iteration"] == 3:
+                run.stop("this rank has had enough")
+
+    return Trainer(config(), callbacks=[Enough()]).train().state.iteration
+
+
+def test_a_stop_on_one_rank_stops_all_after_the_same_step() -> None:
+    assert run_ranks(2, stopped_on_one_rank) == [3, 3]
+
+
+def refused(rank: int, world: int) -> str:
+    try:
+        config("parallel.tensor_model_parallel_size=2")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_training_cannot_divide_is_refused_by_its_key() -> None:
+    assert "parallel.tensor_model_parallel_size=2" in run_ranks(2, refused)[0]
+
+
+def counted(rank: int, world: int) -> tuple[int, int]:
+    """Messages and elements of one sum of gradients."""
+    messages = []
+    reduce = dist.all_reduce
+    data_parallel.dist.all_reduce = lambda tensor, **options: (
+        messages.append(tensor.numel()) or reduce(tensor, **options)
+    )
+    axis = Axis(world, rank, dist.group.WORLD, tuple(range(world)))
+    gradients = [torch.full((size,), float(rank + 1)) for size in (3, 4, 5, 100)]
+    sum_gradients(gradients, axis, bucket_elements=8)
+    assert all((gradient == 3).all() for gradient in gradients)
+    return len(messages), sum(messages)
+
+
+def test_gradients_travel_once_in_buckets() -> None:
+    assert run_ranks(2, counted) == [(3, 112)] * 2
+
+
+def test_buckets_keep_order_size_and_dtype() -> None:
+    tensors = [torch.zeros(3), torch.zeros(4), torch.zeros(2).double(), torch.zeros(9), torch.zeros(1)]
+    assert [[t.numel() for t in bucket] for bucket in buckets(tensors, 8)] == [[3, 4], [2], [9], [1]]

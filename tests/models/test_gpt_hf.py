@@ -1,0 +1,171 @@
+"""GPT-2, GPTBigCode, BLOOM and GPT-NeoX through the name map against `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import decoder_reference as ref
+
+from mt_core.errors import ConfigError
+from mt_models.hugging_face import load_reference
+from mt_models.plugin import mt_check_config
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 101
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "attn_implementation": "eager"}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "attn_implementation": "eager"}
+NEOX = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 80,
+    "attn_implementation": "eager",
+}
+CASES = {
+    "GPT-2": ("GPT2LMHeadModel", GPT2, {}),
+    "GPT-2, untied, exact gelu, narrow": (
+        "GPT2LMHeadModel",
+        GPT2,
+        {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 56},
+    ),
+    "GPTBigCode": ("GPTBigCodeForCausalLM", GPT2, {}),
+    "BLOOM, six heads": ("BloomForCausalLM", BLOOM, {}),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", NEOX, {}),
+    "GPT-NeoX in sequence, half rotary": (
+        "GPTNeoXForCausalLM",
+        NEOX,
+        {
+            "use_parallel_residual": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_new",
+        },
+    ),
+}
+
+
+def make(case: str):
+    name, shape, keys = CASES[case]
+    model_type = getattr(transformers, name)
+    return model_type(model_type.config_class(**{**shape, **keys}))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_the_reference(host, randomize, backend, case) -> None:
+    pair = ref.make_pair(host, make(case), randomize, backend)
+    ref.assert_same_function(pair, ref.random_tokens(VOCAB, 13))
+    ref.assert_decoding_equals_forward(pair.ours, ref.random_tokens(VOCAB, 13))
+    ref.assert_maps_round_trip(pair)
+
+
+def test_files_of_gpt2_itself_leave_out_the_prefix(host, randomize) -> None:
+    pair = ref.make_pair(host, make("GPT-2"), randomize)
+    published = {name.removeprefix("transformer."): x for name, x in pair.theirs.state_dict().items()}
+    published["h.0.attn.bias"] = published["ln_f.bias"]  # a mask, which older versions stored
+    del published["lm_head.weight"]
+    load_reference(pair.ours, published, pair.family)
+
+
+def test_files_of_gpt_neox_call_the_output_embed_out(host, randomize) -> None:
+    pair = ref.make_pair(host, make("GPT-NeoX"), randomize)
+    state = pair.theirs.state_dict()
+    state["embed_out.weight"] = state.pop("lm_head.weight")
+    load_reference(pair.ours, state, pair.family)
+
+
+def test_twenty_steps_of_training_follow_the_reference(host) -> None:
+    torch.manual_seed(0)
+    ref.assert_same_training(ref.make_pair(host, make("GPT-2"), lambda model: None))
+
+
+PUBLISHED = {
+    "gpt2-124m": (12, 768, 12),
+    "gpt2-355m": (24, 1024, 16),
+    "gpt2-774m": (36, 1280, 20),
+    "gpt2-1.5b": (48, 1600, 25),
+}
+GPT3 = {
+    "gpt3-125m": (12, 768, 12),
+    "gpt3-350m": (24, 1024, 16),
+    "gpt3-760m": (24, 1536, 16),
+    "gpt3-1.3b": (24, 2048, 16),
+    "gpt3-2.7b": (32, 2560, 32),
+    "gpt3-6.7b": (32, 4096, 32),
+    "gpt3-13b": (40, 5120, 40),
+    "gpt3-175b": (96, 12288, 96),
+}
+
+
+@pytest.mark.parametrize(("sizes", "positions"), [(PUBLISHED, 1024), (GPT3, 2048)])
+def test_presets_have_the_sizes_of_the_published_models(host, sizes, positions) -> None:
+    shapes = {
+        name: {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": positions}
+        for name, (layers, hidden, heads) in sizes.items()
+    }
+    ref.assert_presets_match(host, "gpt", shapes, transformers.GPT2Config, transformers.GPT2LMHeadModel)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop=0.0 and resid_pdrop=0.1 differ"),
+        ("gpt2", {"activation_function": "mish"}, "activation 'mish' is not supported; it can be gelu_new"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query=False is not supported; it can be True"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True is not supported"),
+        ("bloom", {"n_inner": 7}, "n_inner=7 is not supported; it can be null or 4 x hidden_size = 192"),
+        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=linear of a gpt_neox"),
+        ("gpt_neox", {"rotary": 1}, "fields that are not known: rotary=1"),
+    ],
+)
+def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, words) -> None:
+    shape = {"bloom": BLOOM, "gpt_neox": NEOX}.get(kind, GPT2)
+    with pytest.raises(ConfigError, match=words):
+        ref.family_of(host, kind).read_config({"model_type": kind, **shape, **fields})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"position_embedding_type": "none"}, "position_embedding_type=none .* gpt2; it can be learned_absolute"),
+        ({"position_embedding_type": "alibi"}, "embedding_layernorm=False cannot .* bloom; it can be True"),
+        ({"position_embedding_type": "rope", "normalization": "RMSNorm"}, "normalization=RMSNorm .* LayerNorm"),
+        ({"max_position_embeddings": 16, "num_query_groups": 2}, "num_query_groups=2 .* gpt2; it can be None"),
+    ],
+)
+def test_a_gpt_that_no_format_can_express_names_the_key(host, build, keys, words) -> None:
+    model = build(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=50, **keys)
+    activation = {"activation": "gelu_tanh"} if keys.get("position_embedding_type") == "alibi" else {}
+    config = model.config.model_copy(update=activation)
+    with pytest.raises(ConfigError, match=words):
+        ref.family_of(host, "gpt2").write_config(config)
+
+
+def test_a_preset_turned_to_rotary_has_no_table_of_positions(host) -> None:
+    """The preset's max_position_embeddings then means nothing."""
+    model = ref.build_preset(host, "gpt2-124m", "model.position_embedding_type=rope")
+    assert model.embedding.position_embeddings is None
+    assert model.max_sequence_length is None
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["model.num_query_groups=2"], r"=4 does not divide the number of key-value heads .*=2; it can be 1 or 2"),
+        (["model.ffn_hidden_size=66"], r"=4 does not divide the width of the feed-forward .*=66"),
+    ],
+)
+def test_tensor_parallel_ranks_get_whole_groups(host, family, keys, words) -> None:
+    shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "vocab_size=50"]
+    shape += ["position_embedding_type=rope"] if family == "gpt" else []
+    config = ref.load(host, f"model.family={family}", *[f"model.{key}" for key in shape], *keys)
+    parallel = config.parallel.model_copy(update={"tensor_model_parallel_size": 4})
+    with pytest.raises(ConfigError, match=words):
+        mt_check_config(config.model_copy(update={"parallel": parallel}))
