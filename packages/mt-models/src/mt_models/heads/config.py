@@ -8,6 +8,7 @@ from typing import Literal
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability
 from mt_core.errors import ConfigError
 from mt_models.bert.config import BertConfig, check_encoder
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 from mt_models.gpt.config import GPTConfig, check_gpt
 from mt_models.llama.config import LlamaConfig, check_llama
 
@@ -70,7 +71,7 @@ class LlamaMultipleChoiceConfig(LlamaConfig, MultipleChoiceConfig):
 
 def _check_bert(config: Config) -> None:
     assert isinstance(config.model, BertConfig)
-    check_encoder(config.model, config.data.seq_length)
+    check_encoder(config.model, config)
 
 
 CHECKS_OF_BASE = {"bert": _check_bert, "gpt": check_gpt, "llama": check_llama}
@@ -80,6 +81,7 @@ def check_choice(config: Config) -> None:
     """Raise ConfigError for a base model that cannot be built, or samples or a loss made for another task."""
     model = config.model
     assert isinstance(model, HeadConfig)
+    refuse_divided_sequences_and_layers(config)
     CHECKS_OF_BASE[model.family.partition("_")[0]](config)
     if config.train.loss in ("cross_entropy", "bert"):
         raise ConfigError(

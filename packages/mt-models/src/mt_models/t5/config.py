@@ -11,6 +11,8 @@ from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import Activation
+from mt_models.blocks.checks import check_tensor_parallel
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 
 
 class T5Config(ModelConfig):
@@ -124,6 +126,8 @@ def check_t5(config: Config) -> None:
             f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}, or set "
             "model.kv_channels"
         )
+    check_tensor_parallel(config, query_groups=model.num_attention_heads, ffn_size=model.ffn_size)
+    refuse_divided_sequences_and_layers(config)
     _check_positions(model, config)
 
 
