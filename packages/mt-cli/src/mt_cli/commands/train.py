@@ -101,17 +101,29 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         return
     if already == result.state.iteration:
         console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
+    continues_text = hasattr(trainer.model, "new_cache")
     for name, loss in result.losses.items():
-        console.print(f"{name.removesuffix('_loss')} loss {loss:.4f} ({loss / _LN2:.3f} bits per token)", style="bold")
+        bits = f" ({loss / _LN2:.3f} bits per token)" if continues_text else ""
+        console.print(f"{name.removesuffix('_loss')} loss {loss:.4f}{bits}", style="bold")
     for name, loss in result.reference_losses.items():
         console.print(f"a {name} model of the same text has {loss:.4f}")
-    _sample(trainer)
-    console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, checkpoints/.")
+    if continues_text:
+        _sample(trainer)
+    console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, checkpoints/.", soft_wrap=True)
     console.print("Next:")
+    for command, does in _next_commands(trainer, directory, continues_text):
+        console.print(f"  {command}\n      {does}", markup=False, soft_wrap=True)
+
+
+def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> list[tuple[str, str]]:
     prompt = trainer.config.train.sample_prompt or "Once"
-    console.print(f'  mt generate {directory} --prompt "{prompt}"   text from this model', markup=False)
-    console.print("  mt train --preset gpt2-124m --help          other models and options", markup=False)
-    console.print("  mt config show --origin                     every setting, and where it came from", markup=False)
+    generate = (f'mt generate {directory} --prompt "{prompt}"', "text from this model")
+    return [
+        *([generate] if continues_text else []),
+        ("mt ckpt inspect " + str(directory), "what its checkpoint holds"),
+        ("mt models", "other models to train: mt train --preset NAME"),
+        ("mt config show --preset gpt-tiny --origin", "every setting, and where it came from"),
+    ]
 
 
 _LN2 = 0.6931471805599453
@@ -123,7 +135,7 @@ def _sample(trainer: Trainer) -> None:
     from mt_core.inference.sampling import SamplingOptions
 
     train = trainer.config.train
-    if train.sample_prompt is None or not hasattr(trainer.model, "new_cache"):
+    if train.sample_prompt is None:
         return
     decoder = as_decoder(trainer.model)
     longest = getattr(trainer.model, "max_sequence_length", None) or trainer.config.data.seq_length

@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
         "add_bias_linear": False,
     },
     "data": {"seq_length": 128},
-    "train": {"micro_batch_size": 16, "train_iters": 300},
+    "train": {"micro_batch_size": 16, "train_iters": 450},
     "optimizer": {"lr": 3e-3, "min_lr": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95},
     "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 20},
 }
