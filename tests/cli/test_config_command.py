@@ -112,7 +112,8 @@ def test_explain(mt) -> None:
     words = " ".join(mt("config", "explain", "model.rotary_percent").out.split())
     assert words == (
         "model.rotary_percent meaning Share of each head that is rotated. type number > 0 and <= 1 default 1.0 "
-        'counts only when model.position_embedding_type is "rope" needs model.family = "gpt"'
+        'counts only when model.position_embedding_type is "rope" '
+        'needs model.family = "gpt" or "gpt_classification" or "gpt_multiple_choice"'
     )
     assert mt("config", "explain", "rotary_percent").out == mt("config", "explain", "model.rotary_percent").out
     assert ["type", '"fp32"', "|", '"bf16"', "|", '"fp16"'] in mt("config", "explain", "precision.dtype").lines
