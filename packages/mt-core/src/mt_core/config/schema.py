@@ -85,6 +85,8 @@ class DataConfig(Section):
     """Positions whose input is the end-of-document id do not count in the loss."""
     num_workers: NonNegativeInt = 1
     """Threads that read samples ahead; 0 reads them in the training loop. Does not change any sample."""
+    read_by: Literal["each", "first"] = "each"
+    """Ranks that share a model take the same samples: each reads them, or the first one reads and sends them."""
     prefetch_batches: PositiveInt = 2
     """Global batches held ready by the readers."""
 

@@ -21,6 +21,7 @@ FREE_KEYS = frozenset(
         "train.sample_tokens",
         "data.num_workers",
         "data.prefetch_batches",
+        "data.read_by",
     }
 )
 """Keys that change no weight of the run."""

@@ -10,7 +10,7 @@ result = trainer.train()
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,6 +31,7 @@ from mt_core.optim.loss_scale import build_loss_scaler
 from mt_core.optim.main_weights import build_main_weights
 from mt_core.parallel.context import is_writer, wait_for_all
 from mt_core.parallel.data import any_over
+from mt_core.parallel.shared_batches import broadcast_batches
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train import build
@@ -162,8 +163,7 @@ class Trainer:
             size = self.batch_size.full
             count = self._evaluated_samples(dataset)
             steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-            reader = self._reader(dataset, steps)
-            batches = (batch for rank_batch in reader for batch in self._to_device(rank_batch))
+            batches = (b for rank_batch in self._batches(dataset, steps) for b in self._to_device(rank_batch))
             losses[f"{name}_loss"] = evaluate(self.model, batches, self.forward_step, self.ctx)
         self.last_losses = losses
         if losses:
@@ -199,10 +199,10 @@ class Trainer:
     def _run_steps(self, signals: StopSignals) -> None:
         self.model.train()
         steps = self.batch_size.steps(self.state.consumed_samples, self.total_samples)
-        reader = iter(self._reader(self.train_data, steps))
+        batches = self._batches(self.train_data, steps)
         window = LogWindow()
         try:
-            for rank_batch in reader:
+            for rank_batch in batches:
                 window = self.take_step(rank_batch, window)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
@@ -213,7 +213,7 @@ class Trainer:
                     self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:
-            reader.close()
+            batches.close()
 
     def take_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
         """One optimizer step on a batch, with all that surrounds it: metrics, callbacks, evaluation, saving."""
@@ -290,8 +290,9 @@ class Trainer:
 
     # -- data -----------------------------------------------------------------------------------
 
-    def _reader(self, dataset: Dataset, steps: Iterator[tuple[int, int]] | list[tuple[int, int]]) -> BatchReader:
-        return BatchReader(
+    def _batches(self, dataset: Dataset, steps: Iterable[tuple[int, int]]) -> Generator[RankBatch, None, None]:
+        """This rank's batches of the given steps; close it to end the threads that read ahead."""
+        reader = BatchReader(
             dataset,
             steps,
             micro_size=self.config.train.micro_batch_size,
@@ -300,6 +301,11 @@ class Trainer:
             workers=self.config.data.num_workers,
             ahead=self.config.data.prefetch_batches,
         )
+        model = self.ctx.axis("model")
+        if self.config.data.read_by == "each" or model.size == 1:
+            yield from reader
+        else:
+            yield from broadcast_batches(iter(reader) if model.rank == 0 else None, model)
 
     def _to_device(self, rank_batch: RankBatch) -> list[Batch]:
         return [
