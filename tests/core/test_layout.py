@@ -44,9 +44,20 @@ def test_slices_of_all_ranks_are_the_whole(size, sections, dim, unit) -> None:
     assert torch.equal(torch.cat(blocks, dim), full)
 
 
-@pytest.mark.parametrize(("vocab", "multiple", "padded"), [(50257, 128, 50304), (50257, 1024, 51200), (128, 128, 128)])
-def test_vocabulary_padding(vocab, multiple, padded) -> None:
-    assert padded_vocab_size(vocab, multiple) == padded
+@pytest.mark.parametrize(
+    ("vocab_size", "divisible_by", "tensor_parallel", "padded"),
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (30522, 128, 1, 30592),
+        (250, 128, 1, 256),
+        (1, 1, 1, 1),
+        (131072, 128, 8, 131072),
+        (100, 7, 3, 105),
+    ],
+)
+def test_the_vocabulary_is_padded_as_by_megatron(vocab_size, divisible_by, tensor_parallel, padded) -> None:
+    assert padded_vocab_size(vocab_size, divisible_by * tensor_parallel) == padded
 
 
 def test_padding_is_zero_in_memory_and_absent_from_the_canonical_tensor() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, expand_groups
 from mt_core.parallel.context import Axis
-from mt_core.parallel.context_parallel import _torch_ops, check_context_parallel, context_parallel_attention
+from mt_core import _torch_compat
+from mt_core.parallel.context_parallel import check_context_parallel, context_parallel_attention
 from mt_core.parallel.context_parallel.blocks import FLASH_CPU, MATH, Softmax
 from mt_core.parallel.context_parallel.core import check_pattern
 from mt_core.parallel.context_parallel.hierarchical import hierarchical_members
@@ -140,8 +141,8 @@ def test_a_query_that_sees_no_key_weighs_nothing(attention) -> None:
 
 def cuda_flash_on(device: str) -> list[torch.Tensor]:
     q, k, v, grad = (x.to(device) for x in tensors(16, 16, torch.bfloat16))
-    out, lse = _torch_ops.flash_cuda_forward(q, k, v, True)
-    return [out, lse, *_torch_ops.flash_cuda_backward(grad, q, k, v, out, lse, True)]
+    out, lse = _torch_compat.flash_cuda_forward(q, k, v, True)
+    return [out, lse, *_torch_compat.flash_cuda_backward(grad, q, k, v, out, lse, True)]
 
 
 def test_the_cuda_operators_take_these_arguments() -> None:

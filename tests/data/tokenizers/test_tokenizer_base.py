@@ -13,31 +13,9 @@ from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
-from mt_data.tokenizers.base import BaseTokenizer, materialize, padded_vocab_size
+from mt_data.tokenizers.base import BaseTokenizer, materialize
 from mt_data.tokenizers.byte_level import ByteLevelConfig, build_byte_level
 from mt_data.tokenizers.null import NullConfig, build_null
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "divisible_by", "tensor_parallel", "padded"),
-    [
-        (50257, 128, 1, 50304),
-        (50257, 128, 8, 51200),
-        (30522, 128, 1, 30592),
-        (32000, 128, 1, 32000),
-        (250, 128, 1, 256),
-        (1, 1, 1, 1),
-        (131072, 128, 8, 131072),
-        (100, 7, 3, 105),
-    ],
-)
-def test_padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int, padded: int) -> None:
-    assert padded_vocab_size(vocab_size, divisible_by, tensor_parallel) == padded
-
-
-def test_padded_vocab_size_names_what_is_wrong() -> None:
-    with pytest.raises(ConfigError, match="make_vocab_size_divisible_by=0 must be at least 1"):
-        padded_vocab_size(100, 0, 1)
 
 
 @given(st.text())

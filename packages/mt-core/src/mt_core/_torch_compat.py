@@ -14,3 +14,58 @@ def scale_all_(tensors: list[Tensor], factor: float) -> None:
 def zero_all_(tensors: list[Tensor]) -> None:
     """Zero each tensor in place, in as few kernels as the device allows."""
     torch._foreach_zero_(tensors)
+
+
+# -- attention that also returns the log-sum-exp of its scores, and its backward --------------------
+#
+# Shapes: q [B, N, S, D], k and v [B, G, T, D] with G dividing N, out [B, N, S, D], lse [B, N, S] in fp32 (fp64 for
+# fp64), scores scaled by 1 / sqrt(D). Only the last dimension has to be contiguous. The backward takes the out and
+# lse of the whole softmax, of which (k, v) may be a part: it returns that part's share of the gradients.
+
+_CUDA_HEAD_DIM_MULTIPLE = 8
+_CUDA_HEAD_DIM_MAX = 256
+
+
+def flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """bias [B or 1, N or 1, S, T] in q's dtype or fp32. A row that sees no key gets out 0 and lse 0, not -inf."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, causal, attn_mask=bias)
+    return out, lse
+
+
+def flash_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> gradients of q, k, v"""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
+    return dq, dk, dv
+
+
+def flash_cuda_serves(q: Tensor) -> bool:
+    """Whether torch's flash kernel for CUDA takes this dtype and head size on this device."""
+    head_dim = q.shape[-1]
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and head_dim % _CUDA_HEAD_DIM_MULTIPLE == 0
+        and head_dim <= _CUDA_HEAD_DIM_MAX
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+    )
+
+
+def flash_cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """-> out, lse"""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def flash_cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> gradients of q, k, v. The state of the random numbers is not read, there being no dropout."""
+    random_state = torch.empty(0, dtype=torch.uint64, device=q.device)
+    lengths = (None, None, q.shape[2], k.shape[2])  # cumulative lengths: only for ragged batches
+    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, random_state, random_state)
+    return dq, dk, dv

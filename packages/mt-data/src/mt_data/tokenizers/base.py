@@ -182,21 +182,3 @@ def _refuse_surrogates(text: str) -> None:
             f"the text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
             "which is no Unicode text; repair the document or leave it out"
         ) from error
-
-
-def padded_vocab_size(
-    vocab_size: int, make_vocab_size_divisible_by: int = 128, tensor_model_parallel_size: int = 1
-) -> int:
-    """Rows of the embedding table: `vocab_size` rounded up to a multiple of the product of the other two.
-
-    That is Megatron's rule: 50257 with 128 and tensor parallel 1 gives 50304, with tensor parallel 8 51200.
-    """
-    for name, value in (
-        ("vocab_size", vocab_size),
-        ("make_vocab_size_divisible_by", make_vocab_size_divisible_by),
-        ("tensor_model_parallel_size", tensor_model_parallel_size),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mt_core.parallel.context_parallel import _torch_ops
+from mt_core import _torch_compat
 from mt_core.parallel.context_parallel.masks import BlockMask
 
 BlockBackend = Literal["auto", "math"]
@@ -47,7 +47,7 @@ def pick_block_attention(q: Tensor, v: Tensor, mask: BlockMask, backend: BlockBa
         return MATH
     if q.device.type == "cpu":
         return FLASH_CPU
-    if q.device.type == "cuda" and mask.bias is None and _torch_ops.flash_cuda_serves(q):
+    if q.device.type == "cuda" and mask.bias is None and _torch_compat.flash_cuda_serves(q):
         return FLASH_CUDA
     return MATH
 
@@ -119,7 +119,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
-    out, lse = _torch_ops.flash_cpu_forward(q, k, v, mask.causal, _bias_for(q, mask))
+    out, lse = _torch_compat.flash_cpu_forward(q, k, v, mask.causal, _bias_for(q, mask))
     if mask.bias is not None:  # this kernel gives rows without a key lse 0
         lse = lse.masked_fill(mask.bias.isneginf().all(-1), -math.inf)
     return out, lse
@@ -128,7 +128,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tens
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _torch_ops.flash_cpu_backward(grad, q, k, v, out, lse, mask.causal, _bias_for(q, mask))
+    return _torch_compat.flash_cpu_backward(grad, q, k, v, out, lse, mask.causal, _bias_for(q, mask))
 
 
 def _bias_for(q: Tensor, mask: BlockMask) -> Tensor | None:
@@ -136,13 +136,13 @@ def _bias_for(q: Tensor, mask: BlockMask) -> Tensor | None:
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
-    return _torch_ops.flash_cuda_forward(q, k, v, mask.causal)
+    return _torch_compat.flash_cuda_forward(q, k, v, mask.causal)
 
 
 def _cuda_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _torch_ops.flash_cuda_backward(grad, q, k, v, out, lse, mask.causal)
+    return _torch_compat.flash_cuda_backward(grad, q, k, v, out, lse, mask.causal)
 
 
 MATH = BlockAttention(math_forward, math_backward)
