@@ -141,15 +141,20 @@ def test_weight_decay_leaves_vectors_and_biases_alone(model) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_updates_are_not_lost_in_16_bits(model, dtype) -> None:
-    """Steps of 1e-4 of a weight vanish in bf16 (8 bits of fraction), and must add up in the fp32 copy."""
+    """Fifty steps of 1e-4: as far as in fp32, where weights of 16 bits alone would hardly move."""
+    reference = copy.deepcopy(model)
     model.to(dtype)
     step, weights = build(model)
     assert isinstance(weights, CopiedWeights)
-    start = weights.copies["table.weight"].detach().clone()
+    exact_step, _ = build(reference)
+    start = weights.copies["head.weight"].detach().clone()
+    exact_start = reference.head.weight.detach().clone()
     for _ in range(50):
         step(batches(), 1e-4)
-    assert (weights.copies["table.weight"] - start).abs().max() > 0
-    assert torch.equal(model.table.weight, weights.copies["table.weight"].to(dtype))
+        exact_step(batches(), 1e-4)
+    moved, expected = weights.copies["head.weight"] - start, reference.head.weight - exact_start
+    torch.testing.assert_close(moved, expected, rtol=0.05, atol=0.02 * expected.abs().max().item())
+    assert torch.equal(model.head.weight, weights.copies["head.weight"].to(dtype))
 
 
 def test_gradients_of_bf16_accumulate_in_fp32(model) -> None:
@@ -175,15 +180,12 @@ def test_the_loss_scale_cancels(model) -> None:
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale(model) -> None:
+    step, _ = build(model, scale=2.0**127, dynamic=True)
+    while step(batches(), 0.0).updated:  # gradients below 1 leave room; a larger loss takes it
+        step.scaler.scale *= 16.0
     before = [p.clone() for p in model.parameters()]
-    step, _ = build(model, scale=1e38, dynamic=True)
-    outcome = step([{**b, "loss_mask": b["loss_mask"]} for b in batches()], 0.1)
-    while outcome.updated:  # gradients are small: raise the scale until it overflows
-        step.scaler.scale *= 1e3
-        outcome = step(batches(), 0.1)
-        before = [p.clone() for p in model.parameters()]
     scale = step.scaler.scale
-    assert not outcome.finite
+    outcome = step(batches(), 0.1)
+    assert not outcome.updated
+    assert step.scaler.scale == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    step(batches(), 0.1)
-    assert step.scaler.scale <= scale

@@ -130,10 +130,6 @@ class ParallelContext:
         """Whether this is the process that writes for all of them."""
         return is_writer()
 
-    def on_device(self, device: torch.device) -> ParallelContext:
-        """The same place with parameters on another device, for instance `meta`."""
-        return replace(self, device=device)
-
 
 def is_writer() -> bool:
     """Whether this process is the one that speaks and writes for all of the world."""

@@ -42,11 +42,7 @@ class StepOutcome:
     grad_norm: float
     tokens: float
     updated: bool
-    """False when a gradient overflowed and the step was left out."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+    """False when the loss or the norm was not finite and the step was left out."""
 
 
 class OptimizerStep:

@@ -9,10 +9,12 @@ result = trainer.train()
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -188,7 +190,7 @@ class Trainer:
         self.callbacks.on_checkpoint(self, path)
         return path
 
-    @property
+    @cached_property
     def last_iteration(self) -> int:
         """The step that ends training, if nothing stops it before."""
         rest = self.batch_size.steps(self.state.consumed_samples, self.total_samples)
@@ -249,7 +251,7 @@ class Trainer:
 
     def _not_finite(self, rank_batch: RankBatch, outcome: StepOutcome) -> str:
         """Which quantity, at which step, from which samples."""
-        what = "loss" if not torch.isfinite(torch.tensor(outcome.loss)) else "gradient norm"
+        what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
         samples = [index for group in rank_batch.samples for index in group]
         places = [self.train_data.describe(index) for index in samples[:4]] if _describes(self.train_data) else []
         more = f"; and {len(samples) - 4} more" if places and len(samples) > 4 else ""
