@@ -79,13 +79,13 @@ class GatedConv(nn.Module):
 class ConvLayer(nn.Module):
     """x + conv(norm(x)), then x + feed_forward(norm(x)): [B, S, H] -> the same."""
 
-    def __init__(self, config: ConvConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: ConvConfig, environment: ModelEnvironment, number: int) -> None:
         super().__init__()
         ctx = environment.parallel
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.mixer = GatedConv(config, ctx)
         self.pre_mlp_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, ctx)
-        self.mlp = environment.feed_forward("dense", config)
+        self.mlp = environment.feed_forward("dense", config, number)
 
     def forward(self, x: Tensor, segment_ids: Tensor | None, cache: ConvCache | None, layer: int) -> Tensor:
         x = x + self.mixer(self.input_layernorm(x), segment_ids, cache, layer)
@@ -105,7 +105,7 @@ class ConvModel(nn.Module):
         table = {"init": normal(config.init_method_std), "divisible_by": config.make_vocab_size_divisible_by}
         shape = (config.vocab_size, config.hidden_size)
         self.word_embeddings = VocabParallelEmbedding(*shape, environment.parallel, **table)
-        self.layers = nn.ModuleList(ConvLayer(config, environment) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(ConvLayer(config, environment, number) for number in range(config.num_layers))
         self.final_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, environment.parallel)
         self.output_layer = VocabParallelOutput(*shape, environment.parallel, **table)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mt_core.config.schema import Config
     from mt_core.nn.environment import ModelEnvironment
+    from mt_core.plugins import PluginHost
 
 T = TypeVar("T")
 Split = Literal["train", "valid", "test"]
@@ -174,6 +175,10 @@ class CheckpointReader(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The element type in which each tensor is stored."""
+        ...
+
     def read(self, name: str) -> torch.Tensor:
         """One full tensor on CPU, its checksum verified."""
         ...
@@ -181,6 +186,24 @@ class CheckpointReader(Protocol):
     def files(self) -> Mapping[str, bytes]:
         """Small files that travel along, such as the tokenizer's."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What a user of `mt convert` asks of the written checkpoint. A saver refuses what its format cannot express."""
+
+    target_tensor_parallel_size: int = 1
+    target_pipeline_parallel_size: int = 1
+    target_virtual_pipeline_parallel_size: int = 1
+    target_expert_parallel_size: int = 1
+    target_expert_tensor_parallel_size: int | None = None
+    """Default: as target_tensor_parallel_size."""
+    make_vocab_size_divisible_by: int | None = None
+    """Of formats that store padding. Default: as the model's configuration."""
+    dtype: str | None = None
+    """Number format of the written weights: fp32, bf16 or fp16. Default: as they are."""
+    max_shard_size: int | None = None
+    """Bytes of a file, of formats that cut by size."""
 
 
 @runtime_checkable
@@ -266,14 +289,28 @@ class CheckpointLoaderSpec(Spec):
     detect: Lazy[Any]
     """(path: Path) -> bool"""
     open: Lazy[Any]
-    """(path: Path) -> CheckpointReader"""
+    """(path: Path) -> CheckpointReader. A format whose names need a family's map takes `host: PluginHost` too."""
+    takes_host: bool = False
+    """Whether `open` is called as (path, host)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaverSpec(Spec):
     """Writes one checkpoint format; `path` appears only when everything in it is on the disk."""
 
-    save: Lazy[SaveCheckpoint]
+    save: Lazy[SaveCheckpoint] | None = None
+    """Saves a run while it trains; None: the format is written by conversion only."""
+    convert: Lazy[ConvertCheckpoint] | None = None
+    """Writes an open checkpoint in this format, a tensor at a time; None: not a target of conversion."""
+
+
+class ConvertCheckpoint(Protocol):
+    """Writes `source` to `path`. `host` finds the family of `source.metadata["config"]["model"]` and its name maps.
+
+    Raises ConfigError for options and CheckpointError for models that the format cannot express.
+    """
+
+    def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None: ...
 
 
 class SaveCheckpoint(Protocol):
@@ -301,7 +338,10 @@ class FeedForwardSpec(Spec):
 
     config_type: Lazy[type]
     build: Lazy[Any]
-    """(config, ctx) -> Module: [batch, sequence, hidden] -> [batch, sequence, hidden]"""
+    """(the model's config, environment: ModelEnvironment, layer: int) -> Module
+
+    The module: [batch, sequence, hidden] -> the same. layer: its number in the model, from 0.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

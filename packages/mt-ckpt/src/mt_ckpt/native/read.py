@@ -44,6 +44,10 @@ class NativeReader:
         """The shape of every tensor, in the order in which they were saved."""
         return self._shapes
 
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The element type of every tensor."""
+        return {name: ELEMENT_TYPES[tensor.dtype].torch_dtype() for name, tensor in self.manifest.tensors.items()}
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
         stored = self.manifest.tensors.get(name)

@@ -9,6 +9,7 @@ from torch import nn
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
+from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import AttentionRequest
@@ -21,6 +22,24 @@ class ModelEnvironment:
     config: Config
     parallel: ParallelContext
     host: PluginHost
+    stages: tuple[Stage, ...] | None = None
+    """The pipeline stages that this process holds; None: the whole model."""
+
+    def layers(self, num_layers: int) -> list[int]:
+        """Numbers of the layers to build, of a stack of `num_layers`."""
+        if self.stages is None:
+            return list(range(num_layers))
+        return sorted(number for stage in self.stages for number in stage.layers)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether to build what comes before the layers."""
+        return self.stages is None or any(stage.first for stage in self.stages)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether to build what comes after the layers."""
+        return self.stages is None or any(stage.last for stage in self.stages)
 
     def attention(
         self,
@@ -58,7 +77,10 @@ class ModelEnvironment:
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
         return spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
 
-    def feed_forward(self, name: str, options: object) -> nn.Module:
-        """The named feed-forward. `options` is the model's config, from which it reads its shape."""
+    def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
+        """The named feed-forward of layer `layer` (counted from 0 over the whole model).
+
+        `options` is the model's config, from which it reads its shape.
+        """
         spec = self.host.feed_forwards.get(name, asker=f"model.{name}")
-        return spec.build.load()(options, self.parallel)
+        return spec.build.load()(options, self, layer)

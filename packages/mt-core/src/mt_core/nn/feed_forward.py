@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
@@ -11,6 +11,9 @@ from mt_core.nn.activations import Activation, activate, is_gated
 from mt_core.nn.layout import Init, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from mt_core.nn.environment import ModelEnvironment
 
 
 class FeedForwardShape(Protocol):
@@ -62,5 +65,5 @@ class DenseFeedForward(nn.Module):
         return self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
 
 
-def build_dense(config: FeedForwardShape, ctx: ParallelContext) -> nn.Module:
-    return DenseFeedForward(config, ctx)
+def build_dense(config: FeedForwardShape, environment: ModelEnvironment, layer: int) -> nn.Module:
+    return DenseFeedForward(config, environment.parallel)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.parallel.collectives import all_gather
+from mt_core.parallel.context import SINGLE, AxisName, ParallelContext
 
 Init = Callable[[Tensor, torch.Generator], object]
 
@@ -39,6 +40,10 @@ class ParameterLayout:
 
     partial_gradient: axes on which each rank's gradient is only a part (it saw other positions or heads), so
     that they have to be summed.
+    replicas: the axis of the ranks that hold the same slice and see other samples or positions, over which
+    gradients are summed and the optimizer's state may be divided: "edp" for what experts own.
+    dtype: in memory; None: as the context's params_dtype. trained: whether the optimizer updates it; one that it
+    does not (a state that the model keeps by itself) is stored and resumed like any other.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +51,9 @@ class ParameterLayout:
     splits: tuple[Split, ...] = ()
     padded: Mapping[int, int] = field(default_factory=dict)
     partial_gradient: tuple[AxisName, ...] = ()
+    replicas: AxisName = "dp_cp"
+    dtype: torch.dtype | None = None
+    trained: bool = True
 
     def local_shape(self, ctx: ParallelContext) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
@@ -67,9 +75,17 @@ class ParameterLayout:
                 tensor = torch.cat([block.chunk(axis.size, split.dim)[axis.rank] for block in blocks], split.dim)
         return tensor
 
-    def to_canonical(self, local: Tensor) -> Tensor:
-        """The canonical tensor, when this process holds all of it (no axis splits it)."""
+    def to_canonical(self, local: Tensor, ctx: ParallelContext | None = None) -> Tensor:
+        """The canonical tensor. Collective over the axes that split it: all their ranks get it, and need `ctx`."""
         tensor = local
+        for split in reversed(self.splits):
+            axis = ctx.axis(split.axis) if ctx is not None else SINGLE
+            if axis.size > 1:
+                # [ranks * sections, ...] in the order rank 0's share of each section, rank 1's, ...
+                blocks = all_gather(tensor, split.dim, axis).chunk(axis.size * split.sections, split.dim)
+                tensor = torch.cat(
+                    [blocks[r * split.sections + s] for s in range(split.sections) for r in range(axis.size)], split.dim
+                )
         for dim in self.padded:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
@@ -89,8 +105,8 @@ class LayoutModule(nn.Module):
             self.register_parameter(name, None)
             return
         shape = layout.local_shape(self.ctx)
-        tensor = torch.empty(shape, dtype=self.ctx.params_dtype, device=self.ctx.device)
-        self.register_parameter(name, nn.Parameter(tensor))
+        tensor = torch.empty(shape, dtype=layout.dtype or self.ctx.params_dtype, device=self.ctx.device)
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=layout.trained))
         self.layouts[name] = layout
 
 

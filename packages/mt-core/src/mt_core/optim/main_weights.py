@@ -38,7 +38,7 @@ class ModelWeights:
         self.model = model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()
+        return _trained(self.model)
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -53,8 +53,11 @@ class CopiedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.copies = {name: nn.Parameter(parameter.detach().float()) for name, parameter in model.named_parameters()}
-        for name, parameter in model.named_parameters():
+        # A copy even of a weight that is fp32 in memory: detach().float() would share it.
+        self.copies = {
+            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in _trained(model)
+        }
+        for name, parameter in _trained(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
             parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
@@ -67,13 +70,17 @@ class CopiedWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in _trained(self.model):
             parameter.copy_(self.copies[name])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in _trained(self.model):
             self.copies[name].copy_(parameter)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:

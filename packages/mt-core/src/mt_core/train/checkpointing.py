@@ -22,7 +22,7 @@ from mt_core.optim.main_weights import CopiedWeights, MainWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
+from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
 from mt_core.train import random_streams
 from mt_core.train.state import TrainState
 
@@ -130,6 +130,12 @@ def environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "num_threads": torch.get_num_threads()}
 
 
+def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost) -> CheckpointReader:
+    """Open a checkpoint with the given loader."""
+    opener = spec.open.load()
+    return opener(path, host) if spec.takes_host else opener(path)
+
+
 def open_checkpoint(path: Path, host: PluginHost) -> CheckpointReader:
     """Open a checkpoint of whatever format recognizes it.
 
@@ -137,7 +143,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> CheckpointReader:
     """
     loaders = [spec for spec in host.checkpoint_loaders if spec.detect.load()(path)]
     if len(loaders) == 1:
-        return loaders[0].open.load()(path)
+        return open_with(loaders[0], path, host)
     names = ", ".join(host.checkpoint_loaders.names()) or "none (pip install mt-ckpt)"
     if loaders:
         both = " and ".join(spec.name for spec in loaders)

@@ -183,6 +183,7 @@ class Trainer:
         if self.ctx.is_writer:
             spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
             tensors = chain(state.tensors(), streams.items())
+            assert spec.save is not None  # checked when the run was built
             spec.save.load()(path, tensors, state.metadata(self.config), dict(self.tokenizer.files()))
             self.directory.set_latest(path)
         wait_for_all()

@@ -151,10 +151,14 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> nn.Module
         causal=False,
     )
     recomputed = recomputed_layers(config.num_layers, environment)
-    blocks = [environment.feed_forward("dense", config) for _ in range(config.num_layers)]
+    layer_type = PostNormLayer if config.layernorm_placement == "post" else TransformerLayer
+    layers = {
+        number: layer_type(config, core, environment.feed_forward("dense", config, number), ctx)
+        for number in range(config.num_layers)
+    }
     if config.layernorm_placement == "post":
-        return PostNormStack([PostNormLayer(config, core, block, ctx) for block in blocks], recomputed)
-    return TransformerStack([TransformerLayer(config, core, block, ctx) for block in blocks], config, ctx, recomputed)
+        return PostNormStack(layers, recomputed)
+    return TransformerStack(layers, config, ctx, recomputed)
 
 
 def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:

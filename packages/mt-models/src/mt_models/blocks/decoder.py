@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
+from mt_core.nn.stage import Stage, whole
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.rotary import RotaryAngles
@@ -51,27 +52,40 @@ class TokenEmbedding(LayoutModule):
 class CausalDecoder(nn.Module):
     """tokens [B, S] -> logits [B, S, vocab]: over the true vocabulary, divided over tensor-parallel ranks.
 
-    A family gives its embedding and layers, and says in `pattern` and `angles` what attention is given.
+    A family gives its embedding and says how to make layer number i and the norm behind the last; in `pattern`
+    and `angles` it says what attention is given. Of a model that is cut into pipeline stages only the layers of
+    this process are made.
     """
 
     def __init__(
         self,
         config: DecoderShape,
         environment: ModelEnvironment,
-        embedding: TokenEmbedding,
-        layers: Sequence[nn.Module],
-        final_layernorm: nn.Module | None = None,
+        embedding: Callable[[Any, ParallelContext], TokenEmbedding],
+        layer: Callable[[int], nn.Module],
+        final_layernorm: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         ctx = environment.parallel
-        assert config.vocab_size is not None
         self.config = config
-        self.vocab_size = config.vocab_size
-        self.embedding = embedding
-        recomputed = recomputed_layers(config.num_layers, environment)
-        self.decoder = TransformerStack(layers, config, ctx, recomputed, final_layernorm)
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: TokenEmbedding | None = None
+        if environment.has_first:
+            self.embedding = embedding(config, ctx)
+        elif environment.has_last and tied:
+            # The last stage's copy of the word vectors, which are its output matrix.
+            self.embedding = TokenEmbedding(config, ctx)
+        self.decoder = TransformerStack(
+            {number: layer(number) for number in environment.layers(config.num_layers)},
+            config,
+            ctx,
+            recomputed_layers(config.num_layers, environment),
+            final_layernorm,
+            has_last=environment.has_last,
+        )
         self.output_layer: VocabParallelOutput | None = None
-        if config.untie_embeddings_and_output_weights:
+        if environment.has_last and not tied:
+            assert config.vocab_size is not None
             self.output_layer = VocabParallelOutput(
                 config.vocab_size,
                 config.hidden_size,
@@ -88,13 +102,36 @@ class CausalDecoder(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """position_ids [B, S]: default 0 ..., after the cached ones. segment_ids [B, S]: see AttentionPattern."""
+        return self.run_stage(whole(self.config.num_layers), None, tokens, position_ids, segment_ids, cache)
+
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """hidden [B, S, H] of the stage before -> that for the next, or the logits. See Pipelined."""
         if position_ids is None:
             start = cache.length if cache else 0
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
-        x = self.embedding(tokens, position_ids)
+        if stage.first:
+            assert self.embedding is not None
+            hidden = self.embedding(tokens, position_ids)
+        assert hidden is not None
         pattern = self.pattern(segment_ids, tokens.device)
-        x = self.decoder(x, pattern, self.angles(position_ids, cache.capacity if cache else None), cache)
-        return self.logits(x)
+        angles = self.angles(position_ids, cache.capacity if cache else None)
+        x = self.decoder(hidden, pattern, angles, cache, stage)
+        return self.logits(x) if stage.last else x
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        if (stage.first or (stage.last and self.output_layer is None)) and self.embedding is not None:
+            yield self.embedding
+        yield from (self.decoder.layers[number] for number in stage.layers)
+        if stage.last:
+            yield from (module for module in (self.decoder.final_layernorm, self.output_layer) if module is not None)
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
         """Which keys a query sees."""
@@ -108,6 +145,7 @@ class CausalDecoder(nn.Module):
         """[B, S, H] -> [B, S, vocab]"""
         if self.output_layer is not None:
             return self.output_layer(x)
+        assert self.embedding is not None
         words = self.embedding.word_embeddings
         return project_to_vocab(x, words.weight, words.range, words.ctx)
 

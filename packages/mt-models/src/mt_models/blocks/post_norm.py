@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.norm import build_norm
+from mt_core.nn.stage import NumberedLayers
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.transformer import LayerShape
@@ -35,10 +38,10 @@ class PostNormLayer(nn.Module):
 class PostNormStack(nn.Module):
     """Layers alone: the last one ends in a norm. The first `recomputed` keep only their input for backward."""
 
-    def __init__(self, layers: list[PostNormLayer], recomputed: int = 0) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], recomputed: int = 0) -> None:
         super().__init__()
         self.recomputed = recomputed
-        self.layers = nn.ModuleList(layers)
+        self.layers = NumberedLayers(layers.items())
 
     def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
         for index, layer in enumerate(self.layers):

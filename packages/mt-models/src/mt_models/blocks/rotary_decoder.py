@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -15,12 +15,12 @@ from mt_models.blocks.rotary_scaling import build_rotary
 
 
 class RotaryDecoder(CausalDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]; a family gives the layers."""
+    """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i."""
 
     config: DecoderConfig
 
-    def __init__(self, config: DecoderConfig, environment: ModelEnvironment, layers: Sequence[nn.Module]) -> None:
-        super().__init__(config, environment, TokenEmbedding(config, environment.parallel), layers)
+    def __init__(self, config: DecoderConfig, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__(config, environment, TokenEmbedding, layer)
         self.rotary = build_rotary(config)
 
     def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.norm import build_norm
+from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
@@ -76,22 +77,27 @@ class ParallelResidualLayer(TransformerLayer):
 
 
 class TransformerStack(nn.Module):
-    """Layers and the norm behind them. The first `recomputed` layers keep only their input for backward."""
+    """Layers by their numbers, and the norm behind the last. The first `recomputed` layers of the model keep only
+    their input for backward."""
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Mapping[int, nn.Module],
         config: LayerShape,
         ctx: ParallelContext,
         recomputed: int = 0,
-        final_layernorm: nn.Module | None = None,
+        final_layernorm: Callable[[], nn.Module] | None = None,
+        *,
+        has_last: bool = True,
     ) -> None:
         super().__init__()
         self.recomputed = recomputed
-        self.layers = nn.ModuleList(layers)
-        self.final_layernorm = final_layernorm or build_norm(
-            config.normalization, config.hidden_size, config.norm_epsilon, ctx
-        )
+        self.layers = NumberedLayers(layers.items())
+        self.final_layernorm: nn.Module | None = None
+        if has_last and final_layernorm is not None:
+            self.final_layernorm = final_layernorm()
+        elif has_last:
+            self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
     def forward(
         self,
@@ -99,10 +105,16 @@ class TransformerStack(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
         cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
     ) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.training and index < self.recomputed:
+        """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
+        for number in self.layers.numbers() if stage is None else stage.layers:
+            layer = self.layers[number]
+            if self.training and number < self.recomputed:
                 x = checkpoint(layer, x, pattern, angles, use_reentrant=False)
             else:
-                x = layer(x, pattern, angles, cache.layers[index] if cache else None)
+                x = layer(x, pattern, angles, cache.layers[number] if cache else None)
+        if stage is not None and not stage.last:
+            return x
+        assert self.final_layernorm is not None
         return self.final_layernorm(x)

@@ -55,17 +55,17 @@ class GemmaAttention(SelfAttention):
 
 
 class GemmaLayer(nn.Module):
-    """[batch, sequence, hidden] -> the same. window: of a local layer; None for a global one."""
+    """Layer `number` of the model, local or global: [batch, sequence, hidden] -> the same."""
 
-    def __init__(self, config: GemmaConfig, environment: ModelEnvironment, window: int | None) -> None:
+    def __init__(self, config: GemmaConfig, environment: ModelEnvironment, number: int) -> None:
         super().__init__()
-        ctx = environment.parallel
+        ctx, window = environment.parallel, config.window_of(number)
         core = attention_core(config, environment, window=window, logit_softcap=config.attn_logit_softcapping)
         self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.self_attention = GemmaAttention(config, core, ctx, window)
         self.post_self_attn_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.pre_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
-        self.mlp = environment.feed_forward(config.feed_forward, config)
+        self.mlp = environment.feed_forward(config.feed_forward, config, number)
         self.post_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
 
     def forward(
@@ -89,9 +89,9 @@ class GemmaModel(CausalDecoder):
         super().__init__(
             config,
             environment,
-            GemmaEmbedding(config, ctx),
-            [GemmaLayer(config, environment, config.window_of(layer)) for layer in range(config.num_layers)],
-            ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
+            GemmaEmbedding,
+            lambda number: GemmaLayer(config, environment, number),
+            lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
         )
         self.rotary = build_rotary(config)
         self.local_frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base_local)

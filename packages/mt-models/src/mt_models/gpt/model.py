@@ -49,8 +49,7 @@ class GPTModel(CausalDecoder):
 
     def __init__(self, config: GPTConfig, environment: ModelEnvironment) -> None:
         ctx = environment.parallel
-        layers = [gpt_layer(config, environment) for _ in range(config.num_layers)]
-        super().__init__(config, environment, GPTEmbedding(config, ctx), layers)
+        super().__init__(config, environment, GPTEmbedding, lambda number: gpt_layer(config, environment, number))
         self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
             self.slopes = alibi_slopes(config.num_attention_heads).chunk(ctx.tp.size)[ctx.tp.rank]
@@ -71,7 +70,7 @@ class GPTModel(CausalDecoder):
         return self.config.table_size
 
 
-def gpt_layer(config: GPTConfig, environment: ModelEnvironment) -> TransformerLayer:
+def gpt_layer(config: GPTConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
     core = environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
@@ -81,7 +80,8 @@ def gpt_layer(config: GPTConfig, environment: ModelEnvironment) -> TransformerLa
         bias=config.position_embedding_type == "alibi",
     )
     layer_type = ParallelResidualLayer if config.parallel_residual else TransformerLayer
-    return layer_type(config, core, environment.feed_forward(config.feed_forward, config), environment.parallel)
+    feed_forward = environment.feed_forward(config.feed_forward, config, number)
+    return layer_type(config, core, feed_forward, environment.parallel)
 
 
 def build_gpt(config: GPTConfig, environment: ModelEnvironment) -> GPTModel:

@@ -13,14 +13,14 @@ class LlamaModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     def __init__(self, config: LlamaConfig, environment: ModelEnvironment) -> None:
-        super().__init__(config, environment, [llama_layer(config, environment) for _ in range(config.num_layers)])
+        super().__init__(config, environment, lambda number: llama_layer(config, environment, number))
 
 
-def llama_layer(config: LlamaConfig, environment: ModelEnvironment) -> TransformerLayer:
+def llama_layer(config: LlamaConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
     ctx = environment.parallel
     core = attention_core(config, environment)
     attention = SelfAttention(config, core, ctx, output_bias=config.attention_bias)
-    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config), ctx, attention)
+    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
 def build_llama(config: LlamaConfig, environment: ModelEnvironment) -> LlamaModel:

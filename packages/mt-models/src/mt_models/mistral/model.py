@@ -16,14 +16,14 @@ class MistralModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     def __init__(self, config: MistralConfig, environment: ModelEnvironment) -> None:
-        super().__init__(config, environment, [mistral_layer(config, environment) for _ in range(config.num_layers)])
+        super().__init__(config, environment, lambda number: mistral_layer(config, environment, number))
 
 
-def mistral_layer(config: MistralConfig, environment: ModelEnvironment) -> TransformerLayer:
+def mistral_layer(config: MistralConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
     ctx = environment.parallel
     core = attention_core(config, environment, window=config.sliding_window)
     attention = SelfAttention(config, core, ctx, window=config.sliding_window)
-    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config), ctx, attention)
+    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
 def build_mistral(config: MistralConfig, environment: ModelEnvironment) -> MistralModel:

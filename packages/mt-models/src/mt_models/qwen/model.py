@@ -13,15 +13,14 @@ class QwenModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     def __init__(self, config: QwenConfig, environment: ModelEnvironment) -> None:
-        windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        super().__init__(config, environment, [qwen_layer(config, environment, window) for window in windows])
+        super().__init__(config, environment, lambda number: qwen_layer(config, environment, number))
 
 
-def qwen_layer(config: QwenConfig, environment: ModelEnvironment, window: int | None) -> TransformerLayer:
-    ctx = environment.parallel
+def qwen_layer(config: QwenConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+    ctx, window = environment.parallel, config.window_of(number)
     core = attention_core(config, environment, window=window)
     attention = SelfAttention(config, core, ctx, window=window)
-    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config), ctx, attention)
+    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
 def build_qwen(config: QwenConfig, environment: ModelEnvironment) -> QwenModel:

@@ -160,16 +160,16 @@ def attention_core(config: T5Config, environment: ModelEnvironment, *, causal: b
 def build_encoder(config: T5Config, environment: ModelEnvironment) -> TransformerStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=False, bias=relative)
-    layers = [
-        TransformerLayer(
+    layers = {
+        number: TransformerLayer(
             config,
             core,
-            environment.feed_forward("dense", config),
+            environment.feed_forward("dense", config, number),
             ctx,
             ScaledQueryAttention(config, core, ctx, config.query_scale),
         )
-        for _ in range(config.num_layers)
-    ]
+        for number in range(config.num_layers)
+    }
     return TransformerStack(layers, config, ctx, recomputed_layers(config.num_layers, environment))
 
 
@@ -179,9 +179,9 @@ def build_decoder(config: T5Config, environment: ModelEnvironment) -> DecoderSta
     cross_core = attention_core(config, environment, causal=False, bias=False)
     layers = [
         CrossAttentionLayer(
-            config, core, cross_core, environment.feed_forward("dense", config), ctx, config.query_scale
+            config, core, cross_core, environment.feed_forward("dense", config, number), ctx, config.query_scale
         )
-        for _ in range(config.decoder_layers)
+        for number in range(config.decoder_layers)
     ]
     return DecoderStack(layers, config, ctx, recomputed_layers(config.decoder_layers, environment))
 

@@ -1,0 +1,72 @@
+"""What layers add to training beside their output: losses of their own, work after a step, numbers to show.
+
+The trainer finds these by walking the modules of the model; a layer needs no way to reach the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on x; backward gives `loss` the gradient `scale` beside the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=grads[0].device), None
+
+
+class AuxiliaryLoss(nn.Module):
+    """A loss that a layer adds: the model's loss becomes loss + mean over micro-batches of this one.
+
+    `x = self.balance(x, loss)` passes x [any shape] on unchanged and ties the scalar `loss` to it: x's backward
+    pass is the loss's. `loss` has its coefficient in it, and is the same number on every rank that shares the
+    micro-batch; each of them gets the gradient of its own part. The mean over the micro-batches of a step and over
+    data-parallel ranks is reported as `name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.scale = 1.0
+        """What the trainer multiplies the gradient by: loss scale / micro-batches of the step over all ranks."""
+        self._total: Tensor | None = None
+
+    def forward(self, x: Tensor, loss: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()):
+            return x
+        detached = loss.detach().float()
+        self._total = detached if self._total is None else self._total + detached
+        return _Attach.apply(x, loss, self.scale)
+
+    def take(self) -> float:
+        """Sum over the micro-batches since the last call."""
+        total, self._total = self._total, None
+        return 0.0 if total is None else float(total)
+
+
+@runtime_checkable
+class UpdatesItself(Protocol):
+    """A module with state that changes after each optimizer step, on all ranks together (a balancing bias)."""
+
+    def after_step(self) -> None: ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A module with numbers to show beside the loss. The same names on every rank that holds the module."""
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:
+    return (module for module in model.modules() if isinstance(module, AuxiliaryLoss))
