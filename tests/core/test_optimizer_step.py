@@ -14,7 +14,7 @@ from mt_core.nn.loss import cross_entropy
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import CopiedWeights, build_main_weights
 from mt_core.optim.optimizers import param_groups
-from mt_core.train.step import OptimizerStep, clip_factor, default_forward_step, masked_sum
+from mt_core.train.step import OneByOne, OptimizerStep, clip_factor, default_forward_step, masked_sum
 
 VOCAB, HIDDEN = 11, 8
 
@@ -43,7 +43,7 @@ def build(model: nn.Module, *, scale: float = 1.0, dynamic: bool = False, clip: 
     weights = build_main_weights(model)
     optimizer = torch.optim.SGD(param_groups(weights.named_parameters(), 0.0), lr=lr)
     scaler = LossScaler(scale=scale, dynamic=dynamic, hysteresis=1, patience=1)
-    step = OptimizerStep(model, weights, optimizer, default_forward_step(cross_entropy), scaler, clip)
+    step = OptimizerStep(model, weights, optimizer, OneByOne(model, default_forward_step(cross_entropy)), scaler, clip)
     return step, weights
 
 

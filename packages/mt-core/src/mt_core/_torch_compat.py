@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from torch import Tensor
 def scale_all_(tensors: list[Tensor], factor: float) -> None:
     """Multiply each tensor in place, in as few kernels as the device allows."""
     torch._foreach_mul_(tensors, factor)
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, in as few kernels as the device allows."""
+    return list(torch._foreach_norm(tensors))
 
 
 def zero_all_(tensors: list[Tensor]) -> None:
@@ -69,3 +76,39 @@ def flash_cuda_backward(
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, random_state, random_state)
     return dq, dk, dv
+
+
+# -- orders of pipeline schedules --------------------------------------------------------------------
+
+
+def torch_pipeline_order(
+    class_name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """The computation of a multi-stage schedule of torch.distributed.pipelining, without its runtime.
+
+    For each rank its actions (F, B, I or W; stage; micro-batch). An action that overlaps two is given as both, in turn.
+    Imports torch.distributed.pipelining, which takes seconds.
+    """
+    from torch.distributed.pipelining import schedules
+
+    class OrderOnly(getattr(schedules, class_name)):  # type: ignore[misc]
+        def _prepare_schedule_with_comms(self, actions: object, format: str = "compute_only") -> None:
+            """Communication, and checks that take long with many ranks, are left out."""
+
+    # All that an order needs to know of stages.
+    stages = [
+        SimpleNamespace(
+            num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=torch.nn.Identity()
+        )
+        for _ in range(stages_per_rank)
+    ]
+    order = OrderOnly(stages, num_micro_batches).pipeline_order
+    return [
+        [
+            (part.computation_type.value, part.stage_index, part.microbatch_index)
+            for action in order[rank]
+            if action is not None
+            for part in action.sub_actions or (action,)
+        ]
+        for rank in range(num_ranks)
+    ]

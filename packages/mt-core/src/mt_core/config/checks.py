@@ -63,14 +63,46 @@ def global_batch_size(config: Config) -> int:
 
 
 def check_layout(config: Config) -> None:
-    world = world_size()
+    world, parallel = world_size(), config.parallel
     for key in MODEL_AXES:
-        must_divide(f"parallel.{key}", getattr(config.parallel, key), "the number of processes", world)
-    divided = [key for key in MODEL_AXES if getattr(config.parallel, key) > 1]
-    if divided:
+        must_divide(f"parallel.{key}", getattr(parallel, key), "the number of processes", world)
+    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    must_divide(
+        "parallel.tensor_model_parallel_size x context_parallel_size x pipeline_model_parallel_size",
+        dense,
+        "the number of processes",
+        world,
+    )
+    _check_sequence_parallel(config)
+    _check_context_parallel(config)
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    parallel = config.parallel
+    size = parallel.tensor_model_parallel_size
+    if not parallel.sequence_parallel:
+        return
+    if size == 1:
         raise ConfigError(
-            f"parallel.{divided[0]}={getattr(config.parallel, divided[0])}: training divides samples over its "
-            f"{world} processes (data parallel), not the model; parallel.{divided[0]} can be 1"
+            "parallel.sequence_parallel divides sequences over tensor-parallel processes, and "
+            "parallel.tensor_model_parallel_size is 1; raise it or remove parallel.sequence_parallel"
+        )
+    length = config.data.seq_length
+    if length % (size * parallel.context_parallel_size):
+        raise ConfigError(
+            f"data.seq_length={length} cannot be divided over parallel.tensor_model_parallel_size={size} with "
+            f"parallel.sequence_parallel (and context_parallel_size={parallel.context_parallel_size}); "
+            f"use a multiple of {size * parallel.context_parallel_size}"
+        )
+
+
+def _check_context_parallel(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.cp_comm_type == "a2a+p2p" and parallel.hierarchical_context_parallel_sizes is None:
+        size = parallel.context_parallel_size
+        legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
+        raise ConfigError(
+            f"parallel.cp_comm_type=a2a+p2p needs parallel.hierarchical_context_parallel_sizes; it can be {legal}"
         )
 
 

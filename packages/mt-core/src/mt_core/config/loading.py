@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mt_core.plugins import Plugin, PluginHost
 
 DEFAULT = "default"
+Merged = Mapping[str, Mapping[str, tuple[Any, str]]]
+"""section -> key -> (value, origin)."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,52 @@ def load_config(
     Raises ConfigError, and PluginError for a name that no plugin registers.
     """
     host = host or _load_plugins()
+    merged, preset = _read_layers(path, preset, overrides, host)
+    config = _build_config(merged, host)
+    loaded = LoadedConfig(config, _origins(merged), preset)
+    _refuse_unused_values(loaded, SECTIONS)
+    check_config(config)
+    host.check_config(config)
+    return loaded
+
+
+def load_sections(
+    names: Sequence[str],
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    overrides: Iterable[str] = (),
+    host: PluginHost | None = None,
+) -> Config:
+    """A configuration with the sections `names` alone, for programs that do a part of a run's work.
+
+    What plugins bring for the other sections need not be installed. Each section is checked by itself; rules that
+    span sections are not, nor those of plugins. Other sections are attributes that do not exist.
+    The other arguments and the errors are those of `load_config`.
+    """
+    host = host or _load_plugins()
+    merged, preset = _read_layers(path, preset, overrides, host)
+    sections: dict[str, Any] = {name: _build_section(name, merged.get(name, {}), host) for name in names}
+    config = Config.model_construct(**sections)
+    _refuse_unused_values(LoadedConfig(config, _origins(merged), preset), names)
+    return config
+
+
+def _read_layers(
+    path: str | Path | None, preset: str | None, overrides: Iterable[str], host: PluginHost
+) -> tuple[Merged, str | None]:
+    """All values with where they came from, and the preset that counts."""
     file_preset, file_layer = _read_file(Path(path)) if path is not None else (None, None)
     preset = preset or file_preset
     layers = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
     layers += [file_layer] if file_layer else []
     for text in overrides:
         layers.append(_override_layer(text, layers))
-    merged = merge_layers(layers)
-    config = _build_config(merged, host)
-    origins = {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
-    loaded = LoadedConfig(config, origins, preset)
-    _refuse_unused_values(loaded)
-    check_config(config)
-    host.check_config(config)
-    return loaded
+    return merge_layers(layers), preset
+
+
+def _origins(merged: Merged) -> dict[str, str]:
+    return {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
 
 
 def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
@@ -240,9 +274,9 @@ def _without_replaced_preset(
     }
 
 
-def _refuse_unused_values(loaded: LoadedConfig) -> None:
+def _refuse_unused_values(loaded: LoadedConfig, names: Iterable[str]) -> None:
     """A value that somebody wrote but nothing reads is an error (presets may set what a file turns off)."""
-    for name in SECTIONS:
+    for name in names:
         section = getattr(loaded.config, name)
         for key, field in type(section).model_fields.items():
             origin = loaded.origin(f"{name}.{key}")

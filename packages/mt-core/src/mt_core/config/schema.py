@@ -96,12 +96,41 @@ class ParallelConfig(Section):
 
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that share each layer's matrices."""
-    pipeline_model_parallel_size: PositiveInt = 1
-    """Stages of layers."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel matrices activations are divided along the sequence."""
     context_parallel_size: PositiveInt = 1
     """Processes that share each sequence."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How attention reaches the keys of the other processes of a sequence; see docs/context-parallel.md."""
+    hierarchical_context_parallel_sizes: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, strict=False, json_schema_extra={"used_when": {"cp_comm_type": ["a2a+p2p"]}}
+    )
+    """[ranks of an all-to-all, ranks of a point-to-point round]; their product is context_parallel_size."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages of layers."""
+    pipeline_schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
+    ] = "1f1b"
+    """Order in which a stage runs the forward and backward passes of micro-batches; see docs/pipeline.md."""
+    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    """Stages of each process, of the interleaved schedules; the V-shaped ones have 2."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds, as `Et*3|(tt|)*6mL`: E embedding, t a layer, L the loss, | between stages. Default:
+    layers are divided so that stages cost about the same."""
     expert_model_parallel_size: PositiveInt = 1
     """Processes that share the experts of a mixture."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Processes that share each expert's matrices. Default: tensor_model_parallel_size."""
+    use_distributed_optimizer: bool = False
+    """Processes with the same weights share the optimizer's state (ZeRO-1)."""
+    num_distributed_optimizer_instances: PositiveInt = used_when(1, use_distributed_optimizer=True)
+    """Copies of the divided state: it is shared within as many groups of neighbours."""
+    overlap_grad_reduce: bool = True
+    """Gradients are summed over processes while the backward pass runs."""
+    overlap_param_gather: bool = used_when(False, use_distributed_optimizer=True)
+    """Updated weights are collected while the next forward pass runs."""
+    ddp_bucket_size: PositiveInt = 40_000_000
+    """Elements of gradients after which they are sent."""
 
 
 class TrainConfig(Section):
@@ -195,6 +224,10 @@ class PrecisionConfig(Section):
     """Steps without overflow after which the loss scale doubles."""
     hysteresis: PositiveInt = used_when(2, dtype="fp16")
     """Overflows in a row that are borne before the loss scale halves."""
+    accumulate_allreduce_grads_in_fp32: bool = used_when(True, dtype=("bf16", "fp16"))
+    """Gradients of micro-batches are added, and summed over processes, in fp32; else in the weights' format."""
+    grad_reduce_in_bf16: bool = used_when(False, dtype="bf16")
+    """Gradients are sent in bf16."""
     attention_softmax_in_fp32: bool = True
     """The eager attention computes its softmax in fp32."""
 
@@ -230,6 +263,8 @@ class LoggingConfig(Section):
 
     log_interval: PositiveInt = 10
     """Steps between lines of log and metrics."""
+    log_num_zeros_in_grad: bool = False
+    """Count the elements of the gradient that are 0."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
 

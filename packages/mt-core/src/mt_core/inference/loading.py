@@ -37,7 +37,7 @@ def load_trained_model(path: str | Path, host: PluginHost, *, device: str = "aut
     ctx = build.build_context(config, build.resolve_device(device))
     model = build.build_model(config, ctx, host)
     layouts = parameter_layouts(model)
-    require_fit(reader, layouts, MODEL)
+    require_fit(reader, {name: layout.shape for name, layout in layouts.items()}, MODEL)
     load_parameters(model.named_parameters(), reader, layouts, MODEL, ctx)
     model.eval()
     return TrainedModel(model, tokenizer, config, checkpoint, int(reader.metadata["iteration"]))

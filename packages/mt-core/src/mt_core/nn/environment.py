@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -10,7 +10,8 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
 from mt_core.nn.stage import Stage
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.parallel.context_parallel import check_context_parallel, context_parallel_attention
 from mt_core.plugins import PluginHost
 from mt_core.specs import AttentionRequest
 
@@ -24,6 +25,7 @@ class ModelEnvironment:
     host: PluginHost
     stages: tuple[Stage, ...] | None = None
     """The pipeline stages that this process holds; None: the whole model."""
+    _context_cores: dict[AttentionRequest, AttentionCore] = field(default_factory=dict, repr=False)
 
     def layers(self, num_layers: int) -> list[int]:
         """Numbers of the layers to build, of a stack of `num_layers`."""
@@ -75,7 +77,32 @@ class ModelEnvironment:
             able = [s.name for s in self.host.attention_backends if s.supports.load()(request) is True]
             use = f"use {' or '.join(able)}" if able else "no installed backend can"
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
-        return spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
+        core = spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
+        return core if self.parallel.cp.size == 1 else self._over_context(request, core)
+
+    def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:
+        """The core for sequences that several ranks share; one for all layers with the same request."""
+        parallel, family = self.config.parallel, self.config.model.family
+        size = parallel.context_parallel_size
+        for wanted, what in ((not request.causal, "attention in both directions"), (request.window, "a window")):
+            if wanted:
+                raise ConfigError(
+                    f"parallel.context_parallel_size={size}: model.family={family} has {what}, which is not divided "
+                    "over context-parallel ranks; set parallel.context_parallel_size to 1"
+                )
+        if request not in self._context_cores:
+            hierarchical = parallel.cp_comm_type == "a2a+p2p"
+            names: tuple[AxisName, ...] = ("cp_inner", "cp_outer") if hierarchical else ("cp",)
+            axes = [self.parallel.axis(name) for name in names]
+            check_context_parallel(
+                parallel.cp_comm_type,
+                [axis.size for axis in axes],
+                seq_length=self.config.data.seq_length,
+                heads=request.num_heads // self.parallel.tp.size,
+                dropout=request.dropout,
+            )
+            self._context_cores[request] = context_parallel_attention(parallel.cp_comm_type, axes, core=core)
+        return self._context_cores[request]
 
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
         """The named feed-forward of layer `layer` (counted from 0 over the whole model).

@@ -9,7 +9,7 @@ A parameter has a canonical tensor (what one process without padding would hold)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +89,28 @@ class ParameterLayout:
         for dim in self.padded:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
+
+    def gather(self, slices: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
+        """The canonical tensor of all ranks' local ones: what `to_local` cuts, put together again.
+
+        slices: of every combination of ranks on the axes of `splits`, the last axis fastest.
+        """
+        tensors = list(slices)
+        for split in reversed(self.splits):
+            size = ctx.axis(split.axis).size
+            tensors = [_join(tensors[i : i + size], split) for i in range(0, len(tensors), size)]
+        (whole,) = tensors
+        return self.to_canonical(whole)
+
+
+def _join(parts: Sequence[Tensor], split: Split) -> Tensor:
+    """Undo one split."""
+    if len(parts) == 1:
+        return parts[0]
+    if split.sections == 1:
+        return torch.cat(list(parts), split.dim)
+    blocks = [part.chunk(split.sections, split.dim) for part in parts]
+    return torch.cat([block[section] for section in range(split.sections) for block in blocks], split.dim)
 
 
 class LayoutModule(nn.Module):

@@ -30,15 +30,52 @@ class MainWeights(Protocol):
         """Called when the model's weights were set from outside (a checkpoint without main weights)."""
         ...
 
+    def expect(self, passes: int) -> None:
+        """Called before the backward passes of a step: how many there will be."""
+        ...
 
-class ModelWeights:
+    def reduce(self) -> None:
+        """Called after them: from now on gradients are sums over the ranks with the same weights."""
+        ...
+
+    def finish_gather(self) -> None:
+        """Returns when the model's weights are whole on this rank."""
+        ...
+
+    def whole(self, name: str, part: Tensor | None) -> Tensor:
+        """The local tensor of a parameter's shape from what this rank has of it. Collective."""
+        ...
+
+    def part(self, name: str, local: Tensor) -> Tensor:
+        """What this rank has of a local tensor; the inverse of `whole`."""
+        ...
+
+
+class WholeWeights:
+    """What main weights do that are not divided and whose gradients nobody shares."""
+
+    def expect(self, passes: int) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def finish_gather(self) -> None: ...
+
+    def whole(self, name: str, part: Tensor | None) -> Tensor:
+        assert part is not None
+        return part
+
+    def part(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+
+class ModelWeights(WholeWeights):
     """fp32 training: the model's weights are the main weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return _trained(self.model)
+        return trained_parameters(self.model)
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -48,16 +85,17 @@ class ModelWeights:
     def refresh(self) -> None: ...
 
 
-class CopiedWeights:
+class CopiedWeights(WholeWeights):
     """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         # A copy even of a weight that is fp32 in memory: detach().float() would share it.
         self.copies = {
-            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for name, parameter in _trained(model)
+            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+            for name, parameter in trained_parameters(model)
         }
-        for name, parameter in _trained(model):
+        for name, parameter in trained_parameters(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
             parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
@@ -70,16 +108,17 @@ class CopiedWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        for name, parameter in _trained(self.model):
+        for name, parameter in trained_parameters(self.model):
             parameter.copy_(self.copies[name])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for name, parameter in _trained(self.model):
+        for name, parameter in trained_parameters(self.model):
             self.copies[name].copy_(parameter)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of those that the optimizer updates."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
@@ -94,5 +133,6 @@ def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:
 
 
 def build_main_weights(model: nn.Module) -> MainWeights:
+    """Of a model whose weights no other rank has."""
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return ModelWeights(model) if is_fp32 else CopiedWeights(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,20 +16,28 @@ from mt_core.optim.configs import AdamConfig, SGDConfig
 ParamGroup = dict[str, Any]
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
+def decays(name: str, shape: Sequence[int]) -> bool:
     """Whether weight decay applies: as in Megatron, not on biases and vectors (norms)."""
-    return parameter.ndim > 1 and not name.endswith("bias")
+    return len(shape) > 1 and not name.endswith("bias")
 
 
-def param_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParamGroup]:
-    """Two groups, with and without decay; each knows the canonical names of its parameters."""
+def param_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> list[ParamGroup]:
+    """Two groups, with and without decay; each knows the canonical names of its parameters.
+
+    shapes: of the whole parameters, where those given are pieces of them.
+    """
     groups: list[ParamGroup] = [
         {"params": [], "names": [], "weight_decay": weight_decay},
         {"params": [], "names": [], "weight_decay": 0.0},
     ]
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            group = groups[0] if decays(name, parameter) else groups[1]
+            shape = parameter.shape if shapes is None else shapes[name]
+            group = groups[0] if decays(name, shape) else groups[1]
             group["params"].append(parameter)
             group["names"].append(name)
     return [group for group in groups if group["params"]]

@@ -13,6 +13,10 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 | etp, ep, edp | share an expert's matrices; hold different experts; have the same experts |
 | dp_cp | together reduce the gradients of dense weights |
 | model | together hold one copy of the model (tp x pp) |
+| shard, instances | dp_cp in two: share the optimizer's state; have the same part of it |
+| expert_shard, expert_instances | the same of edp |
+| world | all processes |
+| cp_inner, cp_outer | cp in two, for hierarchical attention |
 """
 
 from __future__ import annotations
@@ -29,7 +33,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mt_core.config.checks import listed
 from mt_core.errors import ConfigError
 
-AxisName = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp_cp", "model"]
+AxisName = Literal[
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "etp",
+    "ep",
+    "edp",
+    "dp_cp",
+    "model",
+    "shard",
+    "instances",
+    "expert_shard",
+    "expert_instances",
+    "world",
+    "cp_inner",
+    "cp_outer",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,8 @@ class AxisSizes:
     ep: int = 1
     etp: int | None = None
     """Default: as tp."""
+    instances: int = 1
+    """Copies of the optimizer's state among the ranks that could share one."""
 
     def dp(self, world_size: int) -> int:
         """Raises ConfigError when the axes do not divide the world."""
@@ -126,6 +149,10 @@ class ParallelContext:
         return self.axis("dp_cp")
 
     @property
+    def world(self) -> Axis:
+        return self.axis("world")
+
+    @property
     def is_writer(self) -> bool:
         """Whether this is the process that writes for all of them."""
         return is_writer()
@@ -146,13 +173,14 @@ SINGLE = Axis()
 DENSE: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp")
 EXPERT: tuple[AxisName, ...] = ("etp", "ep", "edp")
 COMBINED: tuple[AxisName, ...] = ("dp_cp", "model")
+INSTANCES: tuple[AxisName, ...] = ("shard", "instances", "expert_shard", "expert_instances")
 
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
     """Axis -> the groups of global ranks along it, every process in exactly one. Needs no process group."""
     dense = {"pp": sizes.pp, "dp": sizes.dp(world_size), "cp": sizes.cp, "tp": sizes.tp}
     expert = {"pp": sizes.pp, "edp": sizes.edp(world_size), "ep": sizes.ep, "etp": sizes.expert_tp}
-    return {
+    members: dict[AxisName, list[tuple[int, ...]]] = {
         "tp": _groups(dense, "tp"),
         "cp": _groups(dense, "cp"),
         "dp": _groups(dense, "dp"),
@@ -162,7 +190,24 @@ def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple
         "etp": _groups(expert, "etp"),
         "ep": _groups(expert, "ep"),
         "edp": _groups(expert, "edp"),
+        "world": [tuple(range(world_size))],
     }
+    members["shard"], members["instances"] = _instances(members["dp_cp"], sizes.instances)
+    members["expert_shard"], members["expert_instances"] = _instances(members["edp"], sizes.instances)
+    return members
+
+
+def _instances(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Each axis cut into `count` runs of neighbours, and the ranks with the same place in their runs."""
+    size = len(axes[0])
+    if size % count:
+        raise ConfigError(
+            f"parallel.num_distributed_optimizer_instances={count} does not divide the {size} processes that have the "
+            f"same weights; it can be {listed([n for n in range(1, size + 1) if size % n == 0])}"
+        )
+    length = size // count
+    runs = [ranks[start : start + length] for ranks in axes for start in range(0, size, length)]
+    return runs, [ranks[place::length] for ranks in axes for place in range(length)]
 
 
 def _groups(grid: Mapping[str, int], *along: str) -> list[tuple[int, ...]]:
@@ -201,7 +246,12 @@ def build_parallel_context(
         **{name: expert.get_group(name) for name in EXPERT},
         **{name: _new_group(members[name]) for name in COMBINED},
     }
-    axes = {name: _axis(members[name], groups[name]) for name in members}
+    groups["shard"], groups["expert_shard"] = groups["dp_cp"], groups["edp"]
+    if sizes.instances > 1:
+        groups.update({name: _new_group(members[name]) for name in INSTANCES})
+    assert dist.group.WORLD is not None
+    groups["world"] = dist.group.WORLD
+    axes = {name: _axis(members[name], groups.get(name)) for name in members}
     return replace(context, axes=axes, mesh=dense)
 
 
@@ -222,7 +272,7 @@ def _new_group(members: list[tuple[int, ...]]) -> dist.ProcessGroup:
     return group
 
 
-def _axis(members: list[tuple[int, ...]], group: dist.ProcessGroup) -> Axis:
+def _axis(members: list[tuple[int, ...]], group: dist.ProcessGroup | None) -> Axis:
     rank = dist.get_rank()
     own = next(ranks for ranks in members if rank in ranks)
     return Axis(len(own), own.index(rank), group if len(own) > 1 else None, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,11 +16,14 @@ from mt_core.config.schema import Config
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.layout import initialize
-from mt_core.optim.main_weights import MainWeights
+from mt_core.nn.layout import ParameterLayout, initialize
+from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
+from mt_core.optim.main_weights import MainWeights, build_main_weights
 from mt_core.optim.optimizers import Optimizer, param_groups
 from mt_core.optim.schedules import Horizon, Schedule
-from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
+from mt_core.parallel.context_parallel import build_hierarchical_axes
+from mt_core.parallel.stage_copies import StageCopies
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
 
@@ -43,11 +47,26 @@ def axis_sizes(config: Config) -> AxisSizes:
         cp=parallel.context_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+        instances=parallel.num_distributed_optimizer_instances,
     )
 
 
 def build_context(config: Config, device: torch.device) -> ParallelContext:
-    return build_parallel_context(axis_sizes(config), device=device, params_dtype=DTYPES[config.precision.dtype])
+    """This process's place in the layout. Collective over the world."""
+    sizes, parallel = axis_sizes(config), config.parallel
+    ctx = build_parallel_context(
+        sizes,
+        device=device,
+        params_dtype=DTYPES[config.precision.dtype],
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    if parallel.cp_comm_type != "a2a+p2p" or ctx.cp.size == 1:
+        return ctx
+    assert parallel.hierarchical_context_parallel_sizes is not None  # checked with the configuration
+    members = axis_members(ctx.world.size, sizes)["cp"]
+    inner, outer = build_hierarchical_axes(members, parallel.hierarchical_context_parallel_sizes)
+    return replace(ctx, axes={**ctx.axes, "cp_inner": inner, "cp_outer": outer})
 
 
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
@@ -83,8 +102,29 @@ def build_initialized_model(config: Config, ctx: ParallelContext, host: PluginHo
     return model
 
 
-def build_optimizer(config: Config, weights: MainWeights, host: PluginHost) -> Optimizer:
-    groups = param_groups(weights.named_parameters(), config.optimizer.weight_decay)
+def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies: StageCopies) -> MainWeights:
+    """What the optimizer works on. Without other ranks to share the work with, no buckets are needed."""
+    parallel, precision = config.parallel, config.precision
+    in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
+    if alone and in_fp32 and not parallel.use_distributed_optimizer:
+        return build_main_weights(model)
+    options = BufferOptions(
+        divided=parallel.use_distributed_optimizer,
+        bucket_elements=parallel.ddp_bucket_size,
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+        accumulate_in_fp32=in_fp32,
+        reduce_in_bf16=precision.grad_reduce_in_bf16,
+    )
+    return BufferedWeights(model, ctx, options, copies.axes)
+
+
+def build_optimizer(
+    config: Config, weights: MainWeights, layouts: Mapping[str, ParameterLayout], host: PluginHost
+) -> Optimizer:
+    shapes = {name: layout.shape for name, layout in layouts.items()}
+    groups = param_groups(weights.named_parameters(), config.optimizer.weight_decay, shapes)
     spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
     return spec.build.load()(config.optimizer, groups)
 

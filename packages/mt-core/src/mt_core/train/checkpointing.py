@@ -6,19 +6,21 @@ Tensors: `model.<parameter>`, `optimizer.<state>.<parameter>` (canonical shapes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.optim.loss_scale import LossScaler
-from mt_core.optim.main_weights import CopiedWeights, MainWeights
+from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
@@ -28,6 +30,7 @@ from mt_core.train.state import TrainState
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 MAIN = "main"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,34 @@ class Checkpointed:
     ctx: ParallelContext
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, canonical tensor), one at a time."""
+        """(name, canonical tensor), one at a time, on rank 0. Collective: every rank goes through it to the end."""
+        self.weights.finish_gather()
+        yield from over_stages(list(self._parts()), self.ctx)
+
+    def _parts(self) -> Iterator[Part]:
+        """What this rank's stage holds, in an order that its ranks share."""
         layouts = parameter_layouts(self.model)
         for name, parameter in self.model.named_parameters():
-            yield MODEL + name, layouts[name].to_canonical(parameter.detach())
-        if isinstance(self.weights, CopiedWeights):
-            for name, parameter in self.weights.named_parameters():
-                yield f"{OPTIMIZER}{MAIN}.{name}", layouts[name].to_canonical(parameter.detach())
-        for name, parameter in self.weights.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                yield f"{OPTIMIZER}{key}.{name}", _canonical_state(value, parameter, layouts[name])
+            yield Part(MODEL + name, layouts[name], parameter.dtype, self.ctx, parameter.detach)
+        pieces = dict(self.weights.named_parameters())
+        if self._has_copies:
+            for name, piece in pieces.items():
+                whole = partial(self.weights.whole, name, piece.detach())
+                yield Part(f"{OPTIMIZER}{MAIN}.{name}", layouts[name], torch.float32, self.ctx, whole)
+        for name, piece in pieces.items():
+            for key, value in self.optimizer.state.get(piece, {}).items():
+                full_name = f"{OPTIMIZER}{key}.{name}"
+                if not isinstance(value, Tensor) or value.shape != piece.shape:
+                    scalar = torch.as_tensor(value)
+                    yield Part(full_name, None, scalar.dtype, self.ctx, partial(torch.clone, scalar))
+                else:
+                    whole = partial(self.weights.whole, name, value)
+                    yield Part(full_name, layouts[name], value.dtype, self.ctx, whole)
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether the optimizer works on fp32 copies of the model's weights."""
+        return any(parameter.dtype != torch.float32 for parameter in self.model.parameters())
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {
@@ -64,49 +85,129 @@ class Checkpointed:
     def restore(self, reader: CheckpointReader) -> None:
         """Take up a checkpoint whole. Raises CheckpointError for any missing, extra or misshapen tensor."""
         layouts = parameter_layouts(self.model)
-        require_fit(reader, layouts, MODEL)
+        shapes = shapes_of_all_stages(layouts, self.ctx)
+        self.weights.finish_gather()
+        require_fit(reader, shapes, MODEL)
         load_parameters(self.model.named_parameters(), reader, layouts, MODEL, self.ctx)
-        if isinstance(self.weights, CopiedWeights):
+        trained = {name: shapes[name] for name in shapes if name not in untrained_of_all_stages(layouts, self.ctx)}
+        pieces = dict(self.weights.named_parameters())
+        if self._has_copies:
             prefix = f"{OPTIMIZER}{MAIN}."
-            require_fit(reader, layouts, prefix)
-            load_parameters(self.weights.named_parameters(), reader, layouts, prefix, self.ctx)
-        self._restore_optimizer(reader, layouts)
+            require_fit(reader, trained, prefix)
+            for name, piece in pieces.items():
+                self._copy_part(piece, name, layouts[name].to_local(reader.read(prefix + name), self.ctx))
+        self._restore_optimizer(reader, layouts, pieces, trained)
         random_streams.restore_rng(reader, self.ctx)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         for key in asdict(self.state):
             setattr(self.state, key, int(reader.metadata[key]))
 
-    def _restore_optimizer(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
-        parameters = dict(self.weights.named_parameters())
+    @torch.no_grad()
+    def _copy_part(self, piece: nn.Parameter, name: str, local: Tensor) -> None:
+        piece.copy_(self.weights.part(name, local))
+
+    def _restore_optimizer(
+        self,
+        reader: CheckpointReader,
+        layouts: Mapping[str, ParameterLayout],
+        pieces: Mapping[str, nn.Parameter],
+        trained: Mapping[str, tuple[int, ...]],
+    ) -> None:
         for full_name in reader.shapes():
             if not full_name.startswith(OPTIMIZER):
                 continue
             key, _, name = full_name.removeprefix(OPTIMIZER).partition(".")
             if key == MAIN:
                 continue
-            if name not in parameters:
+            if name not in trained:
                 raise CheckpointError(f"the checkpoint has optimizer state for {name}, which the model does not have")
+            if name not in pieces:
+                continue  # of another pipeline stage
             value = reader.read(full_name)
             if value.shape == layouts[name].shape and value.ndim:
-                value = layouts[name].to_local(value, self.ctx).to(parameters[name].device)
-            self.optimizer.state[parameters[name]][key] = value
+                local = layouts[name].to_local(value, self.ctx).to(pieces[name].device)
+                value = self.weights.part(name, local)
+            self.optimizer.state[pieces[name]][key] = value
 
 
-def _canonical_state(value: object, parameter: Tensor, layout: ParameterLayout) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.tensor(value)
-    return layout.to_canonical(value) if value.shape == parameter.shape else value
+@dataclass(frozen=True)
+class Part:
+    """A tensor that a stage contributes. layout: of tensors with a parameter's shape; None: alike on all ranks."""
+
+    name: str
+    layout: ParameterLayout | None
+    dtype: torch.dtype
+    ctx: ParallelContext
+    local: Callable[[], Tensor]
+    """Its local tensor; collective over the ranks that divide it further."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return () if self.layout is None else self.layout.shape
+
+    def canonical(self) -> Tensor:
+        local = self.local()
+        return local if self.layout is None else self.layout.to_canonical(local, self.ctx)
 
 
-def require_fit(reader: CheckpointReader, layouts: Mapping[str, ParameterLayout], prefix: str) -> None:
+def over_stages(parts: list[Part], ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
+    """The canonical tensors of all pipeline stages, on the ranks of the first one. Collective."""
+    if ctx.pp.size == 1:
+        yield from ((part.name, part.canonical()) for part in parts)
+        return
+    everyone: list[list[tuple[str, tuple[int, ...], torch.dtype]] | None] = [None] * ctx.pp.size
+    dist.all_gather_object(everyone, [(part.name, part.shape, part.dtype) for part in parts], group=ctx.pp.group)
+    own, seen = {part.name: part for part in parts}, set()
+    for stage, held in enumerate(everyone):
+        for name, shape, dtype in held or []:
+            if name in seen:
+                continue
+            seen.add(name)
+            yield name, _from_stage(stage, own.get(name), shape, dtype, ctx)
+
+
+def _from_stage(
+    stage: int, part: Part | None, shape: tuple[int, ...], dtype: torch.dtype, ctx: ParallelContext
+) -> Tensor:
+    if stage == ctx.pp.rank:
+        assert part is not None
+        tensor = part.canonical().contiguous()
+        if stage > 0:
+            dist.send(tensor.to(ctx.device), dst=ctx.pp.ranks[0], group=ctx.pp.group)
+        return tensor
+    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
+    if ctx.pp.rank == 0:
+        dist.recv(tensor, src=ctx.pp.ranks[stage], group=ctx.pp.group)
+    return tensor
+
+
+def shapes_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape, of the whole model. Collective over pipeline stages."""
+    return merged_over_stages({name: layout.shape for name, layout in layouts.items()}, ctx)
+
+
+def untrained_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, bool]:
+    return merged_over_stages({name: True for name, layout in layouts.items() if not layout.trained}, ctx)
+
+
+def merged_over_stages(own: dict[str, T], ctx: ParallelContext) -> dict[str, T]:
+    """The union of the stages' dictionaries, in the order of stages. Collective over pipeline stages."""
+    if ctx.pp.size == 1:
+        return own
+    everyone: list[dict[str, T] | None] = [None] * ctx.pp.size
+    dist.all_gather_object(everyone, own, group=ctx.pp.group)
+    return {name: value for held in everyone for name, value in (held or {}).items()}
+
+
+def require_fit(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:
     """Raise CheckpointError unless the checkpoint's tensors under `prefix` are exactly the model's."""
     stored = {name.removeprefix(prefix): shape for name, shape in reader.shapes().items() if name.startswith(prefix)}
-    problems = [f"{name} is missing" for name in layouts if name not in stored]
-    problems += [f"{name} is in the checkpoint but not in the model" for name in stored if name not in layouts]
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{name} is in the checkpoint but not in the model" for name in stored if name not in shapes]
     problems += [
-        f"{name} has shape {list(stored[name])} in the checkpoint, {list(layout.shape)} in the model"
-        for name, layout in layouts.items()
-        if name in stored and tuple(stored[name]) != layout.shape
+        f"{name} has shape {list(stored[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in stored and tuple(stored[name]) != shape
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

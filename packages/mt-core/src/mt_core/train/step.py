@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core._torch_compat import scale_all_
+from mt_core.nn.auxiliary import UpdatesItself, auxiliary_losses
 from mt_core.nn.loss import Loss
+from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.data import sum_gradients, sum_over
+from mt_core.parallel.data import sum_over
+from mt_core.parallel.stage_copies import StageCopies
 
 Batch = Mapping[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], Tensor]
 """(model, micro-batch) -> losses [batch, sequence], before masking"""
+Share = Callable[[Tensor, Batch], Tensor]
+"""(losses [batch, sequence], micro-batch) -> its part of the loss of the step, a scalar"""
 
 MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
 
@@ -36,13 +43,52 @@ def default_forward_step(loss: Loss) -> ForwardStep:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled."""
+    """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled.
+
+    auxiliary: the losses that layers added, by name, each the mean over micro-batches.
+    """
 
     loss: float
     grad_norm: float
     tokens: float
     updated: bool
     """False when the loss or the norm was not finite and the step was left out."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    zeros_in_grad: int | None = None
+
+
+class MicroBatches(Protocol):
+    """Carries micro-batches through the model, forward and backward."""
+
+    def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        """Sum of the shares; gradients are added up in the parameters. 0 on a rank that has no output."""
+        ...
+
+    def forward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        """The same without gradients."""
+        ...
+
+
+class OneByOne:
+    """The whole model on this rank: each micro-batch goes forward and back before the next."""
+
+    def __init__(self, model: nn.Module, forward_step: ForwardStep) -> None:
+        self.model, self.forward_step = model, forward_step
+
+    def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        total = torch.zeros(())
+        for batch in batches:
+            part = share(self.forward_step(self.model, batch), batch)
+            part.backward()
+            total = total + part.detach()
+        return total
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            total = total + share(self.forward_step(self.model, batch), batch).double()
+        return total
 
 
 class OptimizerStep:
@@ -53,58 +99,88 @@ class OptimizerStep:
         model: nn.Module,
         weights: MainWeights,
         optimizer: Optimizer,
-        forward_step: ForwardStep,
+        micro_batches: MicroBatches,
         scaler: LossScaler,
         clip_grad: float,
-        ctx: ParallelContext | None = None,
+        sums: GradientSums | None = None,
+        *,
+        count_zeros: bool = False,
     ) -> None:
         self.model, self.weights, self.optimizer = model, weights, optimizer
-        self.forward_step, self.scaler, self.clip_grad = forward_step, scaler, clip_grad
-        self.ctx = ctx or ParallelContext()
+        self.micro_batches, self.scaler, self.clip_grad, self.count_zeros = (
+            micro_batches,
+            scaler,
+            clip_grad,
+            count_zeros,
+        )
+        self.sums = sums or GradientSums({}, ParallelContext(), StageCopies(), divided=False)
+        self.ctx = self.sums.ctx
+        self.auxiliary = list(auxiliary_losses(model))
+        self.on_gradients: Callable[[], None] | None = None
+        """Called when gradients are complete, before they are clipped and used."""
+        self.updated_after = [module for module in model.modules() if isinstance(module, UpdatesItself)]
 
     def __call__(self, micro_batches: Sequence[Batch], learning_rate: float) -> StepOutcome:
         """Update the weights from one global batch. Losses are summed and divided by the count of unmasked tokens."""
         counted = float(sum(batch["loss_mask"].sum() for batch in micro_batches))
         (tokens,) = sum_over([counted], self.ctx.dp_cp, self.ctx.device)
         self.weights.zero_grad()
-        # A batch without a counted token has loss 0 and gradient 0, not 0/0.
-        loss = sum((self._accumulate(batch, max(tokens, 1.0)) for batch in micro_batches), torch.zeros(()))
-        (whole_loss,) = sum_over([float(loss)], self.ctx.dp_cp, self.ctx.device)
-        return self._update(whole_loss, tokens, learning_rate)
-
-    def _accumulate(self, batch: Batch, tokens: float) -> Tensor:
-        """Forward and backward of one micro-batch; returns its share of the loss."""
-        share = masked_sum(self.forward_step(self.model, batch), batch["loss_mask"]) / tokens
-        (share * self.scaler.scale if self.scaler.scale != 1.0 else share).backward()
-        return share.detach()
-
-    def _update(self, loss: float, tokens: float, learning_rate: float) -> StepOutcome:
-        gradients = self._gradients()
+        self.weights.expect(len(micro_batches))
         scale = self.scaler.scale
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        for auxiliary in self.auxiliary:
+            auxiliary.scale = scale / (len(micro_batches) * self.ctx.dp.size)
+
+        def share(losses: Tensor, batch: Batch) -> Tensor:
+            # A batch without a counted token has loss 0 and gradient 0, not 0/0.
+            part = masked_sum(losses, batch["loss_mask"]) / max(tokens, 1.0)
+            return part * scale if scale != 1.0 else part
+
+        loss = float(self.micro_batches.forward_backward(micro_batches, share)) / scale
+        return self._update(self._over_ranks(loss), tokens, len(micro_batches), learning_rate)
+
+    def _over_ranks(self, loss: float) -> float:
+        """The sum over samples, positions and pipeline stages; the same number on every rank."""
+        (over_samples,) = sum_over([loss], self.ctx.dp_cp, self.ctx.device)
+        (over_stages,) = sum_over([over_samples], self.ctx.pp, self.ctx.device)
+        return over_stages
+
+    def _update(self, loss: float, tokens: float, passes: int, learning_rate: float) -> StepOutcome:
+        self.weights.reduce()
+        self.sums.complete(self.weights.named_parameters())
+        if self.on_gradients is not None:
+            self.on_gradients()
+        scale = self.scaler.scale
+        norm = self.sums.norm(self.weights.named_parameters()) / scale
+        zeros = self.sums.zeros(self.weights.named_parameters()) if self.count_zeros else None
+        auxiliary = self._auxiliary_losses(passes)
         overflowed = not math.isfinite(norm) or not math.isfinite(loss)
         self.scaler.update(overflowed)
         if overflowed:
-            return StepOutcome(loss, norm, tokens, updated=False)
+            return StepOutcome(loss, norm, tokens, updated=False, auxiliary=auxiliary, zeros_in_grad=zeros)
         factor = clip_factor(norm, self.clip_grad) / scale
         if factor != 1.0:
-            scale_all_(gradients, factor)
+            scale_all_([p.grad for _, p in self.weights.named_parameters() if p.grad is not None], factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_mult", 1.0)
         self.optimizer.step()
         self.weights.publish()
-        return StepOutcome(loss, norm, tokens, updated=True)
+        for module in self.updated_after:
+            module.after_step()
+        return StepOutcome(loss, norm, tokens, updated=True, auxiliary=auxiliary, zeros_in_grad=zeros)
 
-    def _gradients(self) -> list[Tensor]:
-        """The gradients of the whole batch, summed over data-parallel ranks."""
-        if self.ctx.dp_cp.size > 1:
-            # A parameter that this rank's samples did not reach still takes part in the sum.
-            for _, parameter in self.weights.named_parameters():
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
-        sum_gradients(gradients, self.ctx.dp_cp)
-        return gradients
+    def _auxiliary_losses(self, passes: int) -> dict[str, float]:
+        """Means over the micro-batches of all data-parallel ranks, of the layers on all stages."""
+        if not self.auxiliary and self.ctx.pp.size == 1:
+            return {}
+        own = {auxiliary.name: auxiliary.take() / passes for auxiliary in self.auxiliary}
+        if self.ctx.dp.size > 1 and own:
+            means = sum_over([value / self.ctx.dp.size for value in own.values()], self.ctx.dp, self.ctx.device)
+            own = dict(zip(own, means, strict=True))
+        if self.ctx.pp.size == 1:
+            return own
+        everyone: list[dict[str, float] | None] = [None] * self.ctx.pp.size
+        dist.all_gather_object(everyone, own, group=self.ctx.pp.group)
+        return {name: value for held in everyone if held for name, value in held.items()}
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,24 +29,50 @@ from mt_core.data.loader import BatchReader, RankBatch
 from mt_core.errors import CheckpointError, DataError, TrainingError
 from mt_core.launch.phases import Phases
 from mt_core.nn.layout import parameter_layouts, stream_seed
+from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import Loss
+from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import build_loss_scaler
-from mt_core.optim.main_weights import build_main_weights
-from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.parallel.context import AxisName, is_writer, wait_for_all
+from mt_core.parallel.context_parallel import shard_sequence
 from mt_core.parallel.data import any_over
 from mt_core.parallel.shared_batches import broadcast_batches
+from mt_core.parallel.stage_copies import find_stage_copies
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train import build
 from mt_core.train.callbacks import Callback, CallbackList
-from mt_core.train.checkpointing import MODEL, Checkpointed, load_parameters, open_checkpoint, require_fit
+from mt_core.train.checkpointing import (
+    MODEL,
+    Checkpointed,
+    load_parameters,
+    open_checkpoint,
+    require_fit,
+    shapes_of_all_stages,
+)
 from mt_core.train.evaluation import evaluate
 from mt_core.train.random_streams import dropout_stream, gather_rng
 from mt_core.train.resume import require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainState
-from mt_core.train.step import Batch, ForwardStep, OptimizerStep, StepOutcome, default_forward_step
+from mt_core.train.step import (
+    Batch,
+    ForwardStep,
+    MicroBatches,
+    OneByOne,
+    OptimizerStep,
+    StepOutcome,
+    default_forward_step,
+)
+
+AXES: Mapping[AxisName, str] = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "pp": "pipeline parallel",
+    "dp": "data parallel",
+    "ep": "expert parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -109,21 +136,25 @@ class Trainer:
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
         self.model = model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host)
-        self.weights = build_main_weights(self.model)
-        self.optimizer = build.build_optimizer(self.config, self.weights, self.host)
+        self.copies = find_stage_copies([name for name, _ in self.model.named_parameters()], self.ctx)
+        self.weights = build.build_weights(self.config, self.model, self.ctx, self.copies)
+        layouts = parameter_layouts(self.model)
+        self.optimizer = build.build_optimizer(self.config, self.weights, layouts, self.host)
         self.schedule = build.build_schedule(self.config, self.host)
         self.batch_size = build_batch_size(self.config)
         self.total_samples = total_train_samples(self.config)
-        self.forward_step = forward_step or default_forward_step(loss or self._configured_loss())
+        forward_step = forward_step or default_forward_step(loss or self._configured_loss())
+        self.micro_batches: MicroBatches = OneByOne(self.model, forward_step)
         self.scaler = build_loss_scaler(self.config.precision)
         self.step = OptimizerStep(
             self.model,
             self.weights,
             self.optimizer,
-            self.forward_step,
+            self.micro_batches,
             self.scaler,
             self.config.optimizer.clip_grad,
-            self.ctx,
+            GradientSums(layouts, self.ctx, self.copies, divided=self.config.parallel.use_distributed_optimizer),
+            count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
         torch.manual_seed(stream_seed(train.seed, dropout_stream(self.ctx)))
         self.phases.enter("load")
@@ -165,8 +196,8 @@ class Trainer:
             size = self.batch_size.full
             count = self._evaluated_samples(dataset)
             steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-            batches = (b for rank_batch in self._batches(dataset, steps) for b in self._to_device(rank_batch))
-            losses[f"{name}_loss"] = evaluate(self.model, batches, self.forward_step, self.ctx)
+            batches = (self._to_device(rank_batch) for rank_batch in self._batches(dataset, steps))
+            losses[f"{name}_loss"] = evaluate(self.model, batches, self.micro_batches, self.ctx)
         self.last_losses = losses
         if losses:
             self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
@@ -178,14 +209,15 @@ class Trainer:
             return None
         self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
-        state = self._checkpointed()
-        streams = gather_rng(self.ctx)
+        state = self.checkpointed()
+        tensors = chain(state.tensors(), gather_rng(self.ctx).items())
         if self.ctx.is_writer:
             spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
-            tensors = chain(state.tensors(), streams.items())
             assert spec.save is not None  # checked when the run was built
             spec.save.load()(path, tensors, state.metadata(self.config), dict(self.tokenizer.files()))
             self.directory.set_latest(path)
+        else:
+            deque(tensors, maxlen=0)  # takes part in what the writer collects
         wait_for_all()
         self._last_saved = self.state.iteration
         self.callbacks.on_checkpoint(self, path)
@@ -212,7 +244,7 @@ class Trainer:
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")
                 # A signal or a callback may reach one rank only; all of them stop after the same step.
-                if any_over(self._stop_reason is not None, self.ctx.dp_cp, self.device):
+                if any_over(self._stop_reason is not None, self.ctx.world, self.device):
                     self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:
@@ -235,7 +267,10 @@ class Trainer:
             "loss_scale": self.scaler.scale,
             "skipped_iterations": self.state.skipped_iterations,
             "tokens_per_second": outcome.tokens / seconds,
+            **outcome.auxiliary,
         }
+        if outcome.zeros_in_grad is not None:
+            metrics["zeros_in_grad"] = outcome.zeros_in_grad
         self.callbacks.on_step_end(self, metrics)
         window = self._log(metrics, outcome, window)
         self._evaluate_and_save_if_due()
@@ -311,8 +346,14 @@ class Trainer:
             yield from broadcast_batches(iter(reader) if model.rank == 0 else None, model)
 
     def _to_device(self, rank_batch: RankBatch) -> list[Batch]:
+        """Tensors, of this rank's tokens alone where ranks share a sequence."""
         return [
-            {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in arrays.items()}
+            {
+                name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, self.ctx.cp).to(
+                    self.device, non_blocking=True
+                )
+                for name, array in arrays.items()
+            }
             for arrays in rank_batch.micro_batches
         ]
 
@@ -357,25 +398,29 @@ class Trainer:
             reader = open_checkpoint(self._resumed_from, self.host)
             for change in require_same_run(reader.metadata, self.config, str(self._resumed_from)):
                 self.callbacks.on_message(self, f"accepted change: {change}")
-            self._checkpointed().restore(reader)
+            self.checkpointed().restore(reader)
             self._last_saved = self.state.iteration
         elif self.config.checkpoint.load is not None:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
             layouts = parameter_layouts(self.model)
-            require_fit(reader, layouts, MODEL)
+            require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
             load_parameters(self.model.named_parameters(), reader, layouts, MODEL, self.ctx)
             self.weights.refresh()
 
-    def _checkpointed(self) -> Checkpointed:
+    def checkpointed(self) -> Checkpointed:
+        """What of this run a checkpoint holds."""
         return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
 
     # -- what the user is told ------------------------------------------------------------------
 
     def _announce(self) -> None:
-        count = sum(parameter.numel() for parameter in self.model.parameters())
+        shapes = shapes_of_all_stages(parameter_layouts(self.model), self.ctx)
+        count = sum(math.prod(shape) for shape in shapes.values())
         threads = f" with {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         backend = getattr(self.config.model, "attention_backend", "of the model")
-        ranks = f", data parallel over {self.ctx.dp.size} processes" if self.ctx.dp.size > 1 else ""
+        ranks = "".join(
+            f", {what} over {self.ctx.axis(name).size}" for name, what in AXES.items() if self.ctx.axis(name).size > 1
+        )
         self.callbacks.on_message(
             self,
             f"{self.config.model.family}: {count:,} parameters in {self.config.precision.dtype} on "

@@ -10,6 +10,7 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Normalization, build_head_norm
+from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.rotary import RotaryAngles, rotate
@@ -50,7 +51,8 @@ class SelfAttention(nn.Module):
     """x -> linear_proj(core(q, k, v)): [batch, sequence, hidden] -> the same.
 
     Rows of linear_qkv are grouped by key-value group, as Megatron stores them: for each group its query
-    heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups.
+    heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups, or a part of the
+    queries of one group when there are more ranks than groups.
     window: see AttentionPattern. output_bias: of linear_proj; default config.add_bias_linear.
     """
 
@@ -70,6 +72,8 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.rotary_interleaved = config.rotary_interleaved
+        self.tp = ctx.tp
+        self.ranks_per_group = max(ctx.tp.size // config.query_groups, 1)
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -106,9 +110,20 @@ class SelfAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""
-        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        rows = self.linear_qkv(x)
+        if self.ranks_per_group > 1:
+            rows = self._group_of_rank(rows)
+        qkv = rows.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=3)
+        if self.ranks_per_group > 1:
+            q = q.chunk(self.ranks_per_group, 3)[self.tp.rank % self.ranks_per_group]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    def _group_of_rank(self, rows: Tensor) -> Tensor:
+        """[B, S, rows of this rank] -> [B, S, rows of the group that it shares with others], as Megatron does it:
+        the rows of all are gathered, and each rank keeps its group's (and computes with its part of the queries)."""
+        groups = gather_from(rows, rows.dim() - 1, self.tp).chunk(self.tp.size // self.ranks_per_group, -1)
+        return groups[self.tp.rank // self.ranks_per_group]
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Each head of the queries and keys, if the model asks for it."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from mt_core.config.checks import must_divide
+from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
 
 
-def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int) -> None:
-    """Raise ConfigError unless each tensor-parallel rank gets whole key-value groups and equal feed-forward rows."""
+def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int, heads: int | None = None) -> None:
+    """Raise ConfigError unless each tensor-parallel rank gets whole key-value groups, or the same part of the query
+    heads of one group, and equal feed-forward rows. heads: query heads; default: one a group."""
     size = config.parallel.tensor_model_parallel_size
     key = "parallel.tensor_model_parallel_size"
-    must_divide(key, size, "the number of key-value heads (model.num_query_groups)", query_groups)
     must_divide(key, size, "the width of the feed-forward (model.ffn_hidden_size)", ffn_size)
+    heads = heads or query_groups
+    if query_groups % size and (size % query_groups or heads % size):
+        legal = [n for n in divisors(heads) if query_groups % n == 0 or n % query_groups == 0]
+        raise ConfigError(
+            f"{key}={size} does not fit model.num_query_groups={query_groups} key-value heads (each rank has whole "
+            f"groups, or a part of one) and model.num_attention_heads={heads}; it can be {listed(legal)}"
+        )

@@ -148,7 +148,9 @@ def check_decoder(config: Config) -> None:
     model = config.model
     assert isinstance(model, DecoderConfig)
     _check_heads(model)
-    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
+    check_tensor_parallel(
+        config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
+    )
     _check_rope_scaling(model)
     if config.data.seq_length > model.max_sequence_length:
         raise ConfigError(

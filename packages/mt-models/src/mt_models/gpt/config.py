@@ -119,7 +119,9 @@ def check_gpt(config: Config) -> None:
     model = config.model
     assert isinstance(model, GPTConfig)
     _check_heads(model)
-    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
+    check_tensor_parallel(
+        config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
+    )
     _check_positions(model, config.data.seq_length)
 
 

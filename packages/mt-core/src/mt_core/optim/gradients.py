@@ -1,0 +1,71 @@
+"""Gradients over the axes that divide a model: parts are summed, copies counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from mt_core._torch_compat import norms
+from mt_core.nn.layout import ParameterLayout
+from mt_core.parallel.context import Axis, AxisName, ParallelContext
+from mt_core.parallel.data import sum_gradients, sum_over
+from mt_core.parallel.stage_copies import StageCopies
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+OTHER_AXES: Mapping[AxisName, tuple[AxisName, ...]] = {"dp_cp": ("tp",), "edp": ("etp", "ep")}
+"""Replica axis of a layout -> the other axes of a stage's grid, which hold copies unless they divide the tensor."""
+INSTANCES: Mapping[AxisName, AxisName] = {"dp_cp": "instances", "edp": "expert_instances"}
+
+
+class GradientSums:
+    """Completes gradients that were summed over data-parallel ranks, and measures them.
+
+    divided: whether ranks with the same weights hold different parts of the gradients. Collective over the world,
+    but for a single process, which it costs nothing.
+    """
+
+    def __init__(
+        self, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, copies: StageCopies, *, divided: bool
+    ) -> None:
+        self.layouts, self.ctx, self.copies, self.divided = layouts, ctx, copies, divided
+
+    def complete(self, named: Named) -> None:
+        """Sum what each rank computed from its positions alone, and what several stages computed for one weight."""
+        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        partial: dict[AxisName, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            for axis in self.layouts[name].partial_gradient:
+                partial.setdefault(axis, []).append(gradient)
+        for axis, parts in partial.items():
+            sum_gradients(parts, self.ctx.axis(axis))
+        for shared, holders in self.copies.axes.items():
+            if shared in gradients:
+                sum_gradients([gradients[shared]], holders)
+
+    def norm(self, named: Named) -> float:
+        """The 2-norm of the whole model's gradient; the same number on every rank."""
+        if self.ctx.world.size == 1:
+            return float(torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None]))
+        own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
+        squares = sum(float(norm) ** 2 for norm in norms(own)) if own else 0.0
+        (total,) = sum_over([squares], self.ctx.world, self.ctx.device)
+        return float(total**0.5)
+
+    def zeros(self, named: Named) -> int:
+        """How many elements of the whole model's gradient are 0."""
+        own = sum(int((p.grad == 0).sum()) for name, p in named if p.grad is not None and self.counts(name))
+        (total,) = sum_over([float(own)], self.ctx.world, self.ctx.device)
+        return int(total)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the one, of those that hold the same part of this gradient, that counts it."""
+        layout = self.layouts[name]
+        dividing = {split.axis for split in layout.splits}
+        copies: list[Axis] = [self.ctx.axis(axis) for axis in OTHER_AXES[layout.replicas] if axis not in dividing]
+        copies.append(self.ctx.axis(INSTANCES[layout.replicas] if self.divided else layout.replicas))
+        if name in self.copies.axes:
+            copies.append(self.copies.axes[name])
+        return all(axis.rank == 0 for axis in copies)

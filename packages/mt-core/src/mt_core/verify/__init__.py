@@ -1,0 +1,1 @@
+"""Checks that a layout computes what one process computes."""

@@ -1,0 +1,93 @@
+"""Every layout computes what one process computes: loss, each gradient, gradient norm, weights after three steps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = (
+    "model.num_layers=4",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.vocab_size=263",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "data.eod_mask_loss=true",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+    "train.train_iters=5",
+    "train.eval_interval=null",
+    "train.eval_iters=2",
+    "checkpoint.save_interval=null",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.progress=none",
+)
+TP2, TP4 = "parallel.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=4"
+SP = "parallel.sequence_parallel=true"
+CP2, CP4 = "parallel.context_parallel_size=2", "parallel.context_parallel_size=4"
+ZERO = "parallel.use_distributed_optimizer=true"
+SMALL_BUCKETS = "parallel.ddp_bucket_size=3000"
+GATHER = "parallel.overlap_param_gather=true"
+
+
+def config(*more: str) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
+
+
+def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
+    record = record_run(config(*more))
+    return record if rank == 0 else None
+
+
+@cache
+def one_process(model: tuple[str, ...]) -> RunRecord:
+    return run_ranks(1, run, model)[0]
+
+
+def require_equal(found: RunRecord, reference: RunRecord) -> None:
+    assert found.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert found.norms[0] == pytest.approx(reference.norms[0], rel=1e-6)
+    assert found.norms == pytest.approx(reference.norms, rel=1e-4)
+    assert found.evaluation == pytest.approx(reference.evaluation, rel=1e-5)
+    for kind, tolerance in (("gradients", 1e-5), ("weights", 1e-5)):
+        mine, theirs = getattr(found, kind), getattr(reference, kind)
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            off = (mine[name] - value).norm() / value.norm().clamp(min=1e-12)
+            assert off < tolerance, f"{kind} of {name} differ by {off:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, (TP2,)),
+        (2, (TP2, SP)),
+        (2, (CP2,)),
+        (2, (CP2, "parallel.cp_comm_type=a2a")),
+        (2, (ZERO,)),
+        (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
+        (4, (TP4, SP)),
+        (4, (TP2, CP2)),
+        (4, (TP2, SP, CP2, "parallel.cp_comm_type=all_gather")),
+        (4, (CP4, "parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_parallel_sizes=[2, 2]")),
+        (4, (ZERO, SMALL_BUCKETS, GATHER)),
+        (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
+        (8, (TP2, SP, CP2, ZERO)),
+    ],
+    ids=lambda value: (
+        "+".join(key.split(".")[1].replace("parallel_", "") for key in value)
+        if value and isinstance(value, tuple)
+        else str(value)
+    ),
+)
+def test_a_layout_computes_what_one_process_computes(world, layout) -> None:
+    require_equal(run_ranks(world, run, layout)[0], one_process(()))
