@@ -34,6 +34,7 @@ TP2, TP4 = "parallel.tensor_model_parallel_size=2", "parallel.tensor_model_paral
 SP = "parallel.sequence_parallel=true"
 CP2, CP4 = "parallel.context_parallel_size=2", "parallel.context_parallel_size=4"
 ZERO = "parallel.use_distributed_optimizer=true"
+FSDP = "parallel.use_torch_fsdp2=true"
 SMALL_BUCKETS = "parallel.ddp_bucket_size=3000"
 GATHER = "parallel.overlap_param_gather=true"
 
@@ -82,6 +83,12 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (ZERO, SMALL_BUCKETS, GATHER)),
         (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
         (8, (TP2, SP, CP2, ZERO)),
+        (2, (FSDP,)),
+        (2, (FSDP, "parallel.fsdp_reshard_after_forward=false")),
+        (4, (FSDP, TP2, SP)),
+        (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
+        (2, (TP2, "model.num_query_groups=1")),
+        (4, (TP4, SP, "model.num_query_groups=2")),
     ],
     ids=lambda value: (
         "+".join(key.split(".")[1].replace("parallel_", "") for key in value)
@@ -90,4 +97,5 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
     ),
 )
 def test_a_layout_computes_what_one_process_computes(world, layout) -> None:
-    require_equal(run_ranks(world, run, layout)[0], one_process(()))
+    model = tuple(key for key in layout if key.startswith("model."))
+    require_equal(run_ranks(world, run, layout)[0], one_process(model))

@@ -73,8 +73,25 @@ def check_layout(config: Config) -> None:
         "the number of processes",
         world,
     )
+    _check_sharding(config)
     _check_sequence_parallel(config)
     _check_context_parallel(config)
+
+
+def _check_sharding(config: Config) -> None:
+    parallel = config.parallel
+    if parallel.use_torch_fsdp2 and parallel.use_distributed_optimizer:
+        raise ConfigError(
+            "parallel.use_torch_fsdp2 divides the optimizer's state already; remove parallel.use_distributed_optimizer"
+        )
+    if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
+        raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
+    divided = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
+    if parallel.num_distributed_optimizer_instances > 1 and not divided:
+        raise ConfigError(
+            f"parallel.num_distributed_optimizer_instances={parallel.num_distributed_optimizer_instances} copies a "
+            "divided state; set parallel.use_distributed_optimizer or parallel.use_torch_fsdp2"
+        )
 
 
 def _check_sequence_parallel(config: Config) -> None:

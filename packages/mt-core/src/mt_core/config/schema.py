@@ -123,8 +123,12 @@ class ParallelConfig(Section):
     """Processes that share each expert's matrices. Default: tensor_model_parallel_size."""
     use_distributed_optimizer: bool = False
     """Processes with the same weights share the optimizer's state (ZeRO-1)."""
-    num_distributed_optimizer_instances: PositiveInt = used_when(1, use_distributed_optimizer=True)
-    """Copies of the divided state: it is shared within as many groups of neighbours."""
+    use_torch_fsdp2: bool = False
+    """Processes with the same weights share weights, gradients and state (FSDP2: ZeRO-3, or ZeRO-2)."""
+    fsdp_reshard_after_forward: bool = used_when(True, use_torch_fsdp2=True)
+    """Collected weights are let go between forward and backward (ZeRO-3); else they stay (ZeRO-2)."""
+    num_distributed_optimizer_instances: PositiveInt = 1
+    """Copies of what is divided: it is shared within as many groups of neighbours."""
     overlap_grad_reduce: bool = True
     """Gradients are summed over processes while the backward pass runs."""
     overlap_param_gather: bool = used_when(False, use_distributed_optimizer=True)

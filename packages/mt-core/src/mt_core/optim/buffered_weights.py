@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.stage import NumberedLayers
 from mt_core.optim.buckets import Bucket, ReplicaAxes, Slot
-from mt_core.optim.main_weights import trained_parameters
+from mt_core.optim.main_weights import WholeWeights, trained_parameters
 from mt_core.parallel.context import AxisName, ParallelContext
 
 SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
@@ -47,7 +47,7 @@ class BufferOptions:
     reduce_in_bf16: bool = False
 
 
-class BufferedWeights:
+class BufferedWeights(WholeWeights):
     """A `MainWeights` over buckets. Collective: all ranks with the same model part make it and call it alike.
 
     The named parameters are the pieces that this rank updates: whole tensors, or 1-D runs of elements when the
@@ -58,7 +58,8 @@ class BufferedWeights:
     def __init__(
         self, model: nn.Module, ctx: ParallelContext, options: BufferOptions, alone: Collection[str] = ()
     ) -> None:
-        self.model, self.options = model, options
+        super().__init__(model)
+        self.options = options
         layouts = parameter_layouts(model)
         self.buckets = list(build_buckets(model, layouts, ctx, options, alone))
         self._piece_of: dict[str, Piece] = {}

@@ -34,6 +34,10 @@ class MainWeights(Protocol):
         """Called before the backward passes of a step: how many there will be."""
         ...
 
+    def begin_pass(self, number: int) -> None:
+        """Called before each of them, from 0."""
+        ...
+
     def reduce(self) -> None:
         """Called after them: from now on gradients are sums over the ranks with the same weights."""
         ...
@@ -50,11 +54,24 @@ class MainWeights(Protocol):
         """What this rank has of a local tensor; the inverse of `whole`."""
         ...
 
+    def read(self, name: str) -> Tensor:
+        """The model's own parameter, whole, in its number format. Collective."""
+        ...
+
+    def write(self, name: str, local: Tensor) -> None:
+        """Set the model's own parameter; `refresh` has to follow unless main weights are set too."""
+        ...
+
 
 class WholeWeights:
     """What main weights do that are not divided and whose gradients nobody shares."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
     def expect(self, passes: int) -> None: ...
+
+    def begin_pass(self, number: int) -> None: ...
 
     def reduce(self) -> None: ...
 
@@ -67,12 +84,16 @@ class WholeWeights:
     def part(self, name: str, local: Tensor) -> Tensor:
         return local
 
+    def read(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach()
+
+    @torch.no_grad()
+    def write(self, name: str, local: Tensor) -> None:
+        self.model.get_parameter(name).copy_(local)
+
 
 class ModelWeights(WholeWeights):
     """fp32 training: the model's weights are the main weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return trained_parameters(self.model)
@@ -89,7 +110,7 @@ class CopiedWeights(WholeWeights):
     """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        super().__init__(model)
         # A copy even of a weight that is fp32 in memory: detach().float() would share it.
         self.copies = {
             name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))

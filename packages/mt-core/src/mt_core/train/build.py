@@ -18,6 +18,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import ParameterLayout, initialize
 from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
+from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions
 from mt_core.optim.main_weights import MainWeights, build_main_weights
 from mt_core.optim.optimizers import Optimizer, param_groups
 from mt_core.optim.schedules import Horizon, Schedule
@@ -58,7 +59,8 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
     ctx = build_parallel_context(
         sizes,
         device=device,
-        params_dtype=DTYPES[config.precision.dtype],
+        # FSDP2 divides fp32 weights, and makes 16-bit ones of them as they are used.
+        params_dtype=torch.float32 if parallel.use_torch_fsdp2 else DTYPES[config.precision.dtype],
         sequence_parallel=parallel.sequence_parallel,
     )
     if parallel.cp_comm_type != "a2a+p2p" or ctx.cp.size == 1:
@@ -102,10 +104,20 @@ def build_initialized_model(config: Config, ctx: ParallelContext, host: PluginHo
     return model
 
 
+def divides_state(config: Config) -> bool:
+    """Whether ranks with the same weights hold different parts of gradients and optimizer state."""
+    return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+
+
 def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies: StageCopies) -> MainWeights:
     """What the optimizer works on. Without other ranks to share the work with, no buckets are needed."""
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    if parallel.use_torch_fsdp2:
+        shards = ShardOptions(
+            DTYPES[precision.dtype], parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16
+        )
+        return FullyShardedWeights(model, ctx, shards)
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_main_weights(model)

@@ -53,7 +53,7 @@ class Checkpointed:
         """What this rank's stage holds, in an order that its ranks share."""
         layouts = parameter_layouts(self.model)
         for name, parameter in self.model.named_parameters():
-            yield Part(MODEL + name, layouts[name], parameter.dtype, self.ctx, parameter.detach)
+            yield Part(MODEL + name, layouts[name], parameter.dtype, self.ctx, partial(self.weights.read, name))
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
             for name, piece in pieces.items():
@@ -88,7 +88,7 @@ class Checkpointed:
         shapes = shapes_of_all_stages(layouts, self.ctx)
         self.weights.finish_gather()
         require_fit(reader, shapes, MODEL)
-        load_parameters(self.model.named_parameters(), reader, layouts, MODEL, self.ctx)
+        self.load_model(reader, layouts)
         trained = {name: shapes[name] for name in shapes if name not in untrained_of_all_stages(layouts, self.ctx)}
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
@@ -101,6 +101,11 @@ class Checkpointed:
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         for key in asdict(self.state):
             setattr(self.state, key, int(reader.metadata[key]))
+
+    def load_model(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
+        """The model's own weights, which have to fit."""
+        for name in layouts:
+            self.weights.write(name, layouts[name].to_local(reader.read(MODEL + name), self.ctx))
 
     @torch.no_grad()
     def _copy_part(self, piece: nn.Parameter, name: str, local: Tensor) -> None:

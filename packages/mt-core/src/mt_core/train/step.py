@@ -16,7 +16,7 @@ from mt_core.nn.auxiliary import UpdatesItself, auxiliary_losses
 from mt_core.nn.loss import Loss
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import LossScaler
-from mt_core.optim.main_weights import MainWeights
+from mt_core.optim.main_weights import MainWeights, WholeWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import sum_over
@@ -72,12 +72,14 @@ class MicroBatches(Protocol):
 class OneByOne:
     """The whole model on this rank: each micro-batch goes forward and back before the next."""
 
-    def __init__(self, model: nn.Module, forward_step: ForwardStep) -> None:
+    def __init__(self, model: nn.Module, forward_step: ForwardStep, weights: MainWeights | None = None) -> None:
         self.model, self.forward_step = model, forward_step
+        self.weights = weights or WholeWeights(model)
 
     def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
         total = torch.zeros(())
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            self.weights.begin_pass(number)
             part = share(self.forward_step(self.model, batch), batch)
             part.backward()
             total = total + part.detach()

@@ -45,7 +45,6 @@ from mt_core.train.callbacks import Callback, CallbackList
 from mt_core.train.checkpointing import (
     MODEL,
     Checkpointed,
-    load_parameters,
     open_checkpoint,
     require_fit,
     shapes_of_all_stages,
@@ -144,7 +143,7 @@ class Trainer:
         self.batch_size = build_batch_size(self.config)
         self.total_samples = total_train_samples(self.config)
         forward_step = forward_step or default_forward_step(loss or self._configured_loss())
-        self.micro_batches: MicroBatches = OneByOne(self.model, forward_step)
+        self.micro_batches: MicroBatches = OneByOne(self.model, forward_step, self.weights)
         self.scaler = build_loss_scaler(self.config.precision)
         self.step = OptimizerStep(
             self.model,
@@ -153,7 +152,7 @@ class Trainer:
             self.micro_batches,
             self.scaler,
             self.config.optimizer.clip_grad,
-            GradientSums(layouts, self.ctx, self.copies, divided=self.config.parallel.use_distributed_optimizer),
+            GradientSums(layouts, self.ctx, self.copies, divided=build.divides_state(self.config)),
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
         torch.manual_seed(stream_seed(train.seed, dropout_stream(self.ctx)))
@@ -404,7 +403,7 @@ class Trainer:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
             layouts = parameter_layouts(self.model)
             require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
-            load_parameters(self.model.named_parameters(), reader, layouts, MODEL, self.ctx)
+            self.checkpointed().load_model(reader, layouts)
             self.weights.refresh()
 
     def checkpointed(self) -> Checkpointed:

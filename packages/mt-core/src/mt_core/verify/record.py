@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,9 @@ class _Recorder(Callback):
 
         run.step.on_gradients = gradients
 
-    def on_step_end(self, run: Trainer, metrics: dict[str, float]) -> None:
-        self.record.losses.append(metrics["loss"])
-        self.record.norms.append(metrics["grad_norm"])
+    def on_step_end(self, run: Trainer, metrics: Mapping[str, float | int | str]) -> None:
+        self.record.losses.append(float(metrics["loss"]))
+        self.record.norms.append(float(metrics["grad_norm"]))
         if run.state.iteration == self.steps:
             run.stop("recorded")
 

@@ -1,0 +1,146 @@
+"""Main weights under torch's FSDP2 (`fully_shard`): weights, gradients and state divided over data-parallel ranks.
+
+ZeRO-3, or ZeRO-2 when weights stay whole between forward and backward; with several instances, hybrid sharding.
+16-bit training computes with 16-bit copies of the divided fp32 weights, made as they are collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.nn.stage import NumberedLayers, Pipelined
+from mt_core.optim.buffered_weights import SHARDS
+from mt_core.optim.main_weights import WholeWeights, trained_parameters
+from mt_core.parallel.context import AxisName, ParallelContext
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2."""
+
+    compute_dtype: torch.dtype = torch.float32
+    reshard_after_forward: bool = True
+    reduce_in_bf16: bool = False
+
+
+class FullyShardedWeights(WholeWeights):
+    """Divides a model with fp32 weights in place. Collective. The named parameters are this rank's rows of each."""
+
+    def __init__(self, model: nn.Module, ctx: ParallelContext, options: ShardOptions) -> None:
+        super().__init__(model)
+        fully_shard_model(model, parameter_layouts(model), ctx, options)
+        self._parameters = dict(model.named_parameters())
+        self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
+        self._passes = 0
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return trained_parameters(self.model)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._own.items())
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def expect(self, passes: int) -> None:
+        self._passes = passes
+
+    def begin_pass(self, number: int) -> None:
+        """Gradients are sent with the last pass alone."""
+        self.model.set_requires_gradient_sync(number == self._passes - 1)  # type: ignore[operator]
+
+    def reduce(self) -> None:
+        for name, parameter in self._trained():
+            gradient = parameter.grad
+            self._own[name].grad = torch.zeros_like(self._own[name]) if gradient is None else gradient.to_local()
+
+    def publish(self) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def whole(self, name: str, part: Tensor | None) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        assert part is not None
+        of = self._parameters[name]
+        assert isinstance(of, DTensor)
+        return DTensor.from_local(
+            part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
+        ).full_tensor()
+
+    def part(self, name: str, local: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        of = self._parameters[name]
+        assert isinstance(of, DTensor)
+        return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
+
+    def read(self, name: str) -> Tensor:
+        return self.whole(name, self._parameters[name].to_local().detach())  # type: ignore[operator]
+
+    @torch.no_grad()
+    def write(self, name: str, local: Tensor) -> None:
+        target: Tensor = self._parameters[name].to_local()  # type: ignore[operator]
+        target.copy_(self.part(name, local.to(target.device, target.dtype)))
+
+
+def fully_shard_model(
+    model: nn.Module, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, options: ShardOptions
+) -> None:
+    """Each numbered layer is a unit that is collected and let go; the rest of the model is one more."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype)
+
+    def shard(module: nn.Module, replicas: AxisName) -> None:
+        fully_shard(
+            module,
+            mesh=shard_mesh(ctx, replicas),
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+        )
+        # Losses are divided by the count of all tokens, so gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+    for path, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
+        if own and all(layouts[name].replicas == "edp" for name in own):
+            shard(module, "edp")
+    for stack in [module for module in model.modules() if isinstance(module, NumberedLayers)]:
+        for layer in stack:
+            shard(layer, "dp_cp")
+    shard(model, "dp_cp")
+    if isinstance(model, Pipelined):
+        register_fsdp_forward_method(model, "run_stage")
+
+
+def shard_mesh(ctx: ParallelContext, replicas: AxisName) -> Any:
+    """The mesh over ranks with the same weights: 1-D, or (instances, shard) for hybrid sharding."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    shard, instances = (ctx.axis(name) for name in SHARDS[replicas])
+    kind = ctx.device.type
+    if ctx.world.size == 1:
+        return init_device_mesh(kind, (1,))
+    if instances.size == 1:
+        return DeviceMesh.from_group(_group(shard), kind, mesh=torch.tensor(shard.ranks))
+    places = torch.tensor(
+        [[rank + other - instances.ranks[instances.rank] for rank in shard.ranks] for other in instances.ranks]
+    )
+    groups = [_group(instances), _group(shard)]
+    return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("replicate", "shard"))
+
+
+def _group(axis: Any) -> Any:
+    """The group of an axis; one of its own where the axis has a single process."""
+    import torch.distributed as dist
+
+    return axis.group if axis.group is not None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
