@@ -34,9 +34,14 @@ TP2, TP4 = "parallel.tensor_model_parallel_size=2", "parallel.tensor_model_paral
 SP = "parallel.sequence_parallel=true"
 CP2, CP4 = "parallel.context_parallel_size=2", "parallel.context_parallel_size=4"
 ZERO = "parallel.use_distributed_optimizer=true"
+PP2, PP4 = "parallel.pipeline_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"
 FSDP = "parallel.use_torch_fsdp2=true"
 SMALL_BUCKETS = "parallel.ddp_bucket_size=3000"
 GATHER = "parallel.overlap_param_gather=true"
+
+
+def schedule(name: str) -> str:
+    return f"parallel.pipeline_schedule={name}"
 
 
 def config(*more: str) -> LoadedConfig:
@@ -87,6 +92,21 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (2, (FSDP, "parallel.fsdp_reshard_after_forward=false")),
         (4, (FSDP, TP2, SP)),
         (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
+        (2, (PP2,)),
+        (2, (PP2, "model.untie_embeddings_and_output_weights=true")),
+        (2, (PP2, schedule("gpipe"))),
+        (2, (PP2, schedule("interleaved_1f1b"))),
+        (2, (PP2, schedule("interleaved_zero_bubble"))),
+        (2, (PP2, schedule("zbv_zero_bubble"))),
+        (2, (PP2, schedule("dualpipe_v"))),
+        (2, (PP2, "parallel.pipeline_model_parallel_layout=Ettt|tL")),
+        (4, (PP4,)),
+        (4, (PP2, ZERO, SMALL_BUCKETS)),
+        (4, (PP2, FSDP)),
+        (4, (PP2, TP2, SP)),
+        (4, (PP2, CP2)),
+        (8, (PP2, TP2, SP, ZERO)),
+        (4, (PP2, ZERO, schedule("zbv_zero_bubble"))),
         (2, (TP2, "model.num_query_groups=1")),
         (4, (TP4, SP, "model.num_query_groups=2")),
     ],

@@ -112,8 +112,8 @@ class ParallelConfig(Section):
         "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
     ] = "1f1b"
     """Order in which a stage runs the forward and backward passes of micro-batches; see docs/pipeline.md."""
-    virtual_pipeline_model_parallel_size: PositiveInt = 1
-    """Stages of each process, of the interleaved schedules; the V-shaped ones have 2."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Stages of each process. Default: as few as the schedule can have (2 for interleaved_1f1b and the V-shaped)."""
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, as `Et*3|(tt|)*6mL`: E embedding, t a layer, L the loss, | between stages. Default:
     layers are divided so that stages cost about the same."""

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from mt_core.config.checks import global_batch_size
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import ParameterLayout, initialize
+from mt_core.nn.stage import Stage
 from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions
 from mt_core.optim.main_weights import MainWeights, build_main_weights
@@ -24,6 +25,7 @@ from mt_core.optim.optimizers import Optimizer, param_groups
 from mt_core.optim.schedules import Horizon, Schedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
 from mt_core.parallel.context_parallel import build_hierarchical_axes
+from mt_core.parallel.pipeline.schedules import get_schedule
 from mt_core.parallel.stage_copies import StageCopies
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
@@ -92,14 +94,18 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def build_model(config: Config, ctx: ParallelContext, host: PluginHost) -> nn.Module:
-    """The model with uninitialized weights."""
+def build_model(
+    config: Config, ctx: ParallelContext, host: PluginHost, stages: tuple[Stage, ...] | None = None
+) -> nn.Module:
+    """The model, or some stages of it, with uninitialized weights."""
     spec = host.models.get(config.model.family, key="model.family")
-    return spec.build.load()(config.model, ModelEnvironment(config, ctx, host))
+    return spec.build.load()(config.model, ModelEnvironment(config, ctx, host, stages))
 
 
-def build_initialized_model(config: Config, ctx: ParallelContext, host: PluginHost) -> nn.Module:
-    model = build_model(config, ctx, host)
+def build_initialized_model(
+    config: Config, ctx: ParallelContext, host: PluginHost, stages: tuple[Stage, ...] | None = None
+) -> nn.Module:
+    model = build_model(config, ctx, host, stages)
     initialize(model, config.train.seed, ctx)
     return model
 
@@ -107,6 +113,10 @@ def build_initialized_model(config: Config, ctx: ParallelContext, host: PluginHo
 def divides_state(config: Config) -> bool:
     """Whether ranks with the same weights hold different parts of gradients and optimizer state."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+
+
+def _shares_weights(parallel: ParallelConfig) -> bool:
+    return parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).placement == "v"
 
 
 def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies: StageCopies) -> MainWeights:
@@ -124,7 +134,8 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
     options = BufferOptions(
         divided=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size,
-        overlap_reduce=parallel.overlap_grad_reduce,
+        # A weight that two stages of a rank share gets two gradients a pass.
+        overlap_reduce=parallel.overlap_grad_reduce and not _shares_weights(parallel),
         overlap_gather=parallel.overlap_param_gather,
         accumulate_in_fp32=in_fp32,
         reduce_in_bf16=precision.grad_reduce_in_bf16,

@@ -26,7 +26,7 @@ from mt_core.config.loading import LoadedConfig
 from mt_core.data import building
 from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch
-from mt_core.errors import CheckpointError, DataError, TrainingError
+from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mt_core.launch.phases import Phases
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -36,6 +36,7 @@ from mt_core.optim.loss_scale import build_loss_scaler
 from mt_core.parallel.context import AxisName, is_writer, wait_for_all
 from mt_core.parallel.context_parallel import shard_sequence
 from mt_core.parallel.data import any_over
+from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.parallel.shared_batches import broadcast_batches
 from mt_core.parallel.stage_copies import find_stage_copies
 from mt_core.plugins import PluginHost, load_plugins
@@ -54,6 +55,7 @@ from mt_core.train.random_streams import dropout_stream, gather_rng
 from mt_core.train.resume import require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
 from mt_core.train.signals import StopSignals
+from mt_core.train.stages import ThroughStages, build_stages, require_pipelined
 from mt_core.train.state import TrainState
 from mt_core.train.step import (
     Batch,
@@ -134,7 +136,11 @@ class Trainer:
         self.tokenizer = building.build_tokenizer(config.config, self.host)
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
-        self.model = model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host)
+        self.stages = build_stages(self.config, self.ctx)
+        own = self.stages.own if self.stages is not None else None
+        self.model = (
+            model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host, own)
+        )
         self.copies = find_stage_copies([name for name, _ in self.model.named_parameters()], self.ctx)
         self.weights = build.build_weights(self.config, self.model, self.ctx, self.copies)
         layouts = parameter_layouts(self.model)
@@ -142,8 +148,8 @@ class Trainer:
         self.schedule = build.build_schedule(self.config, self.host)
         self.batch_size = build_batch_size(self.config)
         self.total_samples = total_train_samples(self.config)
-        forward_step = forward_step or default_forward_step(loss or self._configured_loss())
-        self.micro_batches: MicroBatches = OneByOne(self.model, forward_step, self.weights)
+        self.recorder: ScheduleRecorder | None = None
+        self.micro_batches = self._build_micro_batches(loss or self._configured_loss(), forward_step)
         self.scaler = build_loss_scaler(self.config.precision)
         self.step = OptimizerStep(
             self.model,
@@ -163,6 +169,18 @@ class Trainer:
         self.valid_data = valid_data if valid_data is not None else self._build_datasets("valid")
         building.require_samples(self.train_data, self.total_samples)
         self.last_losses: dict[str, float] = {}
+
+    def _build_micro_batches(self, loss: Loss, forward_step: ForwardStep | None) -> MicroBatches:
+        if self.stages is None:
+            return OneByOne(self.model, forward_step or default_forward_step(loss), self.weights)
+        require_pipelined(self.model, self.config)
+        if forward_step is not None:
+            raise ConfigError(
+                f"parallel.pipeline_model_parallel_size={self.ctx.pp.size}: a forward_step of one's own runs the whole "
+                "model at once, which no process has; give a loss instead"
+            )
+        self.recorder = ScheduleRecorder(self.device)
+        return ThroughStages(self.model, self.stages, loss, self.ctx, self.recorder)
 
     # -- the loop -------------------------------------------------------------------------------
 

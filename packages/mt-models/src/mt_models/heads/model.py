@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.stage import whole
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_models.bert.heads import Pooler
@@ -85,18 +86,26 @@ class DecoderText(TextVector, CausalDecoder):
         """Absent, as callers ask with hasattr: a model that chooses continues no text."""
         raise AttributeError("new_cache")
 
+    @property
+    def run_stage(self) -> Any:
+        """Absent too: the head reads the whole model's states."""
+        raise AttributeError("run_stage")
+
     def logits(self, x: Tensor) -> Tensor:
         """The states themselves, which the head reads: [B, S, H]"""
         return gather_copies(x, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else x
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
         if padding_mask is None:
-            return self.drop(CausalDecoder.forward(self, tokens)[:, -1])
+            return self.drop(self._states(tokens)[:, -1])
         counted = padding_mask.cumsum(1)
-        x = CausalDecoder.forward(self, tokens, (counted - 1).clamp(min=0), padding_mask)
+        x = self._states(tokens, (counted - 1).clamp(min=0), padding_mask)
         # The first place at which all tokens are counted is that of the last token.
         last = counted.argmax(1)
         return self.drop(x[torch.arange(len(last), device=x.device), last])
+
+    def _states(self, tokens: Tensor, position_ids: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
+        return CausalDecoder.run_stage(self, whole(self.config.num_layers), None, tokens, position_ids, segment_ids)
 
     def new_head(self, outputs: int) -> ReplicatedLinear:
         init = normal(self.config.init_method_std)

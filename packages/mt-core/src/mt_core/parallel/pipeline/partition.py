@@ -1,0 +1,116 @@
+"""Layers divided over pipeline stages by number, so that all stages cost about the same or as Megatron does it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from mt_core.errors import ConfigError
+from mt_core.nn.stage import Stage
+
+
+def balanced_stages(
+    num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, output_cost: float = 0.0
+) -> list[Stage]:
+    """Stages whose costliest is as cheap as can be, and the others as even as can be.
+
+    Any number of layers over any number of stages; a stage may have none. Costs are in layers: of what the first
+    stage does before them (embedding) and the last behind them (norm, output matrix, loss).
+    """
+    loads = [0.0] * num_stages
+    loads[0] += embedding_cost
+    loads[-1] += output_cost
+    # Layers cost alike, so giving each to the stage that has least so far is optimal.
+    heap = [(load, stage) for stage, load in enumerate(loads)]
+    heapq.heapify(heap)
+    counts = [0] * num_stages
+    for _ in range(num_layers):
+        load, stage = heap[0]
+        counts[stage] += 1
+        heapq.heapreplace(heap, (load + 1.0, stage))
+    return consecutive_stages(counts)
+
+
+def consecutive_stages(counts: Sequence[int]) -> list[Stage]:
+    """Stages of so many layers each, in order."""
+    stages, start = [], 0
+    for number, count in enumerate(counts):
+        stages.append(Stage(range(start, start + count), first=number == 0, last=number == len(counts) - 1))
+        start += count
+    return stages
+
+
+def even_stages(
+    num_layers: int,
+    num_ranks: int,
+    stages_per_rank: int = 1,
+    *,
+    num_layers_in_first_pipeline_stage: int | None = None,
+    num_layers_in_last_pipeline_stage: int | None = None,
+    account_for_embedding_in_pipeline_split: bool = False,
+    account_for_loss_in_pipeline_split: bool = False,
+) -> list[Stage]:
+    """Megatron's rule: the same number of layers on each rank, but for what the keys say.
+
+    The first and last "pipeline stage" of the keys are ranks, whose layers are divided over their stages like those of
+    the others (placed in a loop). With account_for_..., embedding or loss count as one layer of their stage. Raises
+    ConfigError when something does not divide, with the numbers that would.
+    """
+    first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
+    counted = account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split
+    if first is None and last is None:
+        return _even(num_layers, num_ranks, stages_per_rank, *counted)
+    if any(counted):
+        raise ConfigError(
+            "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split cannot go with "
+            "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage: give the numbers of layers, or "
+            "let embedding and loss count as layers"
+        )
+    return _uneven(num_layers, num_ranks, stages_per_rank, first, last)
+
+
+def _even(num_layers: int, num_ranks: int, stages_per_rank: int, embedding: bool, loss: bool) -> list[Stage]:
+    extra, num_stages = embedding + loss, num_ranks * stages_per_rank
+    each, rest = divmod(num_layers + extra, num_stages)
+    if rest or each < max(embedding, loss):
+        near = [number for number in (each * num_stages - extra, (each + 1) * num_stages - extra) if number > 0]
+        counted = f" with {extra} for embedding or loss" if extra else ""
+        raise ConfigError(
+            f"model.num_layers={num_layers}{counted} does not divide evenly over {num_stages} pipeline stages "
+            f"({num_ranks} ranks x {stages_per_rank}); it can be {' or '.join(map(str, near))}, or let the layers be "
+            "balanced by cost, or give parallel.pipeline_model_parallel_layout"
+        )
+    counts = [each] * num_stages
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return consecutive_stages(counts)
+
+
+def _uneven(num_layers: int, num_ranks: int, stages_per_rank: int, first: int | None, last: int | None) -> list[Stage]:
+    middle_ranks = num_ranks - (first is not None) - (last is not None)
+    middle = num_layers - (first or 0) - (last or 0)
+    if middle_ranks < 0:
+        raise ConfigError(
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+            f"parallel.pipeline_model_parallel_size to be 2 or more, not {num_ranks}"
+        )
+    if middle < 0 or (middle and not middle_ranks) or (middle_ranks and middle % middle_ranks):
+        raise ConfigError(
+            f"model.num_layers={num_layers} without num_layers_in_first_pipeline_stage={first} and "
+            f"num_layers_in_last_pipeline_stage={last} leaves {middle} layers, which do not divide over the other "
+            f"{middle_ranks} ranks; what is left can be {_multiples(middle_ranks)}"
+        )
+    of_rank = [middle // middle_ranks if middle_ranks else 0] * middle_ranks
+    of_rank = ([] if first is None else [first]) + of_rank + ([] if last is None else [last])
+    for rank, count in enumerate(of_rank):
+        if count % stages_per_rank:
+            raise ConfigError(
+                f"{count} layers of pipeline rank {rank} do not divide over its "
+                f"parallel.virtual_pipeline_model_parallel_size={stages_per_rank} stages; they can be "
+                f"{_multiples(stages_per_rank)}"
+            )
+    return consecutive_stages([count // stages_per_rank for count in of_rank] * stages_per_rank)
+
+
+def _multiples(number: int) -> str:
+    return f"{number}, {2 * number}, {3 * number}, ..." if number else "0"

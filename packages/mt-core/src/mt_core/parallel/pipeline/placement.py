@@ -1,0 +1,22 @@
+"""Which rank of the pipeline holds which stages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Placement = Literal["loop", "v"]
+"""loop: stage s on rank s mod ranks. v: there and back, so that the first rank holds the first and the last stage."""
+
+
+def ranks_of_stages(num_stages: int, num_ranks: int, placement: Placement) -> tuple[int, ...]:
+    """The rank of each stage, in order."""
+    if placement == "loop":
+        return tuple(stage % num_ranks for stage in range(num_stages))
+    rounds = [divmod(stage, num_ranks) for stage in range(num_stages)]
+    return tuple(place if number % 2 == 0 else num_ranks - 1 - place for number, place in rounds)
+
+
+def stages_of_rank(rank: int, num_stages: int, num_ranks: int, placement: Placement) -> tuple[int, ...]:
+    """Numbers of the stages that `rank` holds, ascending."""
+    ranks = ranks_of_stages(num_stages, num_ranks, placement)
+    return tuple(stage for stage, owner in enumerate(ranks) if owner == rank)

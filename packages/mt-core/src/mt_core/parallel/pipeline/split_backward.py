@@ -1,0 +1,176 @@
+"""A backward pass in two parts: first the gradients of a stage's inputs, later those of its weights.
+
+Zero-bubble schedules (Qi et al., 2023) send the first part on at once and fill idle time with the second. The
+autograd graph is cut where it branches: nodes on a way from the output to an input are *on path*; from some of
+them, the *forks*, a branch leads to weights. The first part runs the nodes on path alone and notes the gradient
+that arrives at each fork; the second runs the branches from there. Weights are reached through autograd in both
+cases, so that hooks on them (main gradients in fp32, buckets for reduction) see what they see otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass
+class Branches:
+    """Weights, and the forks (or outputs) from which they are reached. Different groups share neither."""
+
+    weights: dict[Node, Tensor] = field(default_factory=dict)
+    starts: set[Node] = field(default_factory=set)
+
+
+@dataclass
+class WeightBackward:
+    """What is left to do after `backward_of_inputs`. Calling it accumulates the gradients of the weights; once."""
+
+    groups: list[Branches]
+    arrived: dict[Node, Gradients]
+    """For each start, the gradients of the node's outputs."""
+    forks: set[Node]
+
+    def __call__(self) -> None:
+        for group in self.groups:
+            self._run(group)
+        self.groups, self.arrived = [], {}  # frees the graph
+
+    def _run(self, group: Branches) -> None:
+        edges, gradients = [], []
+        for node in group.starts:
+            for number, gradient in enumerate(self.arrived.get(node, ())):
+                if gradient is not None:
+                    edges.append(GradientEdge(node, number))
+                    gradients.append(gradient)
+        if not edges:
+            return
+        # With weights used in several places the way from one fork may lead through another, whose gradient is known.
+        handles = [self._fix(node) for node in group.starts & self.forks] if len(group.starts) > 1 else []
+        try:
+            weights = list(group.weights.values())
+            # The graph is kept since a group may run over nodes of another; it goes with the references to it.
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _fix(self, node: Node) -> Any:
+        known = self.arrived[node]
+        return node.register_prehook(lambda gradients: known)
+
+
+def backward_of_inputs(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[Gradients, WeightBackward]:
+    """Gradients of `leaves` given those of the outputs at `edges`, and the work that is left for the weights.
+
+    A leaf that no output depends on has the gradient None.
+    """
+    outputs = {edge.node for edge in edges}
+    users = _users(outputs)
+    own = {get_gradient_edge(leaf).node for leaf in leaves}
+    on_path = _reach(own & users.keys(), users)
+    groups = _branches(users, on_path | outputs, own)
+    forks = {node for group in groups for node in group.starts} & on_path
+    arrived: dict[Node, Gradients] = {}
+    handles = [node.register_prehook(_noting(arrived, node)) for node in forks]
+    try:
+        found = torch.autograd.grad(list(edges), list(leaves), list(gradients), retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    arrived.update(_of_outputs(edges, gradients, on_path))
+    return tuple(found), WeightBackward(groups, arrived, forks)
+
+
+def _noting(arrived: dict[Node, Gradients], node: Node) -> Any:
+    def note(gradients: Gradients) -> None:
+        arrived[node] = gradients
+
+    return note
+
+
+def _of_outputs(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], on_path: set[Node]
+) -> dict[Node, Gradients]:
+    """Gradients of outputs that depend on weights alone: the nodes are starts themselves."""
+    sums: dict[Node, dict[int, Tensor]] = defaultdict(dict)
+    for edge, gradient in zip(edges, gradients, strict=True):
+        if edge.node not in on_path:
+            before = sums[edge.node].get(edge.output_nr)
+            sums[edge.node][edge.output_nr] = gradient if before is None else before + gradient
+    return {
+        node: tuple(by_number.get(number) for number in range(1 + max(by_number))) for node, by_number in sums.items()
+    }
+
+
+def _users(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Every node of the graph, and the nodes that hand gradients to it."""
+    users: dict[Node, list[Node]] = {node: [] for node in outputs}
+    todo = list(users)
+    while todo:
+        node = todo.pop()
+        for source, _ in node.next_functions:
+            if source is None:
+                continue
+            if source not in users:
+                users[source] = []
+                todo.append(source)
+            users[source].append(node)
+    return users
+
+
+def _reach(starts: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
+    """The nodes from which gradients come to the given ones, these included."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        for user in users[todo.pop()]:
+            if user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node]) -> list[Branches]:
+    """The weights of the graph, those that share a start together.
+
+    starts: where the gradient is known. inputs: leaves that are no weights.
+    """
+    group_of: dict[Node, Branches] = {}
+    for node in users:
+        weight = getattr(node, "variable", None)
+        if weight is None or node in inputs:
+            continue
+        group = Branches({node: weight}, _nearest(node, users, starts))
+        for start in tuple(group.starts):
+            other = group_of.get(start)
+            if other is not None and other is not group:
+                group.weights.update(other.weights)
+                group.starts.update(other.starts)
+            group_of.update(dict.fromkeys(group.starts, group))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _nearest(weight: Node, users: dict[Node, list[Node]], starts: set[Node]) -> set[Node]:
+    """The first nodes among `starts` on each way from a weight towards the outputs."""
+    if weight in starts:
+        return {weight}
+    found: set[Node] = set()
+    seen, todo = {weight}, [weight]
+    while todo:
+        for user in users[todo.pop()]:
+            if user in starts:
+                found.add(user)
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return found

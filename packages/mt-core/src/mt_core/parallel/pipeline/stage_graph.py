@@ -1,0 +1,65 @@
+"""The autograd graph of one micro-batch in one stage, from what the stage received to what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from mt_core.parallel.pipeline.hidden import Hidden, form_of, tensors_of
+from mt_core.parallel.pipeline.split_backward import backward_of_inputs
+
+
+class StageGraph:
+    """Holds on to the graph and not to the output, whose memory is free once it is sent.
+
+    inputs: the hidden states that the stage was given, as leaves; None for the first stage. output: what it gave, or
+    the loss.
+    """
+
+    def __init__(self, inputs: Hidden | None, output: Hidden) -> None:
+        self.output_form = form_of(output)
+        self._leaves = [] if inputs is None else [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        self._edges = [get_gradient_edge(tensor) for tensor in tensors_of(output) if tensor.requires_grad]
+        self._weights: Callable[[], None] | None = None
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Accumulate the weights' gradients; return those of the leaves. gradients: of the outputs that have one."""
+        self._backward_of_all(gradients)
+        found = [_or_zeros(leaf.grad, leaf) for leaf in self._leaves]
+        self._free()
+        return found
+
+    def backward_input(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the leaves alone; `backward_weight` has to follow."""
+        if not self._leaves:  # nobody waits for anything, and without a leaf there is nothing to cut
+            self._weights = partial(self._backward_of_all, gradients)
+            return []
+        found, self._weights = backward_of_inputs(self._edges, gradients, self._leaves)
+        return [_or_zeros(gradient, leaf) for gradient, leaf in zip(found, self._leaves, strict=True)]
+
+    def backward_weight(self) -> None:
+        assert self._weights is not None
+        self._weights()
+        self._weights = None
+        self._free()
+
+    def _backward_of_all(self, gradients: Sequence[Tensor]) -> None:
+        if self._edges:
+            torch.autograd.backward(self._edges, list(gradients))
+
+    def _free(self) -> None:
+        self._leaves, self._edges = [], []
+
+
+def as_leaves(hidden: Hidden) -> Hidden:
+    """The same values cut off from what made them; those that had a gradient still have one."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_of(hidden)]
+    return form_of(hidden).pack(leaves)
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient

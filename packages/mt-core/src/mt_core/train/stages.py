@@ -1,0 +1,100 @@
+"""The pipeline stages of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.loss import Loss
+from mt_core.nn.stage import Pipelined, Stage
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.layout_string import stages_from_layout
+from mt_core.parallel.pipeline.partition import balanced_stages
+from mt_core.parallel.pipeline.pipeline import Pipeline
+from mt_core.parallel.pipeline.placement import stages_of_rank
+from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.parallel.pipeline.trace import ScheduleRecorder
+from mt_core.train.step import MODEL_INPUTS, Batch, Share
+
+MATRICES_OF_A_LAYER = 12
+"""A transformer layer has about 12 hidden_size^2 weights."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """all: of the model, in order. own: those of this process."""
+
+    all: tuple[Stage, ...]
+    own: tuple[Stage, ...]
+    schedule: str
+
+
+def build_stages(config: Config, ctx: ParallelContext) -> Stages | None:
+    """None without pipeline parallelism. Raises ConfigError when layers, stages and schedule do not fit."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    stages = model_stages(config)
+    schedule = get_schedule(parallel.pipeline_schedule)
+    numbers = stages_of_rank(ctx.pp.rank, len(stages), ctx.pp.size, schedule.placement)
+    return Stages(tuple(stages), tuple(stages[number] for number in numbers), schedule.name)
+
+
+def model_stages(config: Config) -> list[Stage]:
+    """All stages of a pipelined run, needing no process group."""
+    parallel, schedule = config.parallel, get_schedule(config.parallel.pipeline_schedule)
+    each = parallel.virtual_pipeline_model_parallel_size or schedule.min_stages_per_rank
+    count = parallel.pipeline_model_parallel_size * each
+    schedule.stages_per_rank(parallel.pipeline_model_parallel_size, count)
+    num_layers = getattr(config.model, "num_layers", None)
+    if num_layers is None:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
+            f"model.family={config.model.family} has no stack of layers to divide; it can be 1"
+        )
+    if parallel.pipeline_model_parallel_layout is not None:
+        return stages_from_layout(parallel.pipeline_model_parallel_layout, num_layers, count)
+    return balanced_stages(num_layers, count, output_cost=output_cost(config))
+
+
+def output_cost(config: Config) -> float:
+    """Of the output matrix and the loss, in layers: its share of the products."""
+    hidden = getattr(config.model, "hidden_size", None)
+    if hidden is None or config.model.vocab_size is None:
+        return 0.0
+    return float(config.model.vocab_size / (MATRICES_OF_A_LAYER * hidden))
+
+
+class ThroughStages:
+    """Micro-batches through the stages of several processes (see step.MicroBatches)."""
+
+    def __init__(
+        self, model: nn.Module, stages: Stages, loss: Loss, ctx: ParallelContext, recorder: ScheduleRecorder | None
+    ) -> None:
+        assert isinstance(model, Pipelined)
+        self.loss, self.recorder, self.ctx = loss, recorder, ctx
+        inputs = getattr(model, "inputs", MODEL_INPUTS)
+        self.pipeline = Pipeline(model, stages.all, stages.schedule, ctx, inputs=inputs, recorder=recorder)
+
+    def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        return self.pipeline.forward_backward(batches, self._share(share))
+
+    def forward(self, batches: Sequence[Batch], share: Share) -> Tensor:
+        return self.pipeline.forward(batches, self._share(share))
+
+    def _share(self, share: Share) -> Share:
+        return lambda output, batch: share(self.loss(output, batch), batch)
+
+
+def require_pipelined(model: nn.Module, config: Config) -> None:
+    """Raises ConfigError for a family whose model cannot be cut into stages."""
+    if not isinstance(model, Pipelined):
+        size = config.parallel.pipeline_model_parallel_size
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={size}: model.family={config.model.family} cannot be cut into "
+            "stages; it can be 1"
+        )
