@@ -11,22 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
 
-WORLD_SIZE = "WORLD_SIZE"
-
-
-@contextmanager
-def world_of(size: int) -> Iterator[None]:
-    """Configuration is checked for so many processes, before any of them is started."""
-    before = os.environ.get(WORLD_SIZE)
-    os.environ[WORLD_SIZE] = str(size)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[WORLD_SIZE]
-        else:
-            os.environ[WORLD_SIZE] = before
-
 
 @contextmanager
 def world_of_launcher() -> Iterator[None]:

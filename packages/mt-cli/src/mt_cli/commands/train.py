@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_cli.launching import describe_launch, rank_arguments, world_of, world_of_launcher
+from mt_cli.launching import describe_launch, rank_arguments, world_of_launcher
 from mt_cli.requirements import need
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mt_core.config.loading import LoadedConfig
     from mt_core.train.trainer import Trainer, TrainResult
 
@@ -47,13 +49,14 @@ def train(
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
+    from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
     if config is None and preset is None:
         preset = DEFAULT_PRESET
     launched = nproc is not None or dry_run
     host = load_plugins()
-    with world_of((nproc or 1) * nnodes) if launched else world_of_launcher():
+    with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
         loaded = load_config(config, preset=preset, overrides=set_ or (), host=host)
         directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
         if not launched:
@@ -129,6 +132,14 @@ def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> l
 _LN2 = 0.6931471805599453
 
 
+def _whole_model(trainer: Trainer) -> nn.Module:
+    """The model on this process alone, from the checkpoint that training ended with."""
+    from mt_core.inference.loading import load_trained_model
+
+    assert trainer.directory is not None
+    return load_trained_model(trainer.directory.path, trainer.host, device=trainer.device.type).model
+
+
 def _sample(trainer: Trainer) -> None:
     """A text from the model, printed as it comes."""
     from mt_core.inference.generation import as_decoder, generate_text
@@ -137,8 +148,9 @@ def _sample(trainer: Trainer) -> None:
     train = trainer.config.train
     if train.sample_prompt is None:
         return
-    decoder = as_decoder(trainer.model)
-    longest = getattr(trainer.model, "max_sequence_length", None) or trainer.config.data.seq_length
+    model = trainer.model if trainer.ctx.world.size == 1 else _whole_model(trainer)
+    decoder = as_decoder(model)
+    longest = getattr(model, "max_sequence_length", None) or trainer.config.data.seq_length
     room = longest - len(trainer.tokenizer.encode(train.sample_prompt))
     options = SamplingOptions(temperature=0.8, top_k=50, seed=train.seed)
     typer.echo("\nA sample:\n")

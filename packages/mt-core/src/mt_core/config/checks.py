@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mt_core.errors import ConfigError
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from mt_core.config.schema import Config
 
 
+WORLD_SIZE = "WORLD_SIZE"
 MODEL_AXES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -47,7 +50,21 @@ def must_divide(key: str, value: int, whole_key: str, whole: int) -> None:
 
 def world_size() -> int:
     """Processes of this job, as the launcher says (torchrun's WORLD_SIZE), else 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get(WORLD_SIZE, "1"))
+
+
+@contextmanager
+def as_world(size: int) -> Iterator[None]:
+    """Configuration is checked for so many processes, before any of them is started."""
+    before = os.environ.get(WORLD_SIZE)
+    os.environ[WORLD_SIZE] = str(size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WORLD_SIZE]
+        else:
+            os.environ[WORLD_SIZE] = before
 
 
 def data_parallel_size(config: Config) -> int:

@@ -32,7 +32,8 @@ def load_trained_model(path: str | Path, host: PluginHost, *, device: str = "aut
     """Raises CheckpointError when there is no checkpoint at `path`, or it is damaged."""
     checkpoint = find_checkpoint(path)
     reader = open_checkpoint(checkpoint, host)
-    config = config_from_dict(reader.metadata["config"], host)
+    # Whatever layout trained it: here it is whole.
+    config = config_from_dict({**reader.metadata["config"], "parallel": {}}, host)
     tokenizer = build.restore_tokenizer(config, reader.files(), host)
     ctx = build.build_context(config, build.resolve_device(device))
     model = build.build_model(config, ctx, host)
