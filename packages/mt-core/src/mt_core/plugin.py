@@ -29,6 +29,30 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
             supports=Lazy("mt_core.nn.attention:supports_eager"),
             build=Lazy("mt_core.nn.attention:build_eager"),
         ),
+        AttentionBackendSpec(
+            name="cudnn",
+            doc="torch's attention with cuDNN's kernel first, for Hopper; documents by variable length",
+            supports=Lazy("mt_core.nn.attention_backends.cudnn:supports_cudnn"),
+            build=Lazy("mt_core.nn.attention_backends.cudnn:build_cudnn"),
+        ),
+        AttentionBackendSpec(
+            name="flash_attn_2",
+            doc="FlashAttention 2, where the package flash_attn is installed",
+            supports=Lazy("mt_core.nn.attention_backends.flash:supports_flash_2"),
+            build=Lazy("mt_core.nn.attention_backends.flash:build_flash_2"),
+        ),
+        AttentionBackendSpec(
+            name="flash_attn_3",
+            doc="FlashAttention 3 for Hopper, where flash_attn_interface is installed",
+            supports=Lazy("mt_core.nn.attention_backends.flash:supports_flash_3"),
+            build=Lazy("mt_core.nn.attention_backends.flash:build_flash_3"),
+        ),
+        AttentionBackendSpec(
+            name="flex",
+            doc="FlexAttention: any mask, window, bias or soft cap in one compiled kernel, on cuda",
+            supports=Lazy("mt_core.nn.attention_backends.flex:supports_flex"),
+            build=Lazy("mt_core.nn.attention_backends.flex:build_flex"),
+        ),
     ]
 
 

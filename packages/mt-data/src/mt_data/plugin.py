@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import CAUSAL_LM_SAMPLE, CommandSpec, DatasetSpec, Lazy, TokenizerSpec
+from mt_data.datasets.images.specs import IMAGE_DATASETS
 from mt_data.datasets.task_specs import TASK_DATASETS
 
 
@@ -69,6 +70,7 @@ def mt_register_datasets() -> list[DatasetSpec]:
             sample=CAUSAL_LM_SAMPLE,
         ),
         *TASK_DATASETS,
+        *IMAGE_DATASETS,
     ]
 
 

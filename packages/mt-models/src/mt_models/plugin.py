@@ -71,11 +71,43 @@ def mt_register_models() -> list[ModelSpec]:
             name_maps={"hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE")},
         ),
         ModelSpec(
+            name="mamba",
+            doc="Mamba-2: state-space layers alone, with a state of fixed size in place of attention",
+            config_type=Lazy("mt_models.mamba.config:MambaConfig"),
+            build=Lazy("mt_models.mamba.model:build_mamba"),
+            presets=Lazy("mt_models.mamba.presets:PRESETS"),
+            name_maps={"hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE")},
+        ),
+        ModelSpec(
+            name="hybrid",
+            doc="Mamba-2, attention and feed-forward layers in the order of a pattern: Nemotron-H, Bamba",
+            config_type=Lazy("mt_models.hybrid.config:HybridConfig"),
+            build=Lazy("mt_models.hybrid.model:build_hybrid"),
+            presets=Lazy("mt_models.hybrid.presets:PRESETS"),
+            name_maps={"hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE")},
+        ),
+        ModelSpec(
             name="biencoder",
             doc="Two BERT encoders that find the text a question comes from (inverse cloze task)",
             config_type=Lazy("mt_models.biencoder.config:BiencoderConfig"),
             build=Lazy("mt_models.biencoder.model:build_biencoder"),
             presets=Lazy("mt_models.biencoder.presets:PRESETS"),
+        ),
+        ModelSpec(
+            name="vision",
+            doc="Image towers of CLIP and SigLIP, alone or with a head that tells the class of an image",
+            config_type=Lazy("mt_models.vision.config:VisionConfig"),
+            build=Lazy("mt_models.vision.model:build_vision"),
+            presets=Lazy("mt_models.vision.presets:PRESETS"),
+            name_maps={"hf": Lazy("mt_models.vision.hugging_face:HUGGING_FACE")},
+        ),
+        ModelSpec(
+            name="llava",
+            doc="Images and text: a tower of the family vision in front of any decoder",
+            config_type=Lazy("mt_models.llava.config:LlavaConfig"),
+            build=Lazy("mt_models.llava.model:build_llava"),
+            presets=Lazy("mt_models.llava.presets:PRESETS"),
+            name_maps={"hf": Lazy("mt_models.llava.hugging_face:HUGGING_FACE")},
         ),
         *_heads(),
     ]
@@ -135,7 +167,11 @@ CHECKS: dict[str, Lazy[CheckConfig]] = {
     "gemma": Lazy("mt_models.gemma.config:check_gemma"),
     "bert": Lazy("mt_models.bert.config:check_bert"),
     "t5": Lazy("mt_models.t5.config:check_t5"),
+    "mamba": Lazy("mt_models.mamba.config:check_mamba"),
+    "hybrid": Lazy("mt_models.hybrid.config:check_hybrid"),
     "biencoder": Lazy("mt_models.biencoder.config:check_biencoder"),
+    "vision": Lazy("mt_models.vision.config:check_vision"),
+    "llava": Lazy("mt_models.llava.config:check_llava"),
     **{
         f"{base}_{task}": Lazy("mt_models.heads.config:check_choice")
         for base in ("bert", "gpt", "llama")

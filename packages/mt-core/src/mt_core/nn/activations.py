@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "quick_gelu", "swiglu", "geglu", "geglu_tanh"]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -21,12 +22,18 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (Hendrycks and Gimpel, 2016), which CLIP was trained with."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "squared_relu": squared_relu,
     "silu": F.silu,
+    "quick_gelu": quick_gelu,
 }
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh}

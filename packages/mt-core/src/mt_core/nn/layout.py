@@ -25,13 +25,34 @@ Init = Callable[[Tensor, torch.Generator], object]
 class Split:
     """Dimension `dim` is divided over `axis`.
 
-    sections: the dimension is this many blocks laid end to end, and a rank holds its share of each. A
-    gated MLP's first matrix has two, all gate rows and then all up rows.
+    sections: the dimension is this many equal blocks laid end to end, or blocks of these sizes, and a rank holds
+    its share of each. A gated MLP's first matrix has two, all gate rows and then all up rows.
     """
 
     dim: int
     axis: AxisName
-    sections: int = 1
+    sections: int | tuple[int, ...] = 1
+
+    def block_sizes(self, size: int) -> tuple[int, ...]:
+        """Sizes of the blocks of a dimension of `size`."""
+        return (size // self.sections,) * self.sections if isinstance(self.sections, int) else self.sections
+
+    def cut(self, tensor: Tensor, ranks: int) -> list[Tensor]:
+        """Each rank's share of a whole tensor."""
+        if ranks == 1:
+            return [tensor]
+        blocks = tensor.split(self.block_sizes(tensor.shape[self.dim]), self.dim)
+        shares = zip(*(block.chunk(ranks, self.dim) for block in blocks), strict=True)
+        return [torch.cat(share, self.dim) if len(share) > 1 else share[0] for share in shares]
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the ranks' shares; the inverse of `cut`."""
+        if len(shares) == 1:
+            return shares[0]
+        size = shares[0].shape[self.dim] * len(shares)
+        own = [block // len(shares) for block in self.block_sizes(size)]
+        blocks = zip(*(share.split(own, self.dim) for share in shares), strict=True)
+        return torch.cat([part for block in blocks for part in block], self.dim)
 
 
 @dataclass(frozen=True)
@@ -70,9 +91,7 @@ class ParameterLayout:
             tensor = torch.cat([tensor, filler], dim)
         for split in self.splits:
             axis = ctx.axis(split.axis)
-            if axis.size > 1:
-                blocks = tensor.chunk(split.sections, split.dim)
-                tensor = torch.cat([block.chunk(axis.size, split.dim)[axis.rank] for block in blocks], split.dim)
+            tensor = split.cut(tensor, axis.size)[axis.rank]
         return tensor
 
     def to_canonical(self, local: Tensor, ctx: ParallelContext | None = None) -> Tensor:
@@ -81,11 +100,7 @@ class ParameterLayout:
         for split in reversed(self.splits):
             axis = ctx.axis(split.axis) if ctx is not None else SINGLE
             if axis.size > 1:
-                # [ranks * sections, ...] in the order rank 0's share of each section, rank 1's, ...
-                blocks = all_gather(tensor, split.dim, axis).chunk(axis.size * split.sections, split.dim)
-                tensor = torch.cat(
-                    [blocks[r * split.sections + s] for s in range(split.sections) for r in range(axis.size)], split.dim
-                )
+                tensor = split.join(all_gather(tensor, split.dim, axis).chunk(axis.size, split.dim))
         for dim in self.padded:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
@@ -98,19 +113,9 @@ class ParameterLayout:
         tensors = list(slices)
         for split in reversed(self.splits):
             size = ctx.axis(split.axis).size
-            tensors = [_join(tensors[i : i + size], split) for i in range(0, len(tensors), size)]
+            tensors = [split.join(tensors[i : i + size]) for i in range(0, len(tensors), size)]
         (whole,) = tensors
         return self.to_canonical(whole)
-
-
-def _join(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Undo one split."""
-    if len(parts) == 1:
-        return parts[0]
-    if split.sections == 1:
-        return torch.cat(list(parts), split.dim)
-    blocks = [part.chunk(split.sections, split.dim) for part in parts]
-    return torch.cat([block[section] for section in range(split.sections) for block in blocks], split.dim)
 
 
 class LayoutModule(nn.Module):

@@ -56,8 +56,10 @@ def model_stages(config: Config) -> list[Stage]:
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
             f"model.family={config.model.family} has no stack of layers to divide; it can be 1"
         )
-    if parallel.pipeline_model_parallel_layout is not None:
-        return stages_from_layout(parallel.pipeline_model_parallel_layout, num_layers, count)
+    # A family may say in its own words where stages end (a hybrid's pattern of layers).
+    layout = parallel.pipeline_model_parallel_layout or getattr(config.model, "pipeline_layout", None)
+    if layout is not None:
+        return stages_from_layout(layout, num_layers, count)
     return balanced_stages(num_layers, count, output_cost=output_cost(config))
 
 

@@ -53,7 +53,8 @@ class SelfAttention(nn.Module):
     Rows of linear_qkv are grouped by key-value group, as Megatron stores them: for each group its query
     heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups, or a part of the
     queries of one group when there are more ranks than groups.
-    window: see AttentionPattern. output_bias: of linear_proj; default config.add_bias_linear.
+    window: see AttentionPattern. qkv_bias, output_bias: of linear_qkv and linear_proj; default: as the
+    configuration's biases.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SelfAttention(nn.Module):
         ctx: ParallelContext,
         *,
         window: int | None = None,
+        qkv_bias: bool | None = None,
         output_bias: bool | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             width + 2 * config.query_groups * config.head_dim,
             ctx,
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=config.add_bias_linear or config.add_qkv_bias if qkv_bias is None else qkv_bias,
             init=normal(config.init_method_std),
         )
         self.linear_proj = RowParallelLinear(

@@ -19,7 +19,8 @@ class LlamaModel(RotaryDecoder):
 def llama_layer(config: LlamaConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
     ctx = environment.parallel
     core = attention_core(config, environment)
-    attention = SelfAttention(config, core, ctx, output_bias=config.attention_bias)
+    bias = config.attention_bias
+    attention = SelfAttention(config, core, ctx, qkv_bias=bias, output_bias=bias)
     return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 

@@ -43,7 +43,8 @@ class Exchange:
     """Sends and receives of this rank along the pipeline axis.
 
     The first hidden states with a new `key` are preceded by a header with their shapes; the receiver takes those of
-    the same key to be alike. The key is anything that both sides know and that determines the shapes.
+    the same key to be alike. The key is anything that both sides know and that determines the shapes. Making one is
+    collective over the axis.
     """
 
     axis: Axis
@@ -51,6 +52,11 @@ class Exchange:
     _sent_forms: dict[Hashable, HiddenForm] = field(default_factory=dict)
     _received_forms: dict[Hashable, HiddenForm] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.axis.size > 1:
+            # NCCL makes the communicator of a group at its first use, in which all of its ranks have to take part.
+            dist.all_reduce(torch.zeros((), device=self.device), group=self.axis.group)
 
     def send_hidden(self, hidden: Hidden, to: int, key: Hashable) -> None:
         """Raises RuntimeError when hidden states of one key are not alike."""

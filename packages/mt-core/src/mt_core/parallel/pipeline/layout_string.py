@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mt_core.errors import ConfigError
 from mt_core.nn.stage import Stage
@@ -111,7 +112,7 @@ def _check_counts(layout: str, stages: Sequence[str], expected: dict[str, int]) 
 
 def _check_sequence(layout: str, letters: str) -> None:
     """A micro-batch meets embedding, layers, prediction blocks and loss in this sequence."""
-    for before, after in zip(letters, letters[1:], strict=False):
+    for before, after in pairwise(letters):
         if "EtmL".index(before) > "EtmL".index(after):
             raise ConfigError(f"{KEY}={layout!r} has {before} before {after}; the sequence has to be E, t, m, L")
 

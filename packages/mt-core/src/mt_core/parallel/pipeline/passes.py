@@ -62,21 +62,11 @@ class Pass:
         self.to_send: dict[Action, Any] = {}
         self.inputs: dict[Place, Hidden] = {}  # given by the stage before, on the same rank
         self.output_gradients: dict[Place, Sequence[Tensor]] = {}  # given by the stage behind, on the same rank
-        self.do = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHT: self.backward_weight,
-            Kind.SEND_FORWARD: self.send_forward,
-            Kind.RECEIVE_FORWARD: self.receive_forward,
-            Kind.SEND_BACKWARD: self.send_backward,
-            Kind.RECEIVE_BACKWARD: self.receive_backward,
-        }
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """Sum of the shares of the loss that were computed on this rank."""
         for action in actions:
-            self.do[action.kind](action)
+            HANDLERS[action.kind](self, action)
         self.rank.exchange.finish()
         return self.total
 
@@ -179,3 +169,15 @@ class Pass:
 
     def _key(self, receiving_stage: int, action: Action) -> Hashable:
         return receiving_stage, self.training, self.shapes[action.micro_batch]
+
+
+HANDLERS: Mapping[Kind, Callable[[Pass, Action], None]] = {
+    Kind.FORWARD: Pass.forward,
+    Kind.BACKWARD: Pass.backward,
+    Kind.BACKWARD_INPUT: Pass.backward_input,
+    Kind.BACKWARD_WEIGHT: Pass.backward_weight,
+    Kind.SEND_FORWARD: Pass.send_forward,
+    Kind.RECEIVE_FORWARD: Pass.receive_forward,
+    Kind.SEND_BACKWARD: Pass.send_backward,
+    Kind.RECEIVE_BACKWARD: Pass.receive_backward,
+}

@@ -31,7 +31,7 @@ def nothing_to_do(stage: Stage) -> AbstractContextManager[object]:
 
 
 class Pipeline:
-    """This rank's part of a pipeline over the axis `pp`; every rank of it makes the same calls.
+    """This rank's part of a pipeline over the axis `pp`; every rank of it makes one, and then the same calls.
 
     model: holds this rank's stages (`stages_of_rank` says which). stages: all of them, in order. inputs: the fields of
     a micro-batch that the model takes; every stage gets all of them. Hidden states may be a tensor or a tuple of
@@ -75,7 +75,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Batch], share: Share) -> Tensor:
-        """The same sum, in fp64 and without gradients. Whether the model is in evaluation mode is the caller's to say."""
+        """The same sum, in fp64 and without gradients. Evaluation mode is the caller's to set."""
         return self._run(micro_batches, share, training=False)
 
     def _run(self, micro_batches: Sequence[Batch], share: Share, *, training: bool) -> Tensor:

@@ -1,0 +1,44 @@
+"""Packed documents as kernels of variable length want them: where each begins, in one row of all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.attention import AttentionPattern
+
+
+@dataclass(frozen=True)
+class Documents:
+    """starts: [documents + 1] int32, first token of each in the flattened batch, then the number of tokens. longest:
+    an upper bound of their lengths."""
+
+    starts: Tensor
+    longest: int
+
+
+def find_documents(segment_ids: Tensor) -> Documents:
+    """segment_ids [B, S], equal within a document and different from one to the next; a row starts a new one.
+
+    The number of documents decides shapes, so a GPU is waited for here: once a batch, not once a layer.
+    """
+    batch, sequence = segment_ids.shape
+    first = torch.ones(batch, sequence, dtype=torch.bool, device=segment_ids.device)
+    first[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = first.flatten().nonzero()[:, 0]
+    end = starts.new_full((1,), batch * sequence)
+    return Documents(torch.cat([starts, end]).to(torch.int32), sequence)
+
+
+def is_packed(pattern: AttentionPattern, queries: int, keys: int) -> bool:
+    """Whether the pattern is documents and perhaps a window, and nothing else, over whole sequences."""
+    others = (pattern.alibi_slopes, pattern.key_padding, pattern.bias)
+    return pattern.segment_ids is not None and queries == keys and all(x is None for x in others)
+
+
+def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
+    """(keys before, keys after) that a query sees beside itself; -1 for all of them."""
+    before = -1 if pattern.window is None else pattern.window - 1
+    return before, 0 if pattern.causal else before

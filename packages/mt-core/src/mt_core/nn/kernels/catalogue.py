@@ -1,0 +1,97 @@
+"""Every implementation of every kernel. What a kernel computes, with shapes, is said by its `reference` function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.nn.kernels.request import KernelName
+from mt_core.nn.kernels.support import (
+    Supports,
+    needs_apex,
+    needs_liger,
+    needs_te,
+    supports_torch,
+    supports_triton,
+    supports_triton_adamw,
+    supports_triton_rows,
+)
+from mt_core.specs import Lazy
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """function: imported when chosen; all implementations of a kernel take and return the same."""
+
+    name: str
+    supports: Supports
+    function: Lazy[Callable[..., Any]]
+
+
+def _torch(reference: str) -> Implementation:
+    return Implementation("torch", supports_torch, Lazy(f"mt_core.nn.kernels.reference.{reference}"))
+
+
+def _triton(reference: str, supports: Supports = supports_triton) -> Implementation:
+    return Implementation("triton", supports, Lazy(f"mt_core.nn.kernels.triton_kernels.{reference}"))
+
+
+def _external(package: str, function: str, supports: Supports) -> Implementation:
+    return Implementation(package, supports, Lazy(f"mt_core.nn.kernels.external.{package}:{function}"))
+
+
+KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
+    "rms_norm": (
+        _torch("rms_norm:rms_norm"),
+        _triton("rms_norm:rms_norm", supports_triton_rows),
+        _external("te", "rms_norm", needs_te()),
+        _external("apex", "rms_norm", needs_apex("zero_centered")),
+        _external("liger", "rms_norm", needs_liger()),
+    ),
+    "layer_norm": (
+        _torch("layer_norm:layer_norm"),
+        _triton("layer_norm:layer_norm", supports_triton_rows),
+        _external("te", "layer_norm", needs_te()),
+        _external("apex", "layer_norm", needs_apex("zero_centered")),
+        _external("liger", "layer_norm", needs_liger("zero_centered")),
+    ),
+    "rotary": (
+        _torch("rotary:rotary"),
+        _triton("rotary:rotary"),
+        _external("apex", "rotary", needs_apex("interleaved", "batched_angles")),
+        _external("liger", "rotary", needs_liger("interleaved", "partial")),
+    ),
+    "activation": (
+        _torch("activation:activation"),
+        _triton("activation:activation"),
+        _external("te", "activation", needs_te("bias", "geglu")),
+        _external("liger", "activation", needs_liger("bias", "geglu")),
+    ),
+    "bias_dropout_add": (
+        _torch("residual:bias_dropout_add"),
+        _triton("residual:bias_dropout_add"),
+    ),
+    "softmax": (
+        _torch("softmax:scaled_masked_softmax"),
+        _triton("softmax:scaled_masked_softmax", supports_triton_rows),
+    ),
+    "cross_entropy": (
+        _torch("cross_entropy:cross_entropy"),
+        _triton("cross_entropy:cross_entropy"),
+        _external("te", "cross_entropy", needs_te()),
+        _external("liger", "cross_entropy", needs_liger("parallel")),
+    ),
+    "linear_cross_entropy": (
+        _torch("linear_cross_entropy:linear_cross_entropy"),
+        _triton("linear_cross_entropy:linear_cross_entropy"),
+    ),
+    "linear_cross_entropy_sum": (
+        _torch("linear_cross_entropy:linear_cross_entropy_sum"),
+        _triton("linear_cross_entropy:linear_cross_entropy_sum"),
+    ),
+    "adamw": (
+        _torch("adamw:TorchAdamW"),
+        _triton("adamw:TritonAdamW", supports_triton_adamw),
+    ),
+}

@@ -1,0 +1,99 @@
+"""Choosing implementations: what the configuration names, or for `auto` what the device and dtype speak for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_core.nn.kernels.catalogue import KERNELS, Implementation
+from mt_core.nn.kernels.request import Feature, KernelName, KernelRequest
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """str(choice) is a line for the log."""
+
+    kernel: KernelName
+    implementation: Implementation
+    reason: str
+
+    def load(self) -> Callable[..., Any]:
+        """The function; imports what it is made of."""
+        return self.implementation.function.load()
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.implementation.name} ({self.reason})"
+
+
+def choose(kernel: KernelName, wanted: str, request: KernelRequest, section: str = "kernels") -> Choice:
+    """The implementation named by `wanted`, or for "auto" the best one of ours.
+
+    Raises ConfigError when the named one does not exist or cannot serve the request, with those that can.
+    section: where the keys of kernels stand in the configuration.
+    """
+    if wanted == AUTO:
+        return _automatic(kernel, request)
+    known = {implementation.name: implementation for implementation in KERNELS[kernel]}
+    if wanted not in known:
+        raise ConfigError(f"{section}.{kernel}={wanted}: no such implementation; it can be {_either([AUTO, *known])}")
+    answer = known[wanted].supports(request)
+    if answer is not True:
+        use = _either([AUTO, *able(kernel, request)])
+        raise ConfigError(f"{section}.{kernel}={wanted} cannot serve ({request}): {answer}; use {use}")
+    return Choice(kernel, known[wanted], f"as {section}.{kernel} asks, for {request}")
+
+
+def able(kernel: KernelName, request: KernelRequest) -> list[str]:
+    """Names of the implementations that can serve."""
+    return [i.name for i in KERNELS[kernel] if i.supports(request) is True]
+
+
+def refusals(kernel: KernelName, request: KernelRequest) -> dict[str, str]:
+    """implementation -> why it cannot serve, for those that cannot."""
+    answers = {i.name: i.supports(request) for i in KERNELS[kernel]}
+    return {name: str(answer) for name, answer in answers.items() if answer is not True}
+
+
+def _automatic(kernel: KernelName, request: KernelRequest) -> Choice:
+    """Ours on a GPU if it serves, else plain torch. Other packages' kernels round differently from one release to
+    the next, so a run uses them only where its configuration names them."""
+    known = {implementation.name: implementation for implementation in KERNELS[kernel]}
+    if request.device_type != "cuda":
+        return Choice(kernel, known["torch"], f"auto on {request.device_type}")
+    answer = known["triton"].supports(request)
+    if answer is True:
+        return Choice(kernel, known["triton"], f"auto: {request}")
+    return Choice(kernel, known["torch"], f"auto: triton cannot serve ({request}), {answer}")
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+class Kernels:
+    """The kernels of one model: chosen while it is built, listed afterwards."""
+
+    def __init__(self, wanted: Mapping[KernelName, str], device_type: str, dtype: str) -> None:
+        """wanted: implementation by kernel; what it leaves out is "auto"."""
+        self.wanted = wanted
+        self.device_type = device_type
+        self.dtype = dtype
+        self._choices: dict[str, Choice] = {}
+
+    def pick(self, kernel: KernelName, *features: Feature, width: int = 0) -> Callable[..., Any]:
+        """The function for this use of a kernel. Raises ConfigError as `choose` does."""
+        request = KernelRequest(
+            device_type=self.device_type, dtype=self.dtype, width=width, features=frozenset(features)
+        )
+        choice = choose(kernel, self.wanted.get(kernel, AUTO), request)
+        self._choices[str(choice)] = choice
+        return choice.load()
+
+    @property
+    def choices(self) -> list[Choice]:
+        """One for each kind of use, in the order in which they were first asked for."""
+        return list(self._choices.values())

@@ -1,0 +1,70 @@
+"""Cross entropy of logits that may be divided over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.kernels.reference.accumulation import widened
+from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.parallel.context import Axis
+
+
+def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
+    """-log softmax(logits)[column]: logits [T, V] of this rank, columns [T] -> losses [T] in fp32 or wider.
+
+    columns: of this rank's V, negative or V and more on ranks that do not hold the label. Two small reductions over
+    the axis. The gradient is in logits' dtype. overwrite: the backward pass may put it where the logits stand, which
+    the caller does not look at again; then there is one backward pass only.
+    """
+    return _CrossEntropy.apply(logits, columns, axis, overwrite)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
+        losses, lse = reduce_statistics(statistics(logits, columns), axis)
+        ctx.save_for_backward(logits, columns, lse)
+        ctx.overwrite = overwrite
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, columns, lse = ctx.saved_tensors
+        gradient = logits if ctx.overwrite else logits.clone()
+        subtract_target_(gradient, columns, lse, grads[0])
+        return gradient, None, None, None
+
+
+def statistics(logits: Tensor, columns: Tensor) -> Tensor:
+    """As RowKernels."""
+    wide = widened(logits)
+    if wide.shape[1] == 0:
+        empty = wide.new_zeros(3, len(wide))
+        empty[0] = float("-inf")
+        return empty
+    largest = wide.amax(1)
+    sums = (wide - largest[:, None]).exp_().sum(1)
+    here, safe = _inside(columns, wide.shape[1])
+    label = wide.gather(1, safe[:, None])[:, 0].masked_fill(~here, 0.0)
+    return torch.stack((largest, sums, label))
+
+
+def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+    """As RowKernels."""
+    if logits.shape[1] == 0:
+        return
+    gradient = (widened(logits) - lse[:, None]).exp_()
+    here, safe = _inside(columns, logits.shape[1])
+    gradient.scatter_add_(1, safe[:, None], -here[:, None].to(gradient.dtype))
+    logits.copy_(gradient.mul_(factor[:, None]))
+
+
+def _inside(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Whether a column is one of this rank's, and an index that is safe where it is not."""
+    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)
+
+
+ROWS = RowKernels(statistics, subtract_target_)

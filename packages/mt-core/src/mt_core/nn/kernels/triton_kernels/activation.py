@@ -1,0 +1,125 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Bias and activation in one pass. Backward starts from the input, so nothing else is kept."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mt_core.nn.activations import is_gated
+from mt_core.nn.kernels.triton_kernels.launch import on_device
+
+_BLOCK = 1024
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_NORMAL_DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+# gelu_tanh(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), since 0.5 (1 + tanh(u)) = sigmoid(2 u)
+_TWO_U = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+_CUBE = tl.constexpr(0.044715)
+_THREE_CUBE = tl.constexpr(0.134145)
+
+
+@triton.jit
+def _value(x, NAME: tl.constexpr):
+    """The activation of the gate half (swiglu, geglu, geglu_tanh) or of everything (squared_relu)."""
+    if NAME == "swiglu":
+        result = x * tl.sigmoid(x)
+    elif NAME == "geglu":
+        result = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif NAME == "geglu_tanh":
+        result = x * tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
+    else:
+        positive = tl.maximum(x, 0.0)
+        result = positive * positive
+    return result
+
+
+@triton.jit
+def _slope(x, NAME: tl.constexpr):
+    """Its derivative."""
+    if NAME == "swiglu":
+        gate = tl.sigmoid(x)
+        result = gate * (1.0 + x * (1.0 - gate))
+    elif NAME == "geglu":
+        result = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _NORMAL_DENSITY * tl.exp(-0.5 * x * x)
+    elif NAME == "geglu_tanh":
+        gate = tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
+        inner = (x * x * _THREE_CUBE + 1.0) * _TWO_U
+        result = gate * (1.0 + x * (1.0 - gate) * inner)
+    else:
+        result = 2.0 * tl.maximum(x, 0.0)
+    return result
+
+
+@triton.jit
+def _forward(x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = x + row * width * (2 if GATED else 1) + column
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    result = _value(value, NAME)
+    if GATED:
+        up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
+        result *= up
+    tl.store(y + row * width + column, result, mask=inside)
+
+
+@triton.jit
+def _backward(dy, x, bias, dx, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    offset = row * width * (2 if GATED else 1) + column
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + offset + width, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offset + width, grad * _value(value, NAME), mask=inside)
+        grad *= up
+    tl.store(dx + offset, grad * _slope(value, NAME), mask=inside)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if is_gated(name) else 1))
+        ctx.save_for_backward(x, bias)
+        ctx.name = name
+        if y.numel():
+            with on_device(x):
+                _forward[_grid(y)](x, x if bias is None else bias, y, y.shape[-1], *_flags(name, bias))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, bias = ctx.saved_tensors
+        dx, dy = torch.empty_like(x), grads[0].contiguous()
+        if dy.numel():
+            with on_device(x):
+                _backward[_grid(dy)](dy, x, x if bias is None else bias, dx, dy.shape[-1], *_flags(ctx.name, bias))
+        dbias = None if bias is None else dx.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
+        return dx, dbias, None
+
+
+def _grid(y: Tensor) -> tuple[int, int]:
+    return y.numel() // y.shape[-1], triton.cdiv(y.shape[-1], _BLOCK)
+
+
+def _flags(name: str, bias: Tensor | None) -> tuple[str, bool, bool, int]:
+    return name, is_gated(name), bias is not None, _BLOCK
+
+
+def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    """As mt_core.nn.kernels.reference.activation."""
+    return _Activation.apply(x, None if bias is None else bias.contiguous(), name)

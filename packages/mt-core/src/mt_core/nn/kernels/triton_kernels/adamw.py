@@ -1,0 +1,187 @@
+# mypy: disable-error-code="no-untyped-def"
+"""AdamW over lists of tensors in two launches, and the sum of squares of gradients in one.
+
+An update reads and writes each weight, moment and remainder once and reads each gradient once.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors
+from mt_core.nn.kernels.triton_kernels.launch import on_device
+from mt_core.nn.kernels.triton_kernels.tensor_lists import BLOCK, TableCache, TensorTable
+
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_WARPS = 8
+_WEIGHTS, _GRADIENTS, _MOMENTS1, _MOMENTS2, _STEPS, _REMAINDERS, _COPIES = (tl.constexpr(i) for i in range(7))
+
+
+@triton.jit
+def _advance(addresses, tensors, scale, corrections, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
+    """Steps go up by one unless the scale is not finite; corrections [2, tensors]: 1 - beta1^t, sqrt(1 - beta2^t)."""
+    which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = which < tensors
+    address = tl.load(addresses + tensors * _STEPS + which, mask=inside, other=0)
+    steps = address.to(tl.pointer_type(tl.float32))
+    factor = tl.load(scale)
+    finite = tl.abs(factor) < float("inf")
+    step = tl.load(steps, mask=inside, other=1.0) + tl.where(finite, 1.0, 0.0)
+    tl.store(steps, step, mask=inside)
+    # In fp64: 1 - 0.999^1 in fp32 is wrong in the fifth digit.
+    exponent = step.to(tl.float64)
+    first = 1.0 - tl.exp(exponent * BETA1)
+    second = tl.sqrt(1.0 - tl.exp(exponent * BETA2))
+    tl.store(corrections + which, first.to(tl.float32), mask=inside)
+    tl.store(corrections + tensors + which, second.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _hash32(index, step):
+    """As the reference's, in uint32."""
+    h = index.to(tl.uint32) ^ (step.to(tl.uint32) * 0x9E3779B1)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _round_moment(x, noise):
+    """fp32 -> bf16, up with the probability that the cut-off bits say; noise in [0, 65536)."""
+    bits = x.to(tl.uint32, bitcast=True) + noise
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _pointer(addresses, row, tensors, which, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + tensors * row + which).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _update(
+    addresses, sizes, owner, first, tensors, scale, corrections,
+    lr, one_minus_beta1, beta2, one_minus_beta2, eps, decay,
+    GRADIENT: tl.constexpr, MOMENT: tl.constexpr, COPY: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ALIGNED: as TensorTable.aligned; without it every access is of a single element."""
+    which = tl.load(owner + tl.program_id(0))
+    index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
+    factor = tl.load(scale)
+    # Nothing is inside when the scale is not finite.
+    size = tl.where(tl.abs(factor) < float("inf"), tl.load(sizes + which), 0)
+    if ALIGNED:
+        size = tl.multiple_of(size, 8)
+    inside = index < size
+    g = tl.load(_pointer(addresses, _GRADIENTS, tensors, which, GRADIENT, ALIGNED) + index, mask=inside, other=0.0)
+    g = g.to(tl.float32) * factor
+
+    moments1 = _pointer(addresses, _MOMENTS1, tensors, which, MOMENT, ALIGNED) + index
+    moments2 = _pointer(addresses, _MOMENTS2, tensors, which, MOMENT, ALIGNED) + index
+    m = tl.load(moments1, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(moments2, mask=inside, other=0.0).to(tl.float32)
+    m += one_minus_beta1 * (g - m)
+    v = beta2 * v + one_minus_beta2 * g * g
+    if tl.bfloat16 == MOMENT:
+        step = tl.load(_pointer(addresses, _STEPS, tensors, which, tl.float32, False))
+        noise = _hash32(index, step)
+        tl.store(moments1, _round_moment(m, noise & 0xFFFF), mask=inside)
+        tl.store(moments2, _round_moment(v, noise >> 16), mask=inside)
+    else:
+        tl.store(moments1, m, mask=inside)
+        tl.store(moments2, v, mask=inside)
+
+    correction1 = tl.load(corrections + which)
+    correction2 = tl.load(corrections + tensors + which)
+    change = lr / correction1 * m / (tl.sqrt(v) / correction2 + eps)
+    if HALVES:
+        high = _pointer(addresses, _WEIGHTS, tensors, which, tl.int16, ALIGNED) + index
+        low = _pointer(addresses, _REMAINDERS, tensors, which, tl.int16, ALIGNED) + index
+        bits = (tl.load(high, mask=inside, other=0).to(tl.int32) << 16) + tl.load(low, mask=inside, other=0)
+        w = bits.to(tl.float32, bitcast=True) * decay - change
+        bits = w.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x8000) >> 16
+        tl.store(high, rounded.to(tl.int16), mask=inside)
+        tl.store(low, (bits - (rounded << 16)).to(tl.int16), mask=inside)
+    else:
+        weights = _pointer(addresses, _WEIGHTS, tensors, which, tl.float32, ALIGNED) + index
+        w = tl.load(weights, mask=inside, other=0.0) * decay - change
+        tl.store(weights, w, mask=inside)
+        if COPY is not None:
+            tl.store(_pointer(addresses, _COPIES, tensors, which, COPY, ALIGNED) + index, w.to(COPY), mask=inside)
+
+
+@triton.jit
+def _sum_of_squares(
+    addresses, sizes, owner, first, partial, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    which = tl.load(owner + tl.program_id(0))
+    index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
+    size = tl.load(sizes + which)
+    if ALIGNED:
+        size = tl.multiple_of(size, 8)
+    source = _pointer(addresses, 0, 0, which, TYPE, ALIGNED) + index
+    value = tl.load(source, mask=index < size, other=0.0).to(tl.float32)
+    tl.store(partial + tl.program_id(0), tl.sum(value * value, 0))
+
+
+class TritonAdamW:
+    """As mt_core.nn.kernels.reference.adamw.TorchAdamW. Holds the tables of the lists it was given."""
+
+    def __init__(self) -> None:
+        self._table = TableCache()
+
+    @torch.no_grad()
+    def step(self, tensors: AdamWTensors, options: AdamWOptions, scale: Tensor) -> None:
+        """Raises ConfigError for fp16 weights."""
+        weight, gradient, moment = (x[0].dtype for x in (tensors.weights, tensors.gradients, tensors.moments1))
+        if weight == torch.float16:
+            raise ConfigError("kernels.adamw=triton keeps 32-bit weights in bf16 and a remainder; fp16 has other bits")
+        copy = _TRITON_TYPES[tensors.copies[0].dtype] if tensors.copies else None
+        # Lists that are absent are never read; the weights' addresses stand in for theirs.
+        lists = [tensors.weights, tensors.gradients, tensors.moments1, tensors.moments2, tensors.steps]
+        table = self._table([*lists, tensors.remainders or tensors.weights, tensors.copies or tensors.weights])
+        with on_device(tensors.weights[0]):
+            corrections = _advance_steps(table, options, scale)
+            if table.programs:
+                _update[(table.programs,)](
+                    table.addresses, table.sizes, table.owner, table.first, table.tensors, scale, corrections,
+                    options.lr, 1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
+                    1 - options.lr * options.weight_decay,
+                    _TRITON_TYPES[gradient], _TRITON_TYPES[moment], copy, bool(tensors.remainders), table.aligned,
+                    BLOCK, num_warps=_WARPS,
+                )  # fmt: skip
+
+    @torch.no_grad()
+    def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sums are taken in one order, whatever program runs first."""
+        table = self._table([tensors])
+        partial = torch.zeros(table.programs, dtype=torch.float32, device=tensors[0].device)
+        if table.programs:
+            with on_device(tensors[0]):
+                _sum_of_squares[(table.programs,)](
+                    table.addresses, table.sizes, table.owner, table.first, partial, _TRITON_TYPES[tensors[0].dtype],
+                    table.aligned, BLOCK, num_warps=_WARPS,
+                )  # fmt: skip
+        return partial.sum()
+
+
+def _advance_steps(table: TensorTable, options: AdamWOptions, scale: Tensor) -> Tensor:
+    corrections = torch.empty(2, table.tensors, dtype=torch.float32, device=scale.device)
+    _advance[(triton.cdiv(table.tensors, 128),)](
+        table.addresses, table.tensors, scale, corrections, _log(options.beta1), _log(options.beta2), 128
+    )
+    return corrections
+
+
+def _log(beta: float) -> float:
+    """exp(t log 0) is 0: with beta 0 the moment is the gradient."""
+    return math.log(beta) if beta > 0 else -math.inf

@@ -1,0 +1,104 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Cross entropy: forward reads the logits once (online softmax), backward turns them into their gradient in place."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mt_core.nn.kernels.triton_kernels.launch import on_device
+from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.parallel.context import Axis
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def _statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
+    """result [3, rows]: largest logit, sum of exponentials, logit of the column. width > 0."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    # One running maximum and sum for each lane; they meet after the last block.
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(start + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(largest, value)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - base) + tl.exp(value - base)
+        largest = higher
+    peak = tl.max(largest, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    target = tl.load(columns + row)
+    here = (target >= 0) & (target < width)
+    tl.store(result + row, peak)
+    tl.store(result + rows + row, tl.sum(total * tl.exp(largest - base), 0))
+    tl.store(result + 2 * rows + row, tl.load(start + target, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _subtract_target(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = row * width + column
+    value = tl.load(logits + offset, mask=column < width, other=0.0).to(tl.float32)
+    probability = tl.exp(value - tl.load(lse + row))
+    hit = tl.where(column == tl.load(columns + row), 1.0, 0.0)
+    tl.store(gradient + offset, (probability - hit) * tl.load(factor + row), mask=column < width)
+
+
+def statistics(logits: Tensor, columns: Tensor) -> Tensor:
+    """As RowKernels."""
+    rows, width = logits.shape
+    result = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+    if width == 0:
+        result[0] = float("-inf")
+    elif rows:
+        with on_device(logits):
+            _statistics[(rows,)](logits, columns, result, rows, width, _BLOCK, num_warps=_WARPS)
+    return result
+
+
+def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+    """As RowKernels."""
+    _gradient_into(logits, logits, columns, lse, factor)
+
+
+def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+    rows, width = logits.shape
+    if rows and width:
+        grid = (rows, triton.cdiv(width, _BLOCK))
+        with on_device(logits):
+            _subtract_target[grid](logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS)
+
+
+ROWS = RowKernels(statistics, subtract_target_)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
+        rows, columns = logits.contiguous(), columns.contiguous()
+        losses, lse = reduce_statistics(statistics(rows, columns), axis)
+        ctx.save_for_backward(rows, columns, lse)
+        ctx.overwrite = overwrite
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, columns, lse = ctx.saved_tensors
+        gradient = logits if ctx.overwrite else torch.empty_like(logits)
+        _gradient_into(gradient, logits, columns, lse, grads[0])
+        if ctx.overwrite:
+            # Autograd does not see what triton writes. Now whoever kept the logits for a backward pass is told.
+            torch.autograd.graph.increment_version(logits)
+        return gradient, None, None, None
+
+
+def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
+    """As mt_core.nn.kernels.reference.cross_entropy."""
+    return _CrossEntropy.apply(logits, columns, axis, overwrite)

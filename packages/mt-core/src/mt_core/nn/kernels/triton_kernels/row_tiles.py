@@ -1,0 +1,37 @@
+"""How a matrix [rows, width] is divided over programs that hold whole rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, warps_for
+
+_TILE = 2048
+"""Elements under which a program takes several rows."""
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """rows and block: of a tile, powers of two. count: tiles. programs: of a pass whose programs keep sums over their
+    rows, each taking per_program tiles."""
+
+    rows: int
+    block: int
+    count: int
+    programs: int
+    per_program: int
+    warps: int
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> RowTiles:
+        height, width = matrix.shape
+        block = triton.next_power_of_2(max(width, 1))
+        rows = max(_TILE // block, 1)
+        count = triton.cdiv(height, rows)
+        busy = multiprocessors(matrix) * (_PROGRAMS_PER_MULTIPROCESSOR if block <= 8192 else 1)
+        per_program = max(triton.cdiv(count, busy), 1)
+        return cls(rows, block, count, triton.cdiv(count, per_program), per_program, warps_for(rows * block))

@@ -1,0 +1,46 @@
+"""Cross entropy over logits divided by columns: the part that is the same whatever computes a rank's rows.
+
+For one position let m be the largest logit, s = sum exp(z - m) and y the logit of the label. A rank finds the three
+of its own columns in one pass over them (online softmax, Milakov and Gimelshein, 2018); two reductions of one and
+two numbers a position make them those of the whole vocabulary:
+
+    m = max over ranks    s = sum over ranks of s_r exp(m_r - m)    y = sum over ranks of y_r (0 where it is not)
+    lse = m + log s       loss = m - y + log s       d loss / d z_j = exp(z_j - lse) - [j is the label]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_core.parallel.context import Axis
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """statistics: (logits [T, V], columns [T]) -> [3, T], m, s and y of this rank in fp32 or wider.
+
+    subtract_target_: (logits [T, V], columns [T], lse [T], factor [T]) -> None; logits become their own gradient,
+    factor * (exp(z - lse) - [column]), in place. A column outside [0, V) is another rank's.
+    """
+
+    statistics: Callable[[Tensor, Tensor], Tensor]
+    subtract_target_: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """[3, T] of this rank -> losses [T] and lse [T] of the whole vocabulary. Changes `own`; collective."""
+    largest, sums = own[0], own[1:]
+    if axis.size > 1:
+        before = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        # A rank of padding only has m = -inf and s = 0; its factor exp(-inf) is 0.
+        sums[0].mul_(torch.exp(before - largest))
+        dist.all_reduce(sums, group=axis.group)
+    log_sum = sums[0].log()
+    # m - y first: they are of one size, and may be large beside log s.
+    return largest - sums[1] + log_sum, largest + log_sum

@@ -1,0 +1,1 @@
+"""Images: with classes, and with texts; made up, and from files."""

@@ -1,0 +1,56 @@
+"""Made-up images with texts that describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mt_core.errors import ConfigError
+from mt_core.specs import SplitRequest, Tokenizer
+from mt_data.datasets.images.config import ImageTextKeys
+from mt_data.datasets.images.pixels import as_input
+from mt_data.datasets.images.sample import EncodedText, SampleShape
+from mt_data.datasets.images.shapes import EPOCH, draw
+from mt_data.datasets.text_files import Encode, bare_encoder
+
+
+class CaptionedShapesDataConfig(ImageTextKeys):
+    """Made-up images of one shape each, and a text that says which: "a red circle at the top left"."""
+
+    dataset_type: str = "captioned_shapes"
+
+
+class CaptionedShapesDataset:
+    """Sample k is picture k of the split: the image, its caption, the end-of-document id."""
+
+    def __init__(
+        self, config: CaptionedShapesDataConfig, encode: Encode, eod: int, shape: SampleShape, request: SplitRequest
+    ) -> None:
+        self.config, self.encode, self.eod, self.shape = config, encode, eod, shape
+        self.split, self.seed = request.split, request.seed
+        self.length = EPOCH if request.num_samples is None else request.num_samples
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of captioned shapes, of which there are {len(self)}")
+        picture = draw(self.config.img_h, self.config.img_w, seed=self.seed, split=self.split, index=index)
+        caption = [*self.encode(picture.caption), self.eod]
+        text = self.shape.image + EncodedText(caption, [True] * len(caption))
+        return {**self.shape.arrays(text), "images": as_input(picture.pixels, self.config)}
+
+    def describe(self, index: int) -> str:
+        return f"made-up picture {index} of the {self.split} split with seed {self.seed}"
+
+
+def build_captioned_shapes(
+    config: CaptionedShapesDataConfig, tokenizer: Tokenizer, request: SplitRequest
+) -> CaptionedShapesDataset:
+    """Samples of IMAGE_TEXT_SAMPLE; splits differ in every picture. Raises ConfigError without an eod id."""
+    if (eod := tokenizer.special.eod) is None:
+        raise ConfigError('data.dataset_type="captioned_shapes" ends captions, and the tokenizer has no id for that')
+    shape = SampleShape.of(config, tokenizer, request.sequence_length)
+    return CaptionedShapesDataset(config, bare_encoder(tokenizer), eod, shape, request)

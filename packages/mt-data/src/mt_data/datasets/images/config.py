@@ -1,0 +1,46 @@
+"""Keys that all data sets with images share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from mt_core.config.schema import DataConfig
+from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
+
+Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
+Resize = Literal["crop", "squash"]
+
+
+class ImageDataConfig(DataConfig):
+    """Images of one size, red, green and blue, each colour (value / 255 - mean) / std."""
+
+    img_h: PositiveInt = 224
+    """Height of the images in pixels; the model's."""
+    img_w: PositiveInt = 224
+    """Width of the images in pixels; the model's."""
+    image_mean: Colours = Field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Subtracted from red, green and blue between 0 and 1. CLIP's are [0.48145466, 0.4578275, 0.40821073]."""
+    image_std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)] = Field(
+        default_factory=lambda: [0.5, 0.5, 0.5]
+    )
+    """What they are divided by then. CLIP's are [0.26862954, 0.26130258, 0.27577711]."""
+
+    @model_validator(mode="after")
+    def _check_unused_stream_keys(self) -> ImageDataConfig:
+        refuse_unused(self, STREAM_KEYS, "which cuts no samples from a stream of documents")
+        return self
+
+    @property
+    def num_channels(self) -> int:
+        return 3
+
+
+class ImageTextKeys(ImageDataConfig):
+    """Images within texts."""
+
+    image_token_index: NonNegativeInt
+    """The id that stands for an image in the text; the model's."""
+    image_seq_length: PositiveInt
+    """How many times it stands there: once for each feature that the model makes of an image."""

@@ -1,0 +1,104 @@
+"""From an image file to the array that a model takes.
+
+Images are decoded by Pillow (the extra `images`), or read from `.npy` files of uint8 [height, width, 3]. All else is
+NumPy: the sizes are changed by the cubic filter (a = -0.5) stretched over the pixels that fall together, which is what
+Pillow and torchvision call bicubic with antialiasing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_data.datasets.images.config import ImageDataConfig, Resize
+
+SUPPORT = 2.0
+"""Radius of the cubic filter in pixels."""
+
+
+def read_image(path: Path) -> NDArray[np.uint8]:
+    """uint8 [height, width, 3]. Raises DataError for a file that is no image, or one that needs Pillow without it."""
+    return _read_array(path) if path.suffix == ".npy" else _decode(path)
+
+
+def _read_array(path: Path) -> NDArray[np.uint8]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as an array: {error}") from error
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise DataError(
+            f"{path} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
+        )
+    return array
+
+
+def _decode(path: Path) -> NDArray[np.uint8]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            f"{path}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
+            ".npy files of uint8 [height, width, 3] need nothing"
+        ) from error
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from error
+
+
+def fit(image: NDArray[np.uint8], height: int, width: int, how: Resize) -> NDArray[np.uint8]:
+    """An image of any size in the wanted one, uint8 [height, width, 3].
+
+    crop: the largest part in the middle with the wanted proportions is taken. squash: all of it, proportions change.
+    """
+    if how == "crop":
+        scale = max(height / image.shape[0], width / image.shape[1])
+        larger = (max(height, round(image.shape[0] * scale)), max(width, round(image.shape[1] * scale)))
+        image = resize(image, *larger)
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        return image[top : top + height, left : left + width]
+    return resize(image, height, width)
+
+
+def resize(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """uint8 [h, w, 3] -> uint8 [height, width, 3]"""
+    if image.shape[:2] == (height, width):
+        return image
+    wide = np.einsum("xw,hwc->hxc", weights(image.shape[1], width), image.astype(np.float32), optimize=True)
+    tall = np.einsum("yh,hxc->yxc", weights(image.shape[0], height), wide, optimize=True)
+    return np.rint(tall).clip(0, 255).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def weights(old: int, new: int) -> NDArray[np.float32]:
+    """[new, old]: how much of each old pixel is in each new one; rows sum to 1."""
+    scale = old / new
+    stretch = max(scale, 1.0)
+    centres = (np.arange(new) + 0.5) * scale
+    distance = (np.arange(old)[None] + 0.5 - centres[:, None]) / stretch
+    # Pillow's filter ends at whole pixels.
+    first = np.maximum(np.trunc(centres - SUPPORT * stretch + 0.5), 0)[:, None]
+    last = np.minimum(np.trunc(centres + SUPPORT * stretch + 0.5), old)[:, None]
+    within = (np.arange(old)[None] >= first) & (np.arange(old)[None] < last)
+    table = np.where(within, cubic(distance), 0.0)
+    return (table / table.sum(1, keepdims=True)).astype(np.float32)
+
+
+def cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The cubic convolution filter with a = -0.5 (Keys, 1981)."""
+    x = np.abs(x)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = -0.5 * (((x - 5) * x + 8) * x - 4)
+    return np.where(x < 1, near, np.where(x < SUPPORT, far, 0.0))
+
+
+def as_input(image: NDArray[np.uint8], config: ImageDataConfig) -> NDArray[np.float32]:
+    """uint8 [img_h, img_w, 3] -> what the model takes, float32 [3, img_h, img_w]."""
+    mean, std = np.array(config.image_mean, np.float32), np.array(config.image_std, np.float32)
+    return np.ascontiguousarray(((image.astype(np.float32) / 255 - mean) / std).transpose(2, 0, 1))

@@ -1,0 +1,76 @@
+"""From an image, and a class or an encoded text, to the arrays of a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import ConfigError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.images.config import ImageTextKeys
+
+
+def labelled(image: NDArray[np.float32], label: int) -> dict[str, np.ndarray]:
+    """The fields of IMAGE_CLASS_SAMPLE."""
+    return {"images": image, "labels": np.array(label, np.int64), "loss_mask": np.array(1, np.float32)}
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """tokens [n], the image token repeated where the image stands, and counted bool [n], True for what is learnt."""
+
+    tokens: list[int]
+    counted: list[bool]
+
+    def __add__(self, other: EncodedText) -> EncodedText:
+        return EncodedText(self.tokens + other.tokens, self.counted + other.counted)
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What turns an encoded text into the arrays of a sample."""
+
+    length: int
+    image_token: int
+    image_length: int
+    filler: int
+
+    @classmethod
+    def of(cls, config: ImageTextKeys, tokenizer: Tokenizer, sequence_length: int) -> SampleShape:
+        """Raises ConfigError when an image leaves no room for text, or its token is one of the text's."""
+        if config.image_seq_length >= sequence_length:
+            raise ConfigError(
+                f"data.seq_length={sequence_length} has no room for text beside data.image_seq_length="
+                f"{config.image_seq_length} positions of an image; make it larger"
+            )
+        special = tokenizer.special
+        if config.image_token_index in (special.eod, special.bos, special.eos, special.pad):
+            raise ConfigError(
+                f"data.image_token_index={config.image_token_index} is a special id of the tokenizer; take one that "
+                f"no text has, such as {tokenizer.vocab_size}, the first behind the vocabulary"
+            )
+        filler = next((token for token in (special.pad, special.eod) if token is not None), 0)
+        return cls(sequence_length, config.image_token_index, config.image_seq_length, filler)
+
+    @property
+    def image(self) -> EncodedText:
+        return EncodedText([self.image_token] * self.image_length, [False] * self.image_length)
+
+    def arrays(self, text: EncodedText) -> dict[str, np.ndarray]:
+        """Fields of IMAGE_TEXT_SAMPLE without the image: the text but its last token, cut to the length."""
+        tokens = np.array(text.tokens[: self.length + 1], np.int64)
+        counted = np.array(text.counted[: self.length + 1], np.float32)
+        filled = len(tokens) - 1
+        sample: dict[str, np.ndarray] = {
+            "tokens": np.full(self.length, self.filler, np.int64),
+            "labels": np.full(self.length, self.filler, np.int64),
+            "loss_mask": np.zeros(self.length, np.float32),
+            "position_ids": np.arange(self.length, dtype=np.int64),
+        }
+        sample["tokens"][:filled] = tokens[:-1]
+        # The image token need not be in the vocabulary; it is never predicted.
+        sample["labels"][:filled] = np.where(tokens[1:] == self.image_token, self.filler, tokens[1:])
+        sample["loss_mask"][:filled] = counted[1:]
+        return sample

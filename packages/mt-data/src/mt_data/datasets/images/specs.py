@@ -1,0 +1,60 @@
+"""What the data sets with images register: their specs, and the fields of their samples.
+
+Read whenever plugins are listed, so that nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from mt_core.specs import DatasetSpec, Lazy, SampleField
+
+IMAGE = SampleField("images", "float32", "[3, img_h, img_w]", "red, green and blue, (value / 255 - mean) / std")
+IMAGE_CLASS_SAMPLE = (
+    IMAGE,
+    SampleField("labels", "int64", "[]", "number of the class"),
+    SampleField("loss_mask", "float32", "[]", "1"),
+)
+IMAGE_TEXT_SAMPLE = (
+    SampleField("tokens", "int64", "[sequence_length]", "input ids, the image token once for each feature; padded"),
+    SampleField("labels", "int64", "[sequence_length]", "the id to predict at each position"),
+    SampleField("loss_mask", "float32", "[sequence_length]", "1 where a text or an answer is to be predicted"),
+    SampleField("position_ids", "int64", "[sequence_length]", "positions"),
+    IMAGE,
+)
+
+
+def _spec(name: str, module: str, stem: str, sample: tuple[SampleField, ...], doc: str) -> DatasetSpec:
+    return DatasetSpec(
+        name=name,
+        doc=doc,
+        config_type=Lazy(f"mt_data.datasets.images.{module}:{stem}DataConfig"),
+        build=Lazy(f"mt_data.datasets.images.{module}:build_{name}"),
+        sample=sample,
+    )
+
+
+IMAGE_DATASETS = (
+    _spec(
+        "shapes", "shape_classes", "Shapes", IMAGE_CLASS_SAMPLE, "Made-up images of a shape, whose kind is the class"
+    ),
+    _spec(
+        "image_folder",
+        "folder",
+        "ImageFolder",
+        IMAGE_CLASS_SAMPLE,
+        "Image files in a folder for each class, or listed",
+    ),
+    _spec(
+        "captioned_shapes",
+        "captioned_shapes",
+        "CaptionedShapes",
+        IMAGE_TEXT_SAMPLE,
+        "Made-up images, and texts that describe them",
+    ),
+    _spec(
+        "image_text",
+        "image_text",
+        "ImageText",
+        IMAGE_TEXT_SAMPLE,
+        "Images with texts or conversations, as in LLaVA's files",
+    ),
+)

@@ -1,0 +1,68 @@
+"""Texts and conversations as ids, with the image in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.images.records import MARK, ImageText
+from mt_data.datasets.images.sample import EncodedText
+from mt_data.datasets.sft.answers import answer_spans, encode_with_cuts
+from mt_data.datasets.sft.chat_templates import ChatTemplate, Span
+from mt_data.datasets.sft.conversations import Conversation
+from mt_data.datasets.text_files import bare_encoder
+
+
+class ImageTextEncoder:
+    """A text counts whole, a conversation in its answers.
+
+    image: what stands in the place of the mark. Raises ConfigError when the template needs an end-of-document id that
+    the tokenizer does not have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, image: EncodedText) -> None:
+        self.template, self.image = template, image
+        self.eod = tokenizer.special.eod
+        self._encode = bare_encoder(tokenizer)
+        if template.eod_after_answer and self.eod is None:
+            raise ConfigError(
+                f"{template.name} needs an end-of-document id after each answer, and the tokenizer has none; set "
+                "data.eod_after_answer=false, or choose another template or tokenizer"
+            )
+
+    def __call__(self, pair: ImageText) -> EncodedText:
+        """Raises DataError for a conversation without an answer, or whose template leaves the image out."""
+        if isinstance(pair.text, Conversation):
+            return self._conversation(pair.text)
+        return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)])
+
+    def _conversation(self, conversation: Conversation) -> EncodedText:
+        text, answers = answer_spans(conversation, self.template)
+        if not answers:
+            raise DataError(f"{conversation.where} has no answer of the assistant, so nothing would be learnt of it")
+        if text.count(MARK) != 1:
+            raise DataError(
+                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times; correct the '
+                "template"
+            )
+        return self._pieces(text, answers, [end for _, end in answers] if self.template.eod_after_answer else [])
+
+    def _pieces(self, text: str, counted: Sequence[Span], ends: Sequence[int]) -> EncodedText:
+        """The text is encoded in pieces, cut at the mark and at `ends`, behind which the end-of-document id goes."""
+        mark = text.index(MARK)
+        whole = EncodedText([], [])
+        for start, end in pairwise(sorted({0, mark, mark + len(MARK), *ends, len(text)})):
+            whole += self.image if start == mark else self._piece(text, start, end, counted)
+            if end in ends and self.eod is not None:
+                whole += EncodedText([self.eod], [True])
+        return whole
+
+    def _piece(self, text: str, start: int, end: int, counted: Sequence[Span]) -> EncodedText:
+        within = [(max(a, start) - start, min(b, end) - start) for a, b in counted if a < end and b > start]
+        tokens, places = encode_with_cuts(text[start:end], [cut for span in within for cut in span], self._encode)
+        learnt = [False] * len(tokens)
+        for first, last in zip(places[::2], places[1::2], strict=True):
+            learnt[first:last] = [True] * (last - first)
+        return EncodedText(tokens, learnt)

@@ -1,0 +1,32 @@
+"""A short causal convolution along the sequence, each channel on its own: y_t = b + sum_j w_j x_(t - k + 1 + j).
+
+Shapes: B batch, S positions, C channels, k taps; the last tap is that of the position itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None = None) -> Tensor:
+    """x [B, S, C], weight [C, k], bias [C] -> [B, S, C]. past: the k - 1 inputs before x; default zeros."""
+    extended = with_past(x, weight.shape[1] - 1, past)
+    return F.conv1d(extended.transpose(1, 2), weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
+
+
+def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor) -> Tensor:
+    """As causal_conv, where a position takes nothing from other segments: segment_ids [B, S]."""
+    length, taps = x.shape[1], weight.shape[1]
+    y = x * weight[:, -1]
+    for distance in range(1, min(taps, length)):
+        own = segment_ids[:, distance:] == segment_ids[:, :-distance]
+        taken = x[:, :-distance] * own[..., None] * weight[:, -1 - distance]
+        y = y + F.pad(taken, (0, 0, distance, 0))
+    return y if bias is None else y + bias
+
+
+def with_past(x: Tensor, count: int, past: Tensor | None) -> Tensor:
+    """[B, S, C] -> [B, count + S, C], behind `past` [B, count, C] or zeros."""
+    return F.pad(x, (0, 0, count, 0)) if past is None else torch.cat([past, x], dim=1)

@@ -1,0 +1,63 @@
+"""Names and fields that models with Mamba-2 mixers share in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import Field
+from mt_core.errors import ConfigError
+from mt_core.name_map import Rule, Same
+from mt_models.blocks.mamba_config import MambaLayerConfig
+
+OF_INITIALIZATION = "how new weights are drawn; it changes nothing that a model computes"
+
+
+def mixer_rules(config: MambaLayerConfig, ours: str, theirs: str) -> list[Rule]:
+    """Of a mixer that stands at `ours` (up to and with its dot) here and at `theirs` there."""
+    names = ["in_proj.weight", "conv1d.weight", "A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"]
+    if config.mamba_conv_bias:
+        names.append("conv1d.bias")
+    if config.mamba_proj_bias:
+        names += ["in_proj.bias", "out_proj.bias"]
+    return [Same(ours + name, theirs + name) for name in names]
+
+
+def time_step_fields(lower: str = "time_step_min") -> tuple[Field, ...]:
+    """Of the range of initial time steps."""
+    return (
+        Field(lower, "mamba_dt_min", to_ours=float, default=1e-3),
+        Field("time_step_max", "mamba_dt_max", to_ours=float, default=0.1),
+        Field("time_step_floor", "mamba_dt_init_floor", to_ours=float, default=1e-4),
+    )
+
+
+def limits_to_ours(limits: Any) -> dict[str, Any]:
+    """`time_step_limit` [low, high] -> keys of [model]; an infinite high is no limit."""
+    low, high = (float(limit) for limit in limits)
+    return {"mamba_dt_lower_limit": low, **({} if high == float("inf") else {"mamba_dt_upper_limit": high})}
+
+
+def limits_to_theirs(config: MambaLayerConfig) -> list[float]:
+    high = config.mamba_dt_upper_limit
+    return [config.mamba_dt_lower_limit, float("inf") if high is None else high]
+
+
+def expansion(config: MambaLayerConfig) -> int:
+    """`expand`: channels of a mixer for each channel of the residual stream. Raises ConfigError unless it is whole."""
+    if config.mamba_inner_size % config.hidden_size:
+        raise ConfigError(
+            f"model.mamba_num_heads={config.mamba_heads} times model.mamba_head_dim={config.mamba_head_dim} is no "
+            f"multiple of model.hidden_size={config.hidden_size}, which a Hugging Face mamba2 (its `expand`) needs"
+        )
+    return config.mamba_inner_size // config.hidden_size
+
+
+def require_expansion(external: Mapping[str, Any], *, hidden: int, heads: int, head_dim: int) -> None:
+    """Raises ConfigError unless `expand` says the same as heads and head size."""
+    expand = external.get("expand", 2)
+    if expand * hidden != heads * head_dim:
+        raise ConfigError(
+            f"expand={expand} times hidden_size={hidden} is {expand * hidden}, but num_heads={heads} times "
+            f"head_dim={head_dim} is {heads * head_dim}; the two have to agree"
+        )

@@ -1,0 +1,152 @@
+"""The Mamba-2 mixer: a projection in, short convolutions and a recurrence over the sequence, a gated norm, one out.
+
+Shapes: H heads, P head size, G groups, N state size, k taps of the convolution. Tensor parallelism gives each rank
+whole groups and the heads that they serve.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
+from mt_core.nn.linear import RowParallelLinear
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.gated_norm import GatedRMSNorm
+from mt_models.blocks.mamba_cache import StateCache
+from mt_models.blocks.mamba_config import MambaLayerConfig
+from mt_models.blocks.mamba_context_parallel import ContextParallelScan
+from mt_models.blocks.mamba_scan import MambaScan, ScanInputs, ScanWeights
+from mt_models.blocks.packed_linear import PackedColumnParallelLinear, packed_layout
+
+
+class MambaMixer(LayoutModule):
+    """x -> out_proj(norm(scan(x, B, C, dt), gate z)): [batch, sequence, hidden] -> the same.
+
+    Rows of in_proj stand in the blocks z, x, B, C, dt, as Megatron stores them, and the channels of conv1d in the
+    blocks x, B, C. A_log, D and dt_bias are fp32 whatever the format of the other weights.
+    """
+
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, config: MambaLayerConfig, ctx: ParallelContext, output_init_std: float) -> None:
+        super().__init__(ctx)
+        self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
+        heads, inner, bias = config.mamba_heads, config.mamba_inner_size, config.mamba_proj_bias
+        shared = config.mamba_num_groups * config.mamba_state_dim
+        self.in_proj = PackedColumnParallelLinear(
+            config.hidden_size,
+            (inner, inner, shared, shared, heads),
+            ctx,
+            bias=bias,
+            init=normal(config.init_method_std),
+        )
+        self.conv1d = ConvolutionWeights(
+            (inner, shared, shared), config.mamba_conv_kernel, ctx, bias=config.mamba_conv_bias
+        )
+        self._declare_per_head("A_log", heads, decay_rates)
+        self._declare_per_head("D", heads, ones)
+        self._declare_per_head(
+            "dt_bias", heads, time_step_bias(config.mamba_dt_min, config.mamba_dt_max, config.mamba_dt_init_floor)
+        )
+        self.norm = GatedRMSNorm(inner, config.mamba_num_groups, config.norm_epsilon, ctx)
+        self.out_proj = RowParallelLinear(inner, config.hidden_size, ctx, bias=bias, init=normal(output_init_std))
+        self.scan = MambaScan(config.mamba_chunk_size, config.mamba_dt_lower_limit, config.mamba_dt_upper_limit)
+        self.scan_shards = ContextParallelScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
+
+    def _declare_per_head(self, name: str, heads: int, init: Init) -> None:
+        split = Split(dim=0, axis="tp")
+        self.declare(name, ParameterLayout((heads,), init, (split,), dtype=torch.float32))
+
+    def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: StateCache | None = None) -> Tensor:
+        """segment_ids [B, S]: documents that the sequence is packed from; each starts anew."""
+        z, x, b, c, dt = self.in_proj(hidden)
+        inputs = ScanInputs(self._heads(x), self._groups(b), self._groups(c), dt)
+        if cache is None:
+            y = self.scan_shards(inputs, self.scan_weights(), segment_ids)
+        else:
+            self._require_decodable(segment_ids)
+            y = self.scan.advance(inputs, self.scan_weights(), cache)
+        return self.out_proj(self.norm(y.flatten(2), z))
+
+    def _require_decodable(self, segment_ids: Tensor | None) -> None:
+        if segment_ids is not None:
+            raise ConfigError("packed documents (segment_ids) cannot be decoded with a cache; decode them one by one")
+        if self.ctx.cp.size > 1:
+            raise ConfigError(
+                f"parallel.context_parallel_size={self.ctx.cp.size} divides sequences, and a Mamba layer cannot decode "
+                "a divided one with a cache; set it to 1 to decode"
+            )
+
+    def scan_weights(self) -> ScanWeights:
+        weights = self.conv1d.blocks(self.conv1d.weight.squeeze(1))
+        biases = None if self.conv1d.bias is None else self.conv1d.blocks(self.conv1d.bias)
+        return ScanWeights(
+            self._by_head_and_group(weights),
+            None if biases is None else self._by_head_and_group(biases),
+            self.A_log,
+            self.D,
+            self.dt_bias,
+        )
+
+    def _by_head_and_group(self, blocks: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, b, c = blocks
+        return (
+            x.unflatten(0, (-1, self.head_dim)),
+            b.unflatten(0, (-1, self.state_dim)),
+            c.unflatten(0, (-1, self.state_dim)),
+        )
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, H P] -> [B, S, H, P]"""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _groups(self, x: Tensor) -> Tensor:
+        """[B, S, G N] -> [B, S, G, N]"""
+        return x.unflatten(-1, (-1, self.state_dim))
+
+
+class ConvolutionWeights(LayoutModule):
+    """Taps of three blocks of channels laid end to end: weight [channels, 1, k], as torch's Conv1d has it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, blocks: tuple[int, int, int], taps: int, ctx: ParallelContext, *, bias: bool) -> None:
+        super().__init__(ctx)
+        self.local_blocks = [block // ctx.tp.size for block in blocks]
+        init = uniform(1.0 / math.sqrt(taps))
+        self.declare("weight", packed_layout(blocks, (1, taps), init))
+        self.declare("bias", packed_layout(blocks, (), init) if bias else None)
+
+    def blocks(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[channels, ...] -> its blocks of this rank"""
+        x, b, c = channels.split(self.local_blocks)
+        return x, b, c
+
+
+# -- initial values, as those of Dao and Gu --------------------------------------------------------
+
+
+def uniform(bound: float) -> Init:
+    return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
+
+
+def decay_rates(tensor: Tensor, generator: torch.Generator) -> None:
+    """Logarithms of rates drawn evenly from 1 to 16."""
+    tensor.uniform_(1.0, 16.0, generator=generator).log_()
+
+
+def time_step_bias(low: float, high: float, floor: float) -> Init:
+    """What softplus makes a time step of: drawn evenly on a logarithmic scale from `low` to `high`."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        steps = tensor.uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
+        tensor.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+    return fill

@@ -1,0 +1,118 @@
+"""What lies between the projections of a Mamba-2 mixer: convolutions, time steps, the recurrence, the skip.
+
+Shapes: B batch, S positions, H heads, P head size, G groups, N state size, k taps of the convolution. The heads and
+groups may be all of a model's or the share of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_models.blocks.causal_conv import causal_conv, causal_conv_of_segments, with_past
+from mt_models.blocks.mamba_cache import StateCache
+from mt_models.blocks.state_space import chunked_scan, recurrent_step
+
+
+class ScanInputs(NamedTuple):
+    x: Tensor
+    """[B, S, H, P]"""
+    b: Tensor
+    """[B, S, G, N]: what writes to the state."""
+    c: Tensor
+    """[B, S, G, N]: what reads from it."""
+    dt: Tensor
+    """[B, S, H]: time steps before their bias and softplus."""
+
+
+class ScanWeights(NamedTuple):
+    conv: tuple[Tensor, Tensor, Tensor]
+    """Of x [H, P, k], of b and of c [G, N, k]."""
+    conv_bias: tuple[Tensor, Tensor, Tensor] | None
+    """Of x [H, P], of b and of c [G, N]."""
+    A_log: Tensor
+    """[H]: the state decays by the rate exp(A_log)."""
+    D: Tensor
+    """[H]: how much of x goes past the recurrence."""
+    dt_bias: Tensor
+    """[H]"""
+
+
+@dataclass(frozen=True)
+class MambaScan:
+    """silu(convolution) of x, b and c; dt = softplus(dt + dt_bias) within its limits; the recurrence; + D x."""
+
+    chunk_size: int
+    dt_lower_limit: float
+    dt_upper_limit: float | None
+
+    def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
+        """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state start anew in each document."""
+        if segment_ids is None:
+            parts = [causal_conv(*part) for part in _convolutions(inputs, weights)]
+        else:
+            parts = [causal_conv_of_segments(*part, segment_ids) for part in _convolutions(inputs, weights)]
+        x, b, c = _activated(parts, inputs)
+        y, _ = chunked_scan(
+            x,
+            self.time_steps(inputs, weights),
+            rates(weights),
+            b,
+            c,
+            chunk_size=self.chunk_size,
+            segment_ids=segment_ids,
+        )
+        return y + skipped(x, weights)
+
+    def advance(self, inputs: ScanInputs, weights: ScanWeights, cache: StateCache) -> Tensor:
+        """The positions after those of the cache, which takes them up -> [B, S, H, P]."""
+        parts = _convolutions(inputs, weights)
+        pasts = cache.conv_inputs or (None, None, None)
+        x, b, c = _activated([causal_conv(*part, past) for part, past in zip(parts, pasts, strict=True)], inputs)
+        kept = parts[0][1].shape[1] - 1
+        cache.conv_inputs = tuple(
+            with_past(part[0], kept, past)[:, part[0].shape[1] :] for part, past in zip(parts, pasts, strict=True)
+        )
+        dt, a = self.time_steps(inputs, weights), rates(weights)
+        if cache.state is not None and x.shape[1] == 1:
+            y, cache.state = recurrent_step(cache.state, x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
+            y = y[:, None]
+        else:
+            y, cache.state = chunked_scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=cache.state)
+        cache.length += x.shape[1]
+        return y + skipped(x, weights)
+
+    def time_steps(self, inputs: ScanInputs, weights: ScanWeights) -> Tensor:
+        """[B, S, H] in fp32"""
+        dt = F.softplus(inputs.dt.float() + weights.dt_bias)
+        return dt.clamp(self.dt_lower_limit, self.dt_upper_limit)
+
+
+def rates(weights: ScanWeights) -> Tensor:
+    """[H] in fp32, negative"""
+    return -weights.A_log.float().exp()
+
+
+def skipped(x: Tensor, weights: ScanWeights) -> Tensor:
+    """[B, S, H, P]"""
+    return x * weights.D[:, None].to(x.dtype)
+
+
+Convolution = tuple[Tensor, Tensor, Tensor | None]
+"""Input [B, S, C], weight [C, k], bias [C]."""
+
+
+def _convolutions(inputs: ScanInputs, weights: ScanWeights) -> list[Convolution]:
+    biases = weights.conv_bias or (None, None, None)
+    return [
+        (part.flatten(2), weight.flatten(0, 1), None if bias is None else bias.flatten())
+        for part, weight, bias in zip(inputs[:3], weights.conv, biases, strict=True)
+    ]
+
+
+def _activated(parts: list[Tensor], like: ScanInputs) -> list[Tensor]:
+    """Flat channels [B, S, C] -> heads or groups as those of `like`."""
+    return [F.silu(part).unflatten(-1, shape.shape[2:]) for part, shape in zip(parts, like[:3], strict=True)]

@@ -1,0 +1,67 @@
+"""A causal decoder whose layers are of several kinds, each with a cache of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.norm import Normalization
+from mt_core.parallel.context_parallel import check_sequence_length
+from mt_models.blocks.cache import LayerCache
+from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
+from mt_models.blocks.mamba_cache import MixedCache, StateCache
+
+
+class MixedShape(Protocol):
+    """What the decoder itself reads from its configuration; what its layers read is theirs."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def normalization(self) -> Normalization: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def make_vocab_size_divisible_by(self) -> int: ...
+    @property
+    def untie_embeddings_and_output_weights(self) -> bool: ...
+    @property
+    def fp32_residual_connection(self) -> bool: ...
+
+
+class MixedDecoder(CausalDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i (see residual_layer)."""
+
+    def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
+        embedding = Fp32Embedding if config.fp32_residual_connection else TokenEmbedding
+        check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
+        # DecoderShape also asks for the shape of attention, which only attention reads.
+        super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]
+        self.dtype = environment.parallel.params_dtype
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x.to(self.dtype))
+
+    def new_cache(self, capacity: int) -> MixedCache:
+        layers = [self.layer_cache(number, capacity) for number in range(self.config.num_layers)]
+        return MixedCache(layers, capacity)
+
+    def layer_cache(self, number: int, capacity: int) -> LayerCache | StateCache | None:
+        """An empty cache for layer number i; None if it keeps nothing."""
+        raise NotImplementedError
+
+
+class Fp32Embedding(TokenEmbedding):
+    """Word vectors that start a residual stream in fp32."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(tokens, position_ids).float()

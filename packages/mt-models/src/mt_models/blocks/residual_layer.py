@@ -1,0 +1,71 @@
+"""Layers with one block each: x + block(norm(x)). Models that mix kinds of layers are stacks of these.
+
+All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
+residual stream; blocks compute in that of the weights.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.cache import LayerCache
+from mt_models.blocks.mamba_cache import StateCache
+from mt_models.blocks.mamba_mixer import MambaMixer
+from mt_models.blocks.rotary import RotaryAngles
+
+
+class MambaLayer(nn.Module):
+    """x + mixer(norm(x))"""
+
+    def __init__(self, mixer: MambaMixer, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.dtype = ctx.params_dtype
+        self.norm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.mixer = mixer
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: StateCache | None = None,
+    ) -> Tensor:
+        return x + self.mixer(self.norm(x).to(self.dtype), pattern.segment_ids, cache)
+
+
+class AttentionLayer(nn.Module):
+    """x + self_attention(input_layernorm(x))"""
+
+    def __init__(self, attention: SelfAttention, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.dtype = ctx.params_dtype
+        self.input_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.self_attention = attention
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        return x + self.self_attention(self.input_layernorm(x).to(self.dtype), pattern, angles, cache)
+
+
+class FeedForwardLayer(nn.Module):
+    """x + mlp(pre_mlp_layernorm(x))"""
+
+    def __init__(self, feed_forward: nn.Module, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.dtype = ctx.params_dtype
+        self.pre_mlp_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.mlp = feed_forward
+
+    def forward(
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: None = None
+    ) -> Tensor:
+        return x + self.mlp(self.pre_mlp_layernorm(x).to(self.dtype))

@@ -1,0 +1,131 @@
+"""The state-space recurrence of Mamba-2 (Dao and Gu, Transformers are SSMs, 2024), in its two forms.
+
+For each head, with a state s [P, N]:
+
+    s_t = exp(dt_t a) s_(t-1) + dt_t x_t b_t^T          y_t = s_t c_t
+
+`chunked_scan` computes a whole sequence by the paper's structured state-space duality: within a chunk as attention
+with decaying scores, between chunks by the states at their ends. `recurrent_step` computes one position.
+
+Shapes: B batch, S positions, H heads, P head size, G groups (G divides H; a group's b and c serve R = H / G heads),
+N state size, K chunks, L positions of a chunk. States are [B, H, P, N]. Everything is computed in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def chunked_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    chunk_size: int,
+    state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [B, S, H, P], dt [B, S, H] (positive), a [H] (negative), b and c [B, S, G, N] -> y [B, S, H, P] in the
+    dtype of x, and the state after the last position.
+
+    state: that before the first position; default zeros. segment_ids [B, S]: numbers of the documents that the
+    sequence is packed from; each starts from a state of zeros.
+    """
+    length, groups = x.shape[1], b.shape[2]
+    size = min(chunk_size, length)
+    dt = dt.float()
+    inputs = _chunks(x.float() * dt[..., None], size).unflatten(3, (groups, -1))  # [B, K, L, G, R, P]
+    decay = _chunks(dt * a.float(), size).unflatten(3, (groups, -1)).cumsum(2)  # [B, K, L, G, R], logarithms
+    b, c = _chunks(b.float(), size), _chunks(c.float(), size)  # [B, K, L, G, N]
+    segments = None if segment_ids is None else _segments(segment_ids, size)
+    start = None if state is None else state.unflatten(1, (groups, -1))
+
+    within = _within_chunks(inputs, decay, b, c, segments)
+    before, last = _states_before_chunks(inputs, decay, b, start, segments)
+    reach = decay.exp() if segments is None else decay.exp() * segments.from_before[..., None, None]
+    carried = torch.einsum("bklgn,bkgrpn->bklgrp", c, before) * reach[..., None]
+    y = (within + carried).flatten(1, 2).flatten(2, 3)
+    return y[:, :length].to(x.dtype), last.flatten(1, 2)
+
+
+def recurrent_step(state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """One position: state [B, H, P, N], x [B, H, P], dt [B, H], a [H], b and c [B, G, N] -> y [B, H, P] in the dtype
+    of x, and the new state."""
+    groups = b.shape[1]
+    kept = state * (dt.float() * a.float()).exp()[..., None, None]
+    inputs = (x.float() * dt.float()[..., None]).unflatten(1, (groups, -1))
+    added = inputs[..., None] * b.float()[:, :, None, None]  # [B, G, R, P, N]
+    state = kept + added.flatten(1, 2)
+    y = torch.einsum("bgrpn,bgn->bgrp", state.unflatten(1, (groups, -1)), c.float())
+    return y.flatten(1, 2).to(x.dtype), state
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """[B, S, ...] -> [B, K, L, ...], the last chunk filled with zeros: with dt = 0 they leave the state alone."""
+    missing = -x.shape[1] % size
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)).unflatten(1, (-1, size))
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """Which positions of a chunk are of one segment with others; bool."""
+
+    apart: Tensor
+    """[B, K, L, L]: two positions are of different segments."""
+    from_before: Tensor
+    """[B, K, L]: the position is of the segment in which the chunk before ends."""
+    to_end: Tensor
+    """[B, K, L]: the position is of the segment in which its chunk ends."""
+    over_chunk: Tensor
+    """[B, K]: the chunk ends in the segment in which the one before ends."""
+
+
+def _segments(segment_ids: Tensor, size: int) -> _Segments:
+    missing = -segment_ids.shape[1] % size
+    filled = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], dim=1)
+    ids = filled.unflatten(1, (-1, size))
+    end = ids[:, :, -1]
+    before = torch.cat([ids[:, 0, :1], end[:, :-1]], dim=1)
+    return _Segments(
+        apart=ids[..., :, None] != ids[..., None, :],
+        from_before=ids == before[..., None],
+        to_end=ids == end[..., None],
+        over_chunk=end == before,
+    )
+
+
+def _within_chunks(inputs: Tensor, decay: Tensor, b: Tensor, c: Tensor, segments: _Segments | None) -> Tensor:
+    """What positions take from those of their own chunk: [B, K, L, G, R, P]."""
+    scores = torch.einsum("bklgn,bksgn->bkgls", c, b)
+    size = decay.shape[2]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
+    if segments is not None:
+        hidden = hidden | segments.apart[:, :, None, None]
+    log = decay.permute(0, 1, 3, 4, 2)  # [B, K, G, R, L]
+    # Masked before the exponential, which would overflow for positions ahead.
+    decays = (log[..., :, None] - log[..., None, :]).masked_fill(hidden, float("-inf")).exp()
+    return torch.einsum("bkgrls,bksgrp->bklgrp", scores[:, :, :, None] * decays, inputs)
+
+
+def _states_before_chunks(
+    inputs: Tensor, decay: Tensor, b: Tensor, start: Tensor | None, segments: _Segments | None
+) -> tuple[Tensor, Tensor]:
+    """States at the start of every chunk [B, K, G, R, P, N], and behind the last one [B, G, R, P, N]."""
+    to_end = (decay[:, :, -1:] - decay).exp()
+    over_chunk = decay[:, :, -1].exp()
+    if segments is not None:
+        to_end = to_end * segments.to_end[..., None, None]
+        over_chunk = over_chunk * segments.over_chunk[..., None, None]
+    added = torch.einsum("bklgrp,bklgn->bkgrpn", inputs * to_end[..., None], b)
+    current = torch.zeros_like(added[:, 0]) if start is None else start
+    before = []
+    for chunk in range(added.shape[1]):
+        before.append(current)
+        current = current * over_chunk[:, chunk, ..., None, None] + added[:, chunk]
+    return torch.stack(before, dim=1), current

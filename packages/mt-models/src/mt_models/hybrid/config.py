@@ -1,0 +1,163 @@
+"""Configuration of the hybrid family, with the rules that tie its keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.schema import Config, PositiveInt, Probability, used_when
+from mt_core.errors import ConfigError
+from mt_core.nn.activations import Activation
+from mt_models.blocks.checks import check_tensor_parallel
+from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
+from mt_models.hybrid.pattern import EXPERTS, STAGE, check_pattern, layers_of, stages_of
+
+
+class HybridConfig(MambaLayerConfig):
+    """Mamba-2, attention and feed-forward layers in any order (Waleffe et al., An Empirical Study of Mamba-based
+    Language Models, 2024; Nemotron-H, 2025)."""
+
+    hybrid_layer_pattern: str
+    """A symbol for each layer: M Mamba-2, * attention, - feed-forward, E mixture of experts. A | begins a pipeline
+    stage."""
+    num_attention_heads: PositiveInt
+    """Query heads of the attention layers."""
+    num_query_groups: PositiveInt | None = None
+    """Key-value heads; each serves num_attention_heads / num_query_groups query heads.
+    Default: num_attention_heads."""
+    kv_channels: PositiveInt | None = None
+    """Size of an attention head. Default: hidden_size / num_attention_heads."""
+    attention_dropout: Probability = 0.0
+    """Dropout on the attention weights."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+    position_embedding_type: Literal["none", "rope"] = "none"
+    """How attention knows positions: not at all, since the Mamba layers carry the order, or by rotating queries and
+    keys."""
+    rotary_base: Annotated[float, Field(gt=0)] = used_when(10000.0, position_embedding_type="rope")
+    """Base of the rotary wavelengths."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = used_when(1.0, position_embedding_type="rope")
+    """Fraction of a head's channels that is rotated."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of a feed-forward. Default: 4 hidden_size."""
+    activation: Activation = "squared_relu"
+    """Of the feed-forward."""
+    add_bias_linear: bool = False
+    """Biases in the matrices of attention and feed-forward."""
+    moe: dict[str, Any] | None = None
+    """Options of the mixtures of experts, the E layers; needs the feed-forward "moe"."""
+
+    @property
+    def layers(self) -> str:
+        """A symbol for each layer."""
+        return layers_of(self.hybrid_layer_pattern)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def pipeline_layout(self) -> str | None:
+        """The stages of the pattern as parallel.pipeline_model_parallel_layout has them, such as `Ett|ttt|tL`; None:
+        the pattern does not say."""
+        if STAGE not in self.hybrid_layer_pattern:
+            return None
+        return f"E{STAGE.join('t' * size for size in stages_of(self.hybrid_layer_pattern))}L"
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(self.num_layers if self.use_scaled_init_method else 1.0)
+
+    # What the family does not let one choose, for the blocks that ask.
+
+    @property
+    def normalization(self) -> Literal["RMSNorm"]:
+        return "RMSNorm"
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+    @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+
+def check_hybrid(config: Config) -> None:
+    """Raise ConfigError for a pattern that cannot be read or divided into stages, and heads that do not divide."""
+    model = config.model
+    assert isinstance(model, HybridConfig)
+    check_pattern(model.hybrid_layer_pattern)
+    check_mamba_layers(config)
+    _check_attention(model)
+    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
+    _check_experts(model)
+    _check_stages(config)
+
+
+def _check_stages(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    assert isinstance(model, HybridConfig)
+    if model.pipeline_layout is None:
+        return
+    if parallel.pipeline_model_parallel_layout is not None:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern={model.hybrid_layer_pattern!r} and parallel.pipeline_model_parallel_layout="
+            f"{parallel.pipeline_model_parallel_layout!r} both divide the layers into stages; remove the second, or "
+            f"the {STAGE} of the first"
+        )
+    stages = "the number of stages in model.hybrid_layer_pattern"
+    size = parallel.pipeline_model_parallel_size
+    must_divide("parallel.pipeline_model_parallel_size", size, stages, len(stages_of(model.hybrid_layer_pattern)))
+
+
+def _check_attention(model: HybridConfig) -> None:
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.num_attention_heads={model.num_attention_heads}; the number of heads can be "
+            f"{listed(divisors(model.hidden_size))}, or set model.kv_channels"
+        )
+    must_divide("model.num_query_groups", model.query_groups, "model.num_attention_heads", model.num_attention_heads)
+    if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or model.rotary_dim == 0):
+        raise ConfigError(
+            f"model.rotary_percent={model.rotary_percent} rotates {model.rotary_dim} of the {model.head_dim} channels "
+            "of a head; positions turn pairs of channels, so it has to be an even number above 0"
+        )
+
+
+def _check_experts(model: HybridConfig) -> None:
+    if (EXPERTS in model.layers) == (model.moe is not None):
+        return
+    pattern = f"model.hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+    if model.moe is None:
+        raise ConfigError(f"{pattern} has layers of experts (E); set model.moe, their options")
+    raise ConfigError(f"model.moe is set, but {pattern} has no layer of experts; put E where they go")

@@ -1,0 +1,36 @@
+"""Hybrids in Hugging Face's formats: NemotronH, which has one block a layer as ours, and Bamba, which has two."""
+
+from __future__ import annotations
+
+from mt_core.name_map import NameMap
+from mt_models.hugging_face import HuggingFaceFamily, tied_output
+from mt_models.hybrid.bamba import BAMBA
+from mt_models.hybrid.bamba import name_map as bamba_name_map
+from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.nemotron_h import NEMOTRON_H
+from mt_models.hybrid.nemotron_h import name_map as nemotron_h_name_map
+
+
+def model_type_of(config: HybridConfig) -> str:
+    """NemotronH has no positions, Bamba has rotary ones."""
+    return "nemotron_h" if config.position_embedding_type == "none" else "bamba"
+
+
+def name_map(config: HybridConfig) -> NameMap:
+    return nemotron_h_name_map(config) if model_type_of(config) == "nemotron_h" else bamba_name_map(config)
+
+
+def spelling(config: HybridConfig, name: str) -> str:
+    """NemotronH's checkpoints say `backbone` where transformers says `model`."""
+    return f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
+
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="hybrid",
+    model_types={"nemotron_h": NEMOTRON_H, "bamba": BAMBA},
+    name_map=name_map,
+    model_type_of=model_type_of,
+    copies=tied_output,
+    spelling=spelling,
+    architectures={"nemotron_h": "NemotronHForCausalLM", "bamba": "BambaForCausalLM"},
+)

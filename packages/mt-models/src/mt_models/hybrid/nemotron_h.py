@@ -1,0 +1,200 @@
+"""NemotronH in Hugging Face's format: a layer is norm and mixer, whatever the kind of mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap, Rule, Same
+from mt_models.blocks.hugging_face_mamba import OF_INITIALIZATION, mixer_rules
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
+from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
+from mt_models.hybrid.rules import attention_rules, plain_feed_forward_rules
+
+NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", FEED_FORWARD: "pre_mlp_layernorm"}
+SYMBOLS = {
+    "linear_attention": MAMBA,
+    "mamba": MAMBA,
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "mlp": FEED_FORWARD,
+    "moe": EXPERTS,
+}
+"""`layers_block_type` -> ours; `mamba` and `attention` are the names of older versions."""
+ACTIVATIONS = {
+    "relu2": "squared_relu",
+    "relu": "relu",
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+OF_EXPERTS = "of layers of experts, which a pattern that is read has not"
+SMALLEST_TIME_STEP = 1e-30
+"""Written for a lower limit of 0, since transformers takes the logarithm of it for new weights."""
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def name_map(config: HybridConfig) -> NameMap:
+    _require_no_experts(config.layers)
+    rules: list[Rule] = [
+        Same("embedding.word_embeddings.weight", "model.embeddings.weight"),
+        *(rule for number, symbol in enumerate(config.layers) for rule in _layer_rules(config, number, symbol)),
+        Same("decoder.final_layernorm.weight", "model.norm_f.weight"),
+        Same("output_layer.weight", "lm_head.weight"),
+    ]
+    return NameMap(rules, config.num_layers)
+
+
+def _layer_rules(config: HybridConfig, number: int, symbol: str) -> list[Rule]:
+    ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
+    mixers = {
+        MAMBA: lambda: mixer_rules(config, f"{ours}mixer.", f"{theirs}mixer."),
+        ATTENTION: lambda: attention_rules(config, f"{ours}self_attention.", f"{theirs}mixer."),
+        FEED_FORWARD: lambda: plain_feed_forward_rules(f"{ours}mlp.", f"{theirs}mixer."),
+    }
+    return [Same(f"{ours}{NORMS[symbol]}.weight", f"{theirs}norm.weight"), *mixers[symbol]()]
+
+
+def _require_no_experts(layers: str) -> None:
+    if EXPERTS in layers:
+        raise ConfigError(
+            f"layer {layers.index(EXPERTS)} is a mixture of experts, which the names of a Hugging Face nemotron_h in "
+            f"this map leave out; layers can be {', '.join(NORMS)}"
+        )
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def _further(external: Mapping[str, Any]) -> dict[str, Any]:
+    layers = _pattern(external)
+    _require_no_experts(layers)
+    epsilon = _one_of(external, ("layer_norm_epsilon", "rms_norm_eps"), 1e-5)
+    return {
+        "hybrid_layer_pattern": layers,
+        "kv_channels": _one_of(external, ("head_dim", "attention_head_dim"), 128),
+        "norm_epsilon": float(epsilon),
+        "position_embedding_type": "none",
+    }
+
+
+def _pattern(external: Mapping[str, Any]) -> str:
+    listed = external.get("layers_block_type") or external.get("layer_types")
+    pattern = external.get("hybrid_override_pattern")
+    if listed is None and pattern is None:
+        raise ConfigError(
+            "the configuration of this nemotron_h has neither layers_block_type nor hybrid_override_pattern"
+        )
+    if listed is None:
+        return str(pattern)
+    return "".join(SYMBOLS[require_known("layers_block_type", str(kind), SYMBOLS)] for kind in listed)
+
+
+def _one_of(external: Mapping[str, Any], keys: tuple[str, str], default: Any) -> Any:
+    """The value under either of two spellings. Raises ConfigError if they contradict one another."""
+    values = {external[key] for key in keys if external.get(key) is not None}
+    if len(values) > 1:
+        raise ConfigError(f"{keys[0]}={external[keys[0]]!r} and {keys[1]}={external[keys[1]]!r} contradict each other")
+    return values.pop() if values else default
+
+
+def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = HybridConfig.model_validate(model)
+    _require_no_experts(config.layers)
+    for key, value in (
+        ("add_bias_linear", False),
+        ("fp32_residual_connection", False),
+        ("mamba_dt_upper_limit", None),
+        ("untie_embeddings_and_output_weights", True),
+    ):
+        require_value(config, key, (value,), "nemotron_h")
+    return {
+        "hybrid_override_pattern": config.layers,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "mamba_num_heads": config.mamba_heads,
+        "layer_norm_epsilon": config.norm_epsilon,
+    }
+
+
+def _activation_to_ours(name: str) -> str:
+    return ACTIVATIONS[require_known("mlp_hidden_act", name, ACTIVATIONS)]
+
+
+def _activation_to_theirs(name: str) -> str:
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    if name not in names:
+        raise ConfigError(f"model.activation={name} cannot be written as a nemotron_h; it can be {', '.join(names)}")
+    return names[name]
+
+
+NEMOTRON_H = ConfigMap(
+    architecture="nemotron_h",
+    fields=(
+        Field("vocab_size", "vocab_size", default=131072),
+        Field("hidden_size", "hidden_size", default=4096),
+        Field("num_attention_heads", "num_attention_heads", default=32),
+        Field("num_key_value_heads", "num_query_groups", default=8),
+        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+        Field("intermediate_size", "ffn_hidden_size", default=21504),
+        Field("mlp_hidden_act", "activation", _activation_to_ours, _activation_to_theirs, default="relu2"),
+        Field("mamba_num_heads", "mamba_num_heads", default=128),
+        Field("mamba_head_dim", "mamba_head_dim", default=64),
+        Field("ssm_state_size", "mamba_state_dim", default=128),
+        Field("n_groups", "mamba_num_groups", default=8),
+        Field("conv_kernel", "mamba_conv_kernel", default=4),
+        Field("use_conv_bias", "mamba_conv_bias", default=True),
+        Field("use_bias", "mamba_proj_bias", default=False),
+        Field("chunk_size", "mamba_chunk_size", default=128),
+        # The class uses the smallest time step of new weights as the limit of all, with none above.
+        Field("time_step_min", "mamba_dt_lower_limit", float, lambda x: max(x, SMALLEST_TIME_STEP), default=1e-3),
+        Field("time_step_max", "mamba_dt_max", to_ours=float, default=0.1),
+        Field("time_step_floor", "mamba_dt_init_floor", to_ours=float, default=1e-4),
+        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field("rescale_prenorm_residual", "use_scaled_init_method", default=True),
+    ),
+    fixed=(
+        Fixed("tie_word_embeddings", (False,)),
+        Fixed("attention_bias", (False,)),
+        Fixed("mlp_bias", (False,)),
+        Fixed("mamba_proj_bias", (False,)),
+        Fixed("mamba_hidden_act", ("silu", "swish")),
+        Fixed("residual_in_fp32", (False,)),
+        Fixed("hidden_dropout", (0.0,)),
+        Fixed("sliding_window", (None,)),
+        Fixed("num_nextn_predict_layers", (0,)),
+        *NOT_A_CHOICE,
+    ),
+    ignored={
+        **IGNORED,
+        "max_position_embeddings": "there are no positions, and so no last one",
+        "expand": "mamba_num_heads and mamba_head_dim say it",
+        "time_step_limit": "the class takes time_step_min and no upper limit instead",
+        "time_step_rank": f"of Mamba-1; {OF_INITIALIZATION}",
+        "use_mamba_kernels": "which kernel computes the same",
+        "mamba_ssm_cache_dtype": "states are kept in fp32",
+        "num_logits_to_keep": OF_GENERATION,
+        "mtp_layers_block_type": "of layers of multi-token prediction, of which there are none",
+        **dict.fromkeys(
+            (
+                "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+                "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor",
+                "n_group", "topk_group", "norm_topk_prob", "output_router_logits",
+            ),
+            OF_EXPERTS,
+        ),
+    },
+    further=_further,
+    further_keys=(
+        "layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers", "head_dim",
+        "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps",
+    ),
+    further_back=_further_back,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""LLaVA: an image tower, a projection, and any decoder, which reads images as it reads words."""

@@ -1,0 +1,154 @@
+"""Configuration of LLaVA: that of its tower, of its decoder, and of what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+
+from mt_core.config.messages import validation_message
+from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
+from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_images
+
+Part = Literal["vision_model", "vision_projection", "language_model"]
+ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+
+
+def tower_section(value: Any) -> Any:
+    """The tower's table in its type."""
+    if not isinstance(value, Mapping):
+        return value
+    return validated("model.vision_model", VisionEncoderConfig, value)
+
+
+def decoder_section(value: Any) -> Any:
+    """The decoder's table in the type that the plugin of its family registered."""
+    if not isinstance(value, Mapping):
+        return value
+    family = value.get("family")
+    if not isinstance(family, str):
+        raise ConfigError(
+            "model.language_model.family is missing; name a family of decoders in quotes, such as "
+            'model.language_model.family = "llama"'
+        )
+    spec = load_plugins().models.get(family, key="model.language_model.family")
+    return validated("model.language_model", spec.config_type.load(), value)
+
+
+def validated(section: str, type_: Any, value: Mapping[str, Any]) -> Any:
+    try:
+        return type_.model_validate(dict(value))
+    except ValidationError as error:
+        origins = dict.fromkeys(value, section)
+        raise ConfigError(validation_message(section, type_, error, origins)) from None
+
+
+class LlavaConfig(ModelConfig):
+    """An image tower in front of a decoder (Liu et al., Visual Instruction Tuning, 2023; LLaVA 1.5, 2024)."""
+
+    vision_model: Annotated[VisionEncoderConfig, BeforeValidator(tower_section)]
+    """A table with the keys of the image tower, those of the family vision."""
+    language_model: Annotated[SerializeAsAny[ModelConfig], BeforeValidator(decoder_section)]
+    """A table with `family`, any family that continues text, and its keys. The vocabulary is model.vocab_size."""
+    image_token_index: NonNegativeInt
+    """The id that stands for an image in the text, once for each of its patches. It need not be in the vocabulary."""
+    vision_feature_layers: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [-2])
+    """States of the tower that the projection reads, side by side: 0 before the first layer, n behind the n-th;
+    negative ones count from the end, -1 behind the last."""
+    vision_feature_select_strategy: Literal["default", "full"] = "default"
+    """default leaves the tower's class token out; full takes every position."""
+    vision_projection_type: Literal["mlp", "affine"] = "mlp"
+    """mlp: two matrices with projection_activation between them, as in LLaVA 1.5. affine: one, as in LLaVA."""
+    projection_activation: ProjectionActivation = used_when("gelu", vision_projection_type="mlp")
+    """Between the matrices of the projection."""
+    projection_bias: bool = True
+    """Biases in the projection."""
+    freeze: list[Part] = Field(default_factory=list)
+    """Parts that are not trained: vision_model, vision_projection, language_model."""
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> LlavaConfig:
+        for key in ("vocab_size", "make_vocab_size_divisible_by"):
+            given = getattr(self.language_model, key)
+            if given not in (ModelConfig.model_fields[key].default, getattr(self, key)):
+                raise ConfigError(
+                    f"model.language_model.{key}={given} and model.{key}={getattr(self, key)} differ; set model.{key}, "
+                    "which is the decoder's too"
+                )
+        return self
+
+    @property
+    def decoder(self) -> Any:
+        """The configuration from which the decoder is built: its table, with this model's vocabulary."""
+        shared = {"vocab_size": self.vocab_size, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by}
+        return self.language_model.model_copy(update=shared)
+
+    @property
+    def feature_states(self) -> list[int]:
+        """vision_feature_layers counted from 0."""
+        states = self.vision_model.num_layers + 1
+        return [layer % states for layer in self.vision_feature_layers]
+
+    @property
+    def feature_width(self) -> int:
+        """Of what the projection reads."""
+        return len(self.vision_feature_layers) * self.vision_model.hidden_size
+
+    @property
+    def drops_class_token(self) -> bool:
+        return self.vision_feature_select_strategy == "default"
+
+    @property
+    def image_seq_length(self) -> int:
+        """Positions that an image takes in the text."""
+        return self.vision_model.num_positions - self.drops_class_token
+
+
+def check_llava(config: Config) -> None:
+    """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
+    model = config.model
+    assert isinstance(model, LlavaConfig)
+    refuse_divided_sequences_and_layers(config)
+    check_encoder(model.vision_model, config, "model.vision_model")
+    check_images(model.vision_model, config, "model.vision_model")
+    _check_features(model)
+    _check_samples(model, config)
+    _check_decoder(model, config)
+
+
+def _check_features(model: LlavaConfig) -> None:
+    last = model.vision_model.num_layers
+    for layer in model.vision_feature_layers:
+        if not -last - 1 <= layer <= last:
+            raise ConfigError(
+                f"model.vision_feature_layers={model.vision_feature_layers}: the tower has the states 0 to {last}, or "
+                f"{-last - 1} to -1 from the end, and no {layer}"
+            )
+    if model.drops_class_token and not model.vision_model.has_class_token:
+        raise ConfigError(
+            "model.vision_feature_select_strategy=default leaves the class token out, and "
+            f"model.vision_model.vision_model_type={model.vision_model.vision_model_type} has none; set it to full"
+        )
+
+
+def _check_samples(model: LlavaConfig, config: Config) -> None:
+    meanings = {
+        "image_token_index": "model.image_token_index",
+        "image_seq_length": "the number of features that the tower gives for an image",
+    }
+    for key, meaning in meanings.items():
+        given, wanted = getattr(config.data, key, None), getattr(model, key)
+        if given is not None and given != wanted:
+            raise ConfigError(f"data.{key}={given} has to be {wanted}, {meaning}")
+
+
+def _check_decoder(model: LlavaConfig, config: Config) -> None:
+    """By the rules of its own family, whose messages speak of a [model] section."""
+    try:
+        load_plugins().check_config(config.model_copy(update={"model": model.decoder}))
+    except ConfigError as error:
+        raise ConfigError(f"in model.language_model, which is [model] in what follows: {error}") from None

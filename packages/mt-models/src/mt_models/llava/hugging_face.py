@@ -1,0 +1,192 @@
+"""LLaVA in Hugging Face's format: the maps of its tower and of its decoder, each under a name of its own.
+
+Names are those of the published checkpoints, which every version of transformers reads:
+
+| part | begins with |
+| --- | --- |
+| tower | `vision_tower.vision_model.` |
+| projection | `multi_modal_projector.` |
+| decoder without its output | `language_model.model.`, whatever it begins with by itself |
+| output | `language_model.lm_head.` |
+
+Modules of transformers 5 call them `model.vision_tower.`, `model.multi_modal_projector.`, `model.language_model.` and
+`lm_head.`, and leave `vision_model.` out; `spelling` knows these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap, Rule, Same
+from mt_models.hugging_face import IGNORED, HuggingFaceFamily
+from mt_models.llava.config import LlavaConfig
+from mt_models.llava.decoders import decoder_maps, read_decoder
+from mt_models.vision import hugging_face as vision
+
+TOWER, PROJECTION, DECODER = "vision_tower.", "multi_modal_projector.", "language_model."
+STEM, OUTPUT = "model.", "lm_head.weight"
+"""What a decoder's names, and its output matrix, are called under language_model."""
+
+# -- configuration -----------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+"""Theirs to ours; of several the first is written."""
+
+
+def activation_to_ours(name: str) -> str:
+    return ACTIVATIONS[require_known("projector_hidden_act", name, ACTIVATIONS)]
+
+
+def activation_to_theirs(name: str) -> str:
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
+
+
+def layers_to_ours(layers: int | list[int]) -> list[int]:
+    return [layers] if isinstance(layers, int) else list(layers)
+
+
+def layers_to_theirs(layers: list[int]) -> int | list[int]:
+    return layers[0] if len(layers) == 1 else layers
+
+
+def parts_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of tower and decoder, and the vocabulary, which is the whole model's."""
+    tower = {"model_type": "clip_vision_model", **(external.get("vision_config") or {})}
+    kind = require_known("vision_config.model_type", str(tower["model_type"]), vision.TOWERS)
+    text = external.get("text_config") or {}
+    decoder = read_decoder(text)
+    # Decoders share their matrix with the words, or do not, by the outer field where there is one.
+    if external.get("tie_word_embeddings"):
+        decoder["untie_embeddings_and_output_weights"] = False
+    return {
+        "vision_model": vision.TOWERS[kind].to_ours(tower),
+        "vocab_size": decoder.pop("vocab_size"),
+        "language_model": decoder,
+    }
+
+
+def parts_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for a projection or a decoder that Hugging Face's llava cannot have."""
+    config = LlavaConfig.model_validate(model)
+    if config.vision_projection_type != "mlp":
+        raise ConfigError(
+            f"model.vision_projection_type={config.vision_projection_type} cannot be written as a Hugging Face llava, "
+            "whose projection is an mlp"
+        )
+    kind = vision.tower_type_of(config.vision_model)
+    text = decoder_maps(config.decoder.family).write_config(config.decoder)
+    return {
+        "vision_config": {"model_type": kind, **vision.TOWERS[kind].to_theirs(config.vision_model.model_dump())},
+        "text_config": text,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
+        "image_seq_length": config.image_seq_length,
+    }
+
+
+LLAVA = ConfigMap(
+    architecture="llava",
+    fields=(
+        Field("image_token_index", "image_token_index", default=32000),
+        Field("vision_feature_layer", "vision_feature_layers", layers_to_ours, layers_to_theirs, default=-2),
+        Field("vision_feature_select_strategy", "vision_feature_select_strategy", default="default"),
+        Field(
+            "projector_hidden_act", "projection_activation", activation_to_ours, activation_to_theirs, default="gelu"
+        ),
+        Field("multimodal_projector_bias", "projection_bias", default=True),
+    ),
+    fixed=(Fixed("is_encoder_decoder", (False,)), Fixed("chunk_size_feed_forward", (0,))),
+    ignored={
+        **IGNORED,
+        "image_seq_length": "counted from the tower's patches",
+        "ignore_index": "labels that do not count are the loss mask's",
+        "vocab_size": "text_config has it",
+    },
+    further=parts_to_ours,
+    further_keys=("vision_config", "text_config", "tie_word_embeddings"),
+    further_back=parts_to_theirs,
+)
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def prefixed(rules: Iterable[Rule], *, ours: str = "", theirs: str = "") -> list[Rule]:
+    """The same rules under longer names."""
+    return [
+        replace(rule, ours=ours + rule.ours, theirs=tuple(theirs + name for name in rule.sources)) for rule in rules
+    ]
+
+
+def decoder_stem(names: NameMap) -> str:
+    """What a decoder's own names begin with: `model.`, `transformer.`, ..."""
+    words = next(rule for rule in names.rules if rule.ours == "embedding.word_embeddings.weight")
+    return words.sources[0].partition(".")[0] + "."
+
+
+def within_llava(rule: Rule, stem: str) -> Rule:
+    """A decoder's rule with the names that its tensors have under `language_model.`"""
+    if rule.ours == "output_layer.weight":
+        return replace(rule, theirs=(OUTPUT,))
+    return replace(rule, theirs=tuple(STEM + name.removeprefix(stem) for name in rule.sources))
+
+
+def name_map(config: LlavaConfig) -> NameMap:
+    tower = vision.tower_map(config.vision_model)
+    decoder = decoder_maps(config.decoder.family).name_map(config.decoder)
+    stem = decoder_stem(decoder)
+    rules = [
+        *prefixed(tower.rules, theirs=TOWER),
+        *projection_rules(config),
+        *prefixed([within_llava(rule, stem) for rule in decoder.rules], ours=DECODER, theirs=DECODER),
+    ]
+    ignored = [TOWER + name for name in tower.ignored]
+    ignored += [DECODER + STEM + name.removeprefix(stem) for name in decoder.ignored]
+    return NameMap(rules, 0, ignored=ignored)
+
+
+def projection_rules(config: LlavaConfig) -> list[Rule]:
+    kinds = ("weight", "bias") if config.projection_bias else ("weight",)
+    return [
+        Same(f"vision_projection.encoder.linear_fc{i}.{kind}", f"{PROJECTION}linear_{i}.{kind}")
+        for i in (1, 2)
+        for kind in kinds
+    ]
+
+
+def copies(config: LlavaConfig) -> Mapping[str, str]:
+    """The output matrix repeats the word vectors when the decoder ties the two."""
+    if config.decoder.untie_embeddings_and_output_weights:
+        return {}
+    words = next(rule for rule in name_map(config).rules if rule.ours.endswith("embedding.word_embeddings.weight"))
+    return {DECODER + OUTPUT: words.sources[0]}
+
+
+def spelling(config: LlavaConfig, name: str) -> str:
+    """As published, from the names of transformers 5 and of the decoder by itself."""
+    if name == OUTPUT:
+        return DECODER + OUTPUT
+    if name.startswith(STEM + DECODER):
+        return DECODER + STEM + name.removeprefix(STEM + DECODER)
+    name = name.removeprefix(STEM)
+    if name.startswith(TOWER):
+        return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))
+    return name
+
+
+HUGGING_FACE = HuggingFaceFamily(
+    "llava",
+    {"llava": LLAVA},
+    name_map,
+    copies=copies,
+    spelling=spelling,
+    architectures={"llava": "LlavaForConditionalGeneration"},
+)

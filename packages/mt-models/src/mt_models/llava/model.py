@@ -1,0 +1,121 @@
+"""LLaVA (Liu et al., 2023): features of an image, projected to the width of words, stand among the words of a text.
+
+Shapes: B batch, S sequence, N images, F features of an image, W width of a feature, H hidden of the decoder, V
+vocabulary (this rank's ids under tensor parallelism). Each image has F image tokens in the text, in whose place its
+features stand. Tower and projection have whole sequences on every rank also where sequence parallelism divides the
+decoder's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.environment import ModelEnvironment
+from mt_models.blocks.cache import KeyValueCache
+from mt_models.blocks.freeze import freeze
+from mt_models.llava.config import LlavaConfig
+from mt_models.llava.projection import VisionProjection
+from mt_models.llava.splicing import spliced_words
+from mt_models.vision.model import build_tower
+
+
+class LlavaModel(nn.Module):
+    """tokens [B, S], images -> logits [B, S, V]."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "images", "position_ids", "segment_ids")
+    language_model: Any
+    """A decoder of any family."""
+
+    def __init__(self, config: LlavaConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_model = build_tower(config.vision_model, environment)
+        self.vision_projection = VisionProjection(config, environment.parallel)
+        self.language_model = build_decoder(config, environment)
+        self._leave_untrained()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        images: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """images [N, C, img_h, img_w], or [B, N / B, C, img_h, img_w]: in the order in which their tokens stand in
+        the batch, row by row. None for a text without image tokens, and for the later steps of cached decoding.
+
+        Raises DataError when images and image tokens are not as many.
+        """
+        places = tokens == self.config.image_token_index
+        words = tokens.masked_fill(places, 0)  # the image token need not be in the vocabulary
+        images = images.flatten(0, 1) if images is not None and images.ndim == 5 else images
+        self._require_tokens(places, 0 if images is None else len(images))
+        if images is None:
+            return self.language_model(words, position_ids, segment_ids, cache)
+        table = word_embeddings(self.language_model)
+        assert table is not None  # build_decoder has looked
+        with spliced_words(table, places, self.features(images).flatten(0, 1)):
+            return self.language_model(words, position_ids, segment_ids, cache)
+
+    def features(self, images: Tensor) -> Tensor:
+        """[N, C, img_h, img_w] -> [N, F, H]: what stands in the place of image tokens."""
+        wanted = self.config.feature_states
+        states = list(islice(self.vision_model.states(images), max(wanted) + 1))
+        features = torch.cat([states[state] for state in wanted], dim=-1)
+        return self.vision_projection(features[:, 1:] if self.config.drops_class_token else features)
+
+    def new_cache(self, capacity: int) -> KeyValueCache:
+        """An empty cache for decoding up to `capacity` positions, those of images included."""
+        return self.language_model.new_cache(capacity)
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Longest sequence it can take, image tokens included; None when there is no limit."""
+        return getattr(self.language_model, "max_sequence_length", None)
+
+    def _require_tokens(self, places: Tensor, images: int) -> None:
+        found, wanted = int(places.sum()), images * self.config.image_seq_length
+        if found != wanted:
+            raise DataError(
+                f"the text has {found} image tokens (id {self.config.image_token_index}), and {images} images of "
+                f"{self.config.image_seq_length} features need {wanted}; write the image token once for each feature"
+            )
+
+    def _leave_untrained(self) -> None:
+        """What model.freeze names, and what of the tower no feature passes through: it would never have a gradient."""
+        unread = self.vision_model.behind(max(self.config.feature_states))
+        for module in (*unread, *(self.get_submodule(part) for part in self.config.freeze)):
+            freeze(module)
+
+
+def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Module:
+    """The decoder of any family that continues text. Raises ConfigError for another."""
+    decoder = config.decoder
+    spec = environment.host.models.get(decoder.family, key="model.language_model.family")
+    # What the decoder's builder asks of the whole configuration, it asks for its own model.
+    own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
+    model = spec.build.load()(decoder, own)
+    if not hasattr(model, "new_cache") or word_embeddings(model) is None:
+        raise ConfigError(
+            f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "
+            "does, such as llama, mistral, qwen, gemma or gpt"
+        )
+    return model
+
+
+def word_embeddings(model: nn.Module) -> VocabParallelEmbedding | None:
+    """The table of word vectors, `embedding.word_embeddings` in every family that has one."""
+    table = getattr(getattr(model, "embedding", None), "word_embeddings", None)
+    return table if isinstance(table, VocabParallelEmbedding) else None
+
+
+def build_llava(config: LlavaConfig, environment: ModelEnvironment) -> LlavaModel:
+    return LlavaModel(config, environment)

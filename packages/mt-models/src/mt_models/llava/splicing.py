@@ -1,0 +1,45 @@
+"""Putting the features of images in the place of word vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.tables import like_word_vectors
+
+
+def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext) -> Tensor:
+    """Word vectors with features, in their order, at the places of images.
+
+    words [B, S, H], with sequence parallelism this rank's piece of S; places [B, S] bool, of the whole S, with as
+    many True as there are features [F, H].
+    """
+    whole = features.new_zeros((*places.shape, features.shape[-1]))
+    images = like_word_vectors(whole.masked_scatter(places[..., None], features.to(words.dtype)), ctx)
+    if ctx.sequence_parallel:
+        places = places.chunk(ctx.tp.size, SEQUENCE_DIM)[ctx.tp.rank]
+    return torch.where(places[..., None], images, words)
+
+
+@contextmanager
+def spliced_words(embedding: VocabParallelEmbedding, places: Tensor, features: Tensor) -> Iterator[None]:
+    """Within, the table of word vectors answers with features where `places` is True.
+
+    What a family does with its word vectors (adds positions, scales, normalizes) it then does with images too, as
+    the reference does, and no family has to know of images.
+    """
+
+    def with_images(module: nn.Module, inputs: tuple[Tensor, ...], words: Tensor) -> Tensor:
+        return splice(words, places, features, embedding.ctx)
+
+    handle = embedding.register_forward_hook(with_images)
+    try:
+        yield
+    finally:
+        handle.remove()

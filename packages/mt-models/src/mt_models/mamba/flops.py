@@ -1,0 +1,78 @@
+"""Floating-point operations of Mamba-2 layers for each token, from their configuration.
+
+Counted as for transformers (mt_models.flops), with the products of the chunked scan and the convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from mt_core.errors import ConfigError
+from mt_models.blocks.mamba_config import MambaLayerConfig
+from mt_models.flops import Convention
+from mt_models.mamba.config import MambaConfig
+
+
+@dataclass(frozen=True)
+class MambaFlops:
+    """Forward FLOPs for each token, over all layers."""
+
+    projections: float
+    """Into and out of the mixers."""
+    convolution: float
+    scan: float
+    """Scores within chunks and their product with the inputs; states written and read."""
+    output: float
+    """Logits."""
+
+    @property
+    def forward(self) -> float:
+        return sum(astuple(self))
+
+    @property
+    def training(self) -> float:
+        """Forward and backward."""
+        return 3 * self.forward
+
+
+def flops_per_token(config: MambaConfig, seq_length: int, *, convention: Convention = "seen") -> MambaFlops:
+    """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
+    return MambaFlops(
+        projections=config.num_layers * projection_flops(config),
+        convolution=config.num_layers * convolution_flops(config),
+        scan=config.num_layers * scan_flops(config, seq_length, convention),
+        output=output_flops(config),
+    )
+
+
+def projection_flops(config: MambaLayerConfig) -> float:
+    """Of one layer."""
+    inner, shared = config.mamba_inner_size, config.mamba_num_groups * config.mamba_state_dim
+    return 2 * config.hidden_size * (2 * inner + 2 * shared + config.mamba_heads + inner)
+
+
+def convolution_flops(config: MambaLayerConfig) -> float:
+    """Of one layer."""
+    channels = config.mamba_inner_size + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return 2 * channels * config.mamba_conv_kernel
+
+
+def scan_flops(config: MambaLayerConfig, seq_length: int, convention: Convention) -> float:
+    """Of one layer. full: whole chunks, filled ones included; seen: positions up to a token's own in its chunk."""
+    size = min(config.mamba_chunk_size, seq_length)
+    inner, state = config.mamba_inner_size, config.mamba_state_dim
+    whole, rest = divmod(seq_length, size)
+    if convention == "full":
+        tokens = (whole + (rest > 0)) * size / seq_length
+        partners = tokens * size
+    else:
+        tokens = 1.0
+        partners = (whole * size * (size + 1) + rest * (rest + 1)) / 2 / seq_length
+    within = 2 * partners * (config.mamba_num_groups * state + inner)
+    return within + tokens * 4 * inner * state
+
+
+def output_flops(config: MambaLayerConfig) -> float:
+    if config.vocab_size is None:
+        raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
+    return 2 * config.hidden_size * config.vocab_size

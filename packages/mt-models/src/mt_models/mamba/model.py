@@ -1,0 +1,30 @@
+"""Mamba-2: x + mixer(norm(x)), the mixer a recurrence with a state of fixed size. There are no positions."""
+
+from __future__ import annotations
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_models.blocks.mamba_cache import StateCache
+from mt_models.blocks.mamba_mixer import MambaMixer
+from mt_models.blocks.mixed_decoder import MixedDecoder
+from mt_models.blocks.residual_layer import MambaLayer
+from mt_models.mamba.config import MambaConfig
+
+
+class MambaModel(MixedDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    def __init__(self, config: MambaConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment, lambda number: mamba_layer(config, environment))
+
+    def layer_cache(self, number: int, capacity: int) -> StateCache:
+        return StateCache()
+
+
+def mamba_layer(config: MambaConfig, environment: ModelEnvironment) -> MambaLayer:
+    ctx = environment.parallel
+    mixer = MambaMixer(config, ctx, config.output_init_std)
+    return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
+
+
+def build_mamba(config: MambaConfig, environment: ModelEnvironment) -> MambaModel:
+    return MambaModel(config, environment)

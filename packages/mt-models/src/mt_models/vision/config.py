@@ -1,0 +1,190 @@
+"""Configuration of vision transformers, with the rules that tie the keys together."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, Section
+from mt_core.errors import ConfigError
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+
+
+class VisionEncoderConfig(Section):
+    """The shape of an image tower (Dosovitskiy et al., 2021), as CLIP or SigLIP build it."""
+
+    vision_model_type: Literal["clip", "siglip"] = "clip"
+    """clip (Radford et al., 2021): a class token, a norm before the layers. siglip (Zhai et al., 2023): no class
+    token, a norm behind the layers, a bias on the patches."""
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Attention heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 4 hidden_size."""
+    img_h: PositiveInt = 224
+    """Height of the images in pixels."""
+    img_w: PositiveInt = 224
+    """Width of the images in pixels."""
+    patch_dim: PositiveInt = 16
+    """Side of a patch in pixels. Pixels at the right and lower edge that fill no patch are left out."""
+    num_channels: PositiveInt = 3
+    """Colours of a pixel."""
+    activation: VisionActivation = "quick_gelu"
+    """Of the feed-forward. CLIP was trained with quick_gelu, SigLIP with gelu_tanh."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance."""
+    add_pooler: bool = True
+    """The part that makes one vector of an image: CLIP's norm of the class token, SigLIP's attention over patches."""
+    attention_dropout: Probability = 0.0
+    """Dropout on the attention weights."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "sdpa"
+    """Name of the attention backend."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.img_h // self.patch_dim, self.img_w // self.patch_dim
+
+    @property
+    def num_patches(self) -> int:
+        rows, columns = self.grid
+        return rows * columns
+
+    @property
+    def has_class_token(self) -> bool:
+        """Stands before the patches."""
+        return self.vision_model_type == "clip"
+
+    @property
+    def num_positions(self) -> int:
+        return self.num_patches + self.has_class_token
+
+    @property
+    def has_pooler(self) -> bool:
+        return self.add_pooler
+
+    # What the shared blocks read.
+
+    @property
+    def normalization(self) -> Literal["LayerNorm"]:
+        return "LayerNorm"
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def add_bias_linear(self) -> bool:
+        return True
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+    @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+    @property
+    def output_init_std(self) -> float:
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+
+class VisionConfig(ModelConfig, VisionEncoderConfig):
+    """An image tower, with or without a head that tells classes."""
+
+    num_classes: PositiveInt | None = None
+    """Classes to choose from, by a linear layer on the mean over the patches. Default: no such head; the model gives
+    hidden states and the pooled vector."""
+
+    @property
+    def has_pooler(self) -> bool:
+        """The head reads the patches, so that nothing would read a pooler."""
+        return self.add_pooler and self.num_classes is None
+
+
+def check_vision(config: Config) -> None:
+    """Raise ConfigError for a tower that cannot be built, or images or a loss made for another model."""
+    model = config.model
+    assert isinstance(model, VisionConfig)
+    check_encoder(model, config, "model")
+    refuse_divided_sequences_and_layers(config)
+    check_images(model, config, "model")
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel=true divides sequences between the layers, and model.family=vision has whole "
+            "ones on every rank: an image is a short sequence, often of odd length; set it to false"
+        )
+    if model.num_classes is None:
+        return
+    if config.train.loss == "cross_entropy":
+        raise ConfigError(
+            "train.loss=cross_entropy is for predicted words; model.family=vision with model.num_classes tells the "
+            'class of an image, use train.loss="classification"'
+        )
+    classes = getattr(config.data, "num_classes", None)
+    if classes is not None and classes != model.num_classes:
+        raise ConfigError(
+            f"model.num_classes={model.num_classes} does not fit data.dataset_type={config.data.dataset_type}, which "
+            f"has {classes} classes; set it to {classes}"
+        )
+
+
+def check_encoder(model: VisionEncoderConfig, config: Config, section: str) -> None:
+    """Raise ConfigError when heads do not divide the width, ranks not the heads, or an image has no patch.
+
+    section: the dotted name of the tower's keys, for the messages.
+    """
+    if model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"{section}.hidden_size={model.hidden_size} is not divisible by {section}.num_attention_heads="
+            f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}"
+        )
+    if not model.num_patches:
+        raise ConfigError(
+            f"{section}.patch_dim={model.patch_dim} is larger than an image of {section}.img_h={model.img_h} by "
+            f"{section}.img_w={model.img_w}; use at most {min(model.img_h, model.img_w)}"
+        )
+    size = config.parallel.tensor_model_parallel_size
+    key = "parallel.tensor_model_parallel_size"
+    must_divide(key, size, f"{section}.num_attention_heads", model.num_attention_heads)
+    must_divide(key, size, f"{section}.ffn_hidden_size", model.ffn_size)
+
+
+def check_images(model: VisionEncoderConfig, config: Config, section: str) -> None:
+    """Raise ConfigError when the data set, if it gives images, makes them of another size than the tower takes."""
+    for key in ("img_h", "img_w", "num_channels"):
+        given, wanted = getattr(config.data, key, None), getattr(model, key)
+        if given is not None and given != wanted:
+            raise ConfigError(
+                f"data.{key}={given} and {section}.{key}={wanted} must be equal: the model takes the data set's images "
+                "as they are"
+            )

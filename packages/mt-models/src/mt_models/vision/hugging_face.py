@@ -1,0 +1,293 @@
+"""Image towers in Hugging Face's format: `clip_vision_model`, `siglip_vision_model`; with classes `clip`, `siglip`.
+
+Names are those of the published checkpoints, `vision_model.encoder...`, which every version of transformers reads.
+Since version 5 its own modules leave `vision_model.` out; `spelling` puts it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
+from mt_models.hugging_face import IGNORED, HuggingFaceFamily
+from mt_models.vision.config import VisionConfig, VisionEncoderConfig
+
+ACTIVATIONS = {
+    "quick_gelu": "quick_gelu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+"""Theirs to ours; of several the first is written."""
+
+
+def activation_to_ours(name: str) -> str:
+    return ACTIVATIONS[require_known("hidden_act", name, ACTIVATIONS)]
+
+
+def activation_to_theirs(name: str) -> str:
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return names[require_known("model.activation", name, names)]
+
+
+# -- configuration -----------------------------------------------------------------------------------
+
+SIZES = ("image_size", "patch_size")
+TOWER_IGNORED = {
+    **IGNORED,
+    "projection_dim": "of the projection into the space of texts, which stands behind the tower",
+    "initializer_factor": "scales initial weights",
+    "vocab_size": "a tower reads no words",
+    "is_encoder_decoder": "a tower is neither",
+    "chunk_size_feed_forward": "computes the same products in pieces",
+}
+
+
+def tower_fields(*, activation: str, epsilon: float) -> tuple[Field, ...]:
+    """activation, epsilon: Hugging Face's defaults for the type."""
+    return (
+        Field("num_hidden_layers", "num_layers", default=12),
+        Field("hidden_size", "hidden_size", default=768),
+        Field("num_attention_heads", "num_attention_heads", default=12),
+        Field("intermediate_size", "ffn_hidden_size", default=3072),
+        Field("num_channels", "num_channels", default=3),
+        Field("hidden_act", "activation", activation_to_ours, activation_to_theirs, default=activation),
+        Field("layer_norm_eps", "norm_epsilon", float, default=epsilon),
+        Field("attention_dropout", "attention_dropout", lambda rate: float(rate or 0.0), default=0.0),
+    )
+
+
+def sizes_to_ours(external: Mapping[str, Any], patch: int) -> dict[str, int]:
+    """Image and patch in pixels: numbers, or pairs of height and width. patch: Hugging Face's default."""
+    height, width = pair("image_size", external.get("image_size", 224))
+    patch_height, patch_width = pair("patch_size", external.get("patch_size", patch))
+    if patch_height != patch_width:
+        raise ConfigError(f"patch_size=[{patch_height}, {patch_width}] is not supported; patches are square")
+    return {"img_h": height, "img_w": width, "patch_dim": patch_height}
+
+
+def pair(key: str, size: Any) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ConfigError(f"{key}={size!r} is not supported; it can be a number of pixels, or height and width")
+    return sides
+
+
+def sizes_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for images that are not square: the reference takes their number of patches to be."""
+    if model["img_h"] != model["img_w"]:
+        raise ConfigError(
+            f"model.img_h={model['img_h']} and model.img_w={model['img_w']} cannot be written for Hugging Face, where "
+            "images are square"
+        )
+    return {
+        "image_size": model["img_h"],
+        "patch_size": model["patch_dim"],
+        "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
+    }
+
+
+def clip_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    if not model.get("num_classes") and not model["add_pooler"]:
+        raise ConfigError(
+            "model.add_pooler=false cannot be written as a Hugging Face clip_vision_model, which always has a pooled "
+            "vector"
+        )
+    return sizes_to_theirs(model)
+
+
+CLIP = ConfigMap(
+    architecture="clip_vision_model",
+    fields=(
+        *tower_fields(activation="quick_gelu", epsilon=1e-5),
+        Field("initializer_range", "init_method_std", float, default=0.02),
+    ),
+    ignored=TOWER_IGNORED,
+    further=lambda external: {
+        "vision_model_type": "clip",
+        "use_scaled_init_method": False,
+        **sizes_to_ours(external, patch=32),
+    },
+    further_keys=SIZES,
+    further_back=clip_back,
+)
+SIGLIP = ConfigMap(
+    architecture="siglip_vision_model",
+    fields=(
+        *tower_fields(activation="gelu_pytorch_tanh", epsilon=1e-6),
+        Field("vision_use_head", "add_pooler", default=True),
+    ),
+    ignored=TOWER_IGNORED,
+    further=lambda external: {
+        "vision_model_type": "siglip",
+        "use_scaled_init_method": False,
+        **sizes_to_ours(external, patch=16),
+    },
+    further_keys=SIZES,
+    further_back=sizes_to_theirs,
+)
+TOWERS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
+"""`model_type` of a tower -> its map."""
+
+
+def tower_type_of(config: VisionEncoderConfig) -> str:
+    return f"{config.vision_model_type}_vision_model"
+
+
+def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
+    """The configuration of a tower with classes: that of the tower within that of text and images together."""
+
+    def further(external: Mapping[str, Any]) -> dict[str, Any]:
+        require_known("architectures", str((external.get("architectures") or [None])[0]), [class_name])
+        vision = {"model_type": tower.architecture, **(external.get("vision_config") or {})}
+        labels = external.get("id2label")
+        # Hugging Face means two classes when it says nothing.
+        return {**tower.to_ours(vision), "num_classes": len(labels) if labels else int(external.get("num_labels") or 2)}
+
+    def back(model: Mapping[str, Any]) -> dict[str, Any]:
+        names = [f"LABEL_{i}" for i in range(model["num_classes"])]
+        return {
+            "architectures": [class_name],
+            "vision_config": {"model_type": tower.architecture, **tower.to_theirs(model)},
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+
+    own = ("architectures", "id2label", "label2id", "num_labels")
+    return ConfigMap(
+        architecture=kind,
+        fields=(),
+        fixed=(Fixed("is_encoder_decoder", (False,)), Fixed("chunk_size_feed_forward", (0,))),
+        ignored={key: why for key, why in IGNORED.items() if key not in own}
+        | {
+            "text_config": "of the tower that reads texts, which tells no classes",
+            "projection_dim": "of the projections that compare images with texts",
+            "logit_scale_init_value": "of the comparison of images with texts",
+            "initializer_factor": "scales initial weights",
+        },
+        further=further,
+        further_keys=("vision_config", *own),
+        further_back=back,
+    )
+
+
+CLASSIFIERS = {
+    "clip": classifier_map("clip", CLIP, "CLIPForImageClassification"),
+    "siglip": classifier_map("siglip", SIGLIP, "SiglipForImageClassification"),
+}
+
+
+def model_type_of(config: VisionConfig) -> str:
+    return tower_type_of(config) if config.num_classes is None else config.vision_model_type
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+OURS, THEIRS = "vision_model.", "vision_model."
+OUR_LAYER, THEIR_LAYER = f"{OURS}decoder.layers.{{i}}.", f"{THEIRS}encoder.layers.{{i}}."
+LAYER = (
+    ("input_layernorm", "layer_norm1"),
+    ("self_attention.linear_proj", "self_attn.out_proj"),
+    ("pre_mlp_layernorm", "layer_norm2"),
+    ("mlp.linear_fc1", "mlp.fc1"),
+    ("mlp.linear_fc2", "mlp.fc2"),
+)
+SIGLIP_HEAD = (
+    ("head.attention.linear_proj", "head.attention.out_proj"),
+    ("head.layernorm", "head.layernorm"),
+    ("head.mlp.linear_fc1", "head.mlp.fc1"),
+    ("head.mlp.linear_fc2", "head.mlp.fc2"),
+)
+
+
+def tower_map(config: VisionEncoderConfig) -> NameMap:
+    """Names of a tower, `vision_model.` on either side; models with a tower put theirs before it."""
+    rules: list[Rule] = [
+        Same(f"{OURS}conv1.weight", f"{THEIRS}embeddings.patch_embedding.weight"),
+        Same(f"{OURS}position_embeddings.weight", f"{THEIRS}embeddings.position_embedding.weight"),
+        *layer_rules(config),
+        *(clip_rules(config) if config.vision_model_type == "clip" else siglip_rules(config)),
+    ]
+    return NameMap(rules, config.num_layers, ignored=[f"{THEIRS}embeddings.position_ids"])
+
+
+def layer_rules(config: VisionEncoderConfig) -> list[Rule]:
+    heads = config.num_attention_heads
+    rules: list[Rule] = [
+        GroupedQKV(
+            f"{OUR_LAYER}self_attention.linear_qkv.{kind}",
+            tuple(f"{THEIR_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv"),
+            groups=heads,
+            heads=heads,
+        )
+        for kind in ("weight", "bias")
+    ]
+    for ours, theirs in LAYER:
+        rules += with_bias(f"{OUR_LAYER}{ours}", f"{THEIR_LAYER}{theirs}")
+    return rules
+
+
+def clip_rules(config: VisionEncoderConfig) -> list[Rule]:
+    rules: list[Rule] = [Same(f"{OURS}class_token", f"{THEIRS}embeddings.class_embedding")]
+    rules += with_bias(f"{OURS}ln_pre", f"{THEIRS}pre_layrnorm")
+    if config.has_pooler:
+        rules += with_bias(f"{OURS}ln_post", f"{THEIRS}post_layernorm")
+    return rules
+
+
+def siglip_rules(config: VisionEncoderConfig) -> list[Rule]:
+    rules: list[Rule] = [Same(f"{OURS}conv1.bias", f"{THEIRS}embeddings.patch_embedding.bias")]
+    rules += with_bias(f"{OURS}ln_post", f"{THEIRS}post_layernorm")
+    if not config.has_pooler:
+        return rules
+    heads = config.num_attention_heads
+    rules.append(Same(f"{OURS}head.probe", f"{THEIRS}head.probe"))
+    for kind in ("weight", "bias"):
+        source = f"{THEIRS}head.attention.in_proj_{kind}"
+        rules.append(GroupedQKV(f"{OURS}head.attention.linear_qkv.{kind}", (source,), groups=heads, heads=heads))
+    for ours, theirs in SIGLIP_HEAD:
+        rules += with_bias(f"{OURS}{ours}", f"{THEIRS}{theirs}")
+    return rules
+
+
+def with_bias(ours: str, theirs: str) -> list[Rule]:
+    return [Same(f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias")]
+
+
+UNREAD = {
+    "clip": tuple(f"{THEIRS}post_layernorm.{kind}" for kind in ("weight", "bias")),
+    "siglip": (
+        f"{THEIRS}head.probe",
+        *(f"{THEIRS}head.attention.in_proj_{kind}" for kind in ("weight", "bias")),
+        *(f"{THEIRS}{theirs}.{kind}" for _, theirs in SIGLIP_HEAD for kind in ("weight", "bias")),
+    ),
+}
+"""Tensors that a classifier's file may hold although its class never reads them: what would pool."""
+
+
+def name_map(config: VisionConfig) -> NameMap:
+    tower = tower_map(config)
+    if config.num_classes is None:
+        return tower
+    rules = [*tower.rules, *with_bias("classification_head", "classifier")]
+    return NameMap(rules, config.num_layers, ignored=[*tower.ignored, *UNREAD[config.vision_model_type]])
+
+
+def spelling(config: VisionEncoderConfig, name: str) -> str:
+    """As published, from the names of transformers 5, whose towers leave `vision_model.` out."""
+    return name if name.startswith((THEIRS, "classifier.")) else f"{THEIRS}{name}"
+
+
+HUGGING_FACE = HuggingFaceFamily(
+    "vision",
+    {**TOWERS, **CLASSIFIERS},
+    name_map,
+    model_type_of,
+    spelling=spelling,
+    architectures={"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"},
+)

@@ -1,0 +1,133 @@
+"""Parts of an image tower: patches, layers, attention pooling.
+
+Shapes: B batch, C channels, P patches, S positions (patches, and the class token if there is one), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.decoder import recomputed_layers
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.vision.config import VisionEncoderConfig
+
+
+class PatchEmbedding(LayoutModule):
+    """A convolution whose stride is its width, computed as a product: images [B, C, img_h, img_w] -> [B, P, H].
+
+    The weight has the shape of the convolution's kernel, [H, C, patch_dim, patch_dim]. Patches stand row by row.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, config: VisionEncoderConfig, ctx: ParallelContext, *, bias: bool) -> None:
+        super().__init__(ctx)
+        self.side, self.grid = config.patch_dim, config.grid
+        kernel = (config.hidden_size, config.num_channels, self.side, self.side)
+        self.declare("weight", ParameterLayout(kernel, normal(config.init_method_std)))
+        self.declare("bias", ParameterLayout((config.hidden_size,), zeros) if bias else None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.linear(self.patches(images.to(self.weight.dtype)), self.weight.flatten(1), self.bias)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """[B, C, img_h, img_w] -> [B, P, C patch_dim patch_dim]"""
+        rows, columns = self.grid
+        images = images[:, :, : rows * self.side, : columns * self.side]
+        cut = images.unflatten(3, (columns, self.side)).unflatten(2, (rows, self.side))
+        return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+class VisionLayers(nn.Module):
+    """Bidirectional pre-norm layers. The first `recomputed` keep only their input for backward."""
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.recomputed = recomputed_layers(config.num_layers, environment)
+        core = attention_core(config, environment)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, core, environment.feed_forward("dense", config, number), environment.parallel)
+            for number in range(config.num_layers)
+        )
+
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        """x [B, S, H] itself, then what each layer makes of it; a layer runs when its state is asked for."""
+        pattern = AttentionPattern(causal=False)
+        yield x
+        for index, layer in enumerate(self.layers):
+            if self.training and index < self.recomputed:
+                x = checkpoint(layer, x, pattern, use_reentrant=False)
+            else:
+                x = layer(x, pattern)
+            yield x
+
+
+class AttentionPooling(LayoutModule):
+    """One vector of a sequence: a learned query attends to it, then a feed-forward: [B, S, H] -> [B, H].
+
+    y = attention(probe, x), then y + feed_forward(norm(y)) (SigLIP; Set Transformer, Lee et al., 2019).
+    """
+
+    probe: Tensor
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        ctx = environment.parallel
+        super().__init__(ctx)
+        self.declare("probe", ParameterLayout((1, 1, config.hidden_size), normal(config.init_method_std)))
+        self.attention = PoolingAttention(config, attention_core(config, environment), ctx)
+        self.layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.mlp = environment.feed_forward("dense", config, config.num_layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.attention(self.probe, x)
+        return (pooled + self.mlp(self.layernorm(pooled)))[:, 0]
+
+
+class PoolingAttention(nn.Module):
+    """linear_proj(core(q, k, v)) with q from `queries` [1, Q, H] and k, v from x [B, S, H]: -> [B, Q, H].
+
+    Rows of linear_qkv stand head by head, queries before keys before values, so that each tensor-parallel rank has
+    whole heads of all three.
+    """
+
+    def __init__(self, config: VisionEncoderConfig, core: AttentionCore, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.core, self.ctx, self.head_dim = core, ctx, config.head_dim
+        width, init = config.hidden_size, normal(config.init_method_std)
+        self.linear_qkv = ColumnParallelLinear(width, 3 * width, ctx, bias=True, init=init)
+        self.linear_proj = RowParallelLinear(width, width, ctx, bias=True, init=normal(config.output_init_std))
+
+    def forward(self, queries: Tensor, x: Tensor) -> Tensor:
+        q = self._project(queries, slice(0, 1)).squeeze(3).expand(len(x), -1, -1, -1)
+        k, v = self._project(x, slice(1, 3)).unbind(3)
+        return self.linear_proj(self.core(q, k, v, AttentionPattern(causal=False), 0.0).flatten(2))
+
+    def _project(self, x: Tensor, part: slice) -> Tensor:
+        """[B, S, H] -> [B, S, heads of this rank, parts, head size]; parts: 0 queries, 1 keys, 2 values"""
+        assert self.linear_qkv.bias is not None
+        weight = self.linear_qkv.weight.unflatten(0, (-1, 3, self.head_dim))[:, part]
+        bias = self.linear_qkv.bias.unflatten(0, (-1, 3, self.head_dim))[:, part]
+        out = column_parallel_linear(x, weight.flatten(0, 2), bias.flatten(), self.ctx)
+        return out.unflatten(-1, (-1, weight.shape[1], self.head_dim))
+
+
+def attention_core(config: VisionEncoderConfig, environment: ModelEnvironment) -> AttentionCore:
+    return environment.attention(
+        config.attention_backend,
+        num_heads=config.num_attention_heads,
+        num_query_groups=config.num_attention_heads,
+        head_dim=config.head_dim,
+        dropout=config.attention_dropout,
+        causal=False,
+    )

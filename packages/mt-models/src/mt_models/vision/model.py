@@ -1,0 +1,161 @@
+"""Image towers: a picture cut into patches, read by a bidirectional transformer (Dosovitskiy et al., 2021).
+
+Shapes: B batch, C channels, S positions (patches, and before them the class token if there is one), H hidden.
+Tensor parallelism divides heads and feed-forwards. Sequence parallelism does not reach into a tower: its sequences
+are short and of odd lengths, so that every rank has whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.nn.norm import build_norm
+from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.blocks.tables import LearnedTable
+from mt_models.vision.config import VisionConfig, VisionEncoderConfig
+from mt_models.vision.layers import AttentionPooling, PatchEmbedding, VisionLayers
+
+
+class VisionOutput(NamedTuple):
+    """hidden_states: [B, S, H] of the last layer. pooled: [B, H], one vector an image; None without a pooler."""
+
+    hidden_states: Tensor
+    pooled: Tensor | None
+
+
+class VisionTower(LayoutModule):
+    """images [B, C, img_h, img_w] -> VisionOutput: patches, positions and layers, which all towers have."""
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        ctx = environment.parallel
+        super().__init__(ctx)
+        self.config = config
+        self.conv1 = PatchEmbedding(config, ctx, bias=not config.has_class_token)
+        self.position_embeddings = LearnedTable(
+            config.num_positions, config.hidden_size, normal(config.init_method_std), ctx
+        )
+        self.decoder = VisionLayers(config, environment)
+
+    def forward(self, images: Tensor) -> VisionOutput:
+        *_, last = self.states(images)
+        return self.finish(last)
+
+    def states(self, images: Tensor) -> Iterator[Tensor]:
+        """[B, S, H] before the first layer, then behind each; a layer runs when its state is asked for."""
+        return self.decoder.states(self.embed(images))
+
+    def behind(self, state: int) -> list[nn.Module]:
+        """The modules that take no part in making `states` up to number `state`."""
+        return [*list(self.decoder.layers)[state:], *self.finishing()]
+
+    def embed(self, images: Tensor) -> Tensor:
+        """[B, C, img_h, img_w] -> [B, S, H]"""
+        raise NotImplementedError
+
+    def finishing(self) -> list[nn.Module]:
+        """The modules that `finish` uses."""
+        raise NotImplementedError
+
+    def finish(self, x: Tensor) -> VisionOutput:
+        """From the state [B, S, H] behind the last layer."""
+        raise NotImplementedError
+
+
+class ClipTower(VisionTower):
+    """CLIP: a class token before the patches, a norm before the layers; the pooled vector is its state, normalized."""
+
+    class_token: Tensor
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
+        width, ctx = config.hidden_size, self.ctx
+        self.declare("class_token", ParameterLayout((width,), normal(config.init_method_std)))
+        self.ln_pre = build_norm(config.normalization, width, config.norm_epsilon, ctx)
+        self.ln_post: nn.Module | None = None
+        if config.has_pooler:
+            self.ln_post = build_norm(config.normalization, width, config.norm_epsilon, ctx)
+
+    def embed(self, images: Tensor) -> Tensor:
+        patches = self.conv1(images)
+        first = self.class_token.expand(len(patches), 1, -1)
+        return self.ln_pre(torch.cat((first, patches), dim=1) + self.position_embeddings.weight)
+
+    def finishing(self) -> list[nn.Module]:
+        return [] if self.ln_post is None else [self.ln_post]
+
+    def finish(self, x: Tensor) -> VisionOutput:
+        return VisionOutput(x, None if self.ln_post is None else self.ln_post(x[:, 0]))
+
+
+class SiglipTower(VisionTower):
+    """SigLIP: patches only, a norm behind the layers; the pooled vector is made by attention to all of them."""
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
+        self.ln_post = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, self.ctx)
+        self.head = AttentionPooling(config, environment) if config.has_pooler else None
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self.conv1(images) + self.position_embeddings.weight
+
+    def finishing(self) -> list[nn.Module]:
+        return [self.ln_post] if self.head is None else [self.ln_post, self.head]
+
+    def finish(self, x: Tensor) -> VisionOutput:
+        x = self.ln_post(x)
+        return VisionOutput(x, None if self.head is None else self.head(x))
+
+
+TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower}
+"""By vision_model_type."""
+
+
+def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> VisionTower:
+    """A tower for any model; under sequence parallelism it has whole sequences on every rank."""
+    whole = replace(environment.parallel, sequence_parallel=False)
+    return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
+
+
+class VisionModel(nn.Module):
+    """images [B, C, img_h, img_w] -> VisionOutput."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("images",)
+
+    def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_model = build_tower(config, environment)
+
+    def forward(self, images: Tensor) -> VisionOutput:
+        return self.vision_model(images)
+
+
+class VisionClassifier(nn.Module):
+    """images [B, C, img_h, img_w] -> logits [B, num_classes], from the mean over the patches."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("images",)
+
+    def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        assert config.num_classes is not None
+        self.config = config
+        self.vision_model = build_tower(config, environment)
+        self.classification_head = ReplicatedLinear(
+            config.hidden_size, config.num_classes, environment.parallel, init=normal(config.init_method_std)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        states = self.vision_model(images).hidden_states
+        patches = states[:, 1:] if self.config.has_class_token else states
+        return self.classification_head(patches.mean(1))
+
+
+def build_vision(config: VisionConfig, environment: ModelEnvironment) -> VisionModel | VisionClassifier:
+    return VisionModel(config, environment) if config.num_classes is None else VisionClassifier(config, environment)

@@ -1,0 +1,29 @@
+"""Runs a function where triton interprets kernels on CPU tensors.
+
+The switch has to be set before triton is imported, and an imported triton cannot be switched; so the function runs
+in a process of its own, forked from one that has torch and not triton.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mt_core.nn.kernels.catalogue import KERNELS
+from mt_core.nn.kernels.request import KernelName
+from mt_core.testing import run_ranks
+
+
+def run_interpreted(function: Callable[..., Any], *args: Any, ranks: int = 1) -> list[Any]:
+    """What function(rank, world, *args) returned on each rank. function has to be a module's."""
+    return run_ranks(ranks, _switched_on, function, args)
+
+
+def _switched_on(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"
+    return function(rank, world, *args)
+
+
+def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:
+    return {i.name: i for i in KERNELS[kernel]}[name].function.load()

@@ -1,0 +1,417 @@
+"""Models cut into pipeline stages against the same models in one process: loss and every gradient.
+
+A test starts its ranks once and goes through many cases; ranks return what differs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench.pipeline_bubble import measured, stage_times
+from torch import Tensor, nn
+
+from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import initialize, parameter_layouts
+from mt_core.nn.loss import cross_entropy, vocab_parallel_cross_entropy
+from mt_core.nn.stage import Stage
+from mt_core.optim.main_weights import CopiedWeights
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.parallel.pipeline.exchange import Exchange
+from mt_core.parallel.pipeline.orders import Kind
+from mt_core.parallel.pipeline.partition import balanced_stages
+from mt_core.parallel.pipeline.pipeline import Pipeline
+from mt_core.parallel.pipeline.placement import stages_of_rank
+from mt_core.parallel.pipeline.schedules import get_schedule, rank_actions
+from mt_core.parallel.pipeline.simulator import simulate
+from mt_core.parallel.pipeline.timeline import COMPUTATION
+from mt_core.parallel.pipeline.trace import ScheduleRecorder
+from mt_core.plugins import load_plugins
+from mt_core.testing import run_ranks
+
+pytestmark = pytest.mark.dist
+
+VOCAB, SEQUENCE = 29, 8
+INPUTS = ("tokens", "position_ids", "segment_ids")
+LLAMA = {"family": "llama", "num_query_groups": 1, "untie_embeddings_and_output_weights": True}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt tied": {"family": "gpt", "max_position_embeddings": 16, "untie_embeddings_and_output_weights": False},
+    "llama": LLAMA,
+    "llama tied": {**LLAMA, "untie_embeddings_and_output_weights": False},
+}
+STAGES_PER_RANK = {
+    "gpipe": (1,),
+    "1f1b": (1,),
+    "interleaved_1f1b": (2,),
+    "interleaved_zero_bubble": (1, 2),
+    "zbv_zero_bubble": (2,),
+    "dualpipe_v": (2,),
+}
+
+
+def build(host: Any, keys: Mapping[str, Any], ctx: ParallelContext, stages: tuple[Stage, ...] | None, layers: int):
+    shape = {"num_layers": layers, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB, **keys}
+    settings = [
+        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in shape.items()
+    ]
+    settings += [f"data.seq_length={SEQUENCE}", "train.train_iters=1"]
+    config = load_config(overrides=settings, host=host).config
+    environment = ModelEnvironment(config, ctx, host, stages)
+    model = host.models.get(config.model.family).build.load()(config.model, environment)
+    initialize(model, 3, ctx)
+    return model
+
+
+def micro_batches(count: int, sequence: int = SEQUENCE) -> list[dict[str, Tensor]]:
+    """Samples with a different weight each, so that exchanging two would show."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, VOCAB, (count, 2, sequence + 1), generator=generator)
+    return [
+        {"tokens": own[:, :-1], "labels": own[:, 1:], "weight": torch.tensor(1.0 + number)}
+        for number, own in enumerate(ids)
+    ]
+
+
+def share(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return (cross_entropy(output, batch) * batch["weight"]).sum() / 100
+
+
+def one_process(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    total = torch.zeros(())
+    for batch in batches:
+        part = share(model(batch["tokens"]), batch)
+        part.backward()
+        total += part.detach()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def summed_over_ranks(
+    loss: Tensor, model: Any, ctx: ParallelContext, *, add_copies: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients of all ranks; those of copies of a weight are added."""
+    held: list[Any] = [None] * ctx.pp.size
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    dist.all_gather_object(held, (loss, own), group=ctx.pp.group)
+    gradients: dict[str, Tensor] = {}
+    for _, of_rank in held:
+        for name, gradient in of_rank.items():
+            gradients[name] = gradients[name] + gradient if name in gradients and add_copies else gradient
+    return sum(one for one, _ in held), gradients
+
+
+def differences(
+    expected: tuple[Tensor, dict[str, Tensor]], actual: tuple[Tensor, dict[str, Tensor]]
+) -> dict[str, float]:
+    """Of loss and gradients, relative to the largest value of each."""
+    assert expected[1].keys() == actual[1].keys(), expected[1].keys() ^ actual[1].keys()
+    found = {"loss": relative(actual[0], expected[0])}
+    return found | {name: relative(actual[1][name], expected[1][name]) for name in expected[1]}
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+
+
+def pipeline_of(
+    host: Any, keys: Mapping[str, Any], schedule: str, stages: Sequence[Stage], ctx: ParallelContext, layers: int
+):
+    numbers = stages_of_rank(ctx.pp.rank, len(stages), ctx.pp.size, get_schedule(schedule).placement)
+    model = build(host, keys, ctx, tuple(stages[number] for number in numbers), layers)
+    return model, Pipeline(model, stages, schedule, ctx, inputs=INPUTS)
+
+
+def train(
+    rank: int, world: int, families: Sequence[str], schedules: Sequence[str], counts: Sequence[int], layers: int
+) -> dict[str, float]:
+    """The largest difference of each case."""
+    host, ctx, found = load_plugins(), build_parallel_context(AxisSizes(pp=world)), {}
+    for family, count in itertools.product(families, counts):
+        keys, batches = FAMILIES[family], micro_batches(count)
+        expected = one_process(build(host, keys, ParallelContext(), None, layers), batches)
+        for schedule in schedules:
+            for each in STAGES_PER_RANK[schedule]:
+                stages = balanced_stages(layers, each * world, embedding_cost=0.5, output_cost=1.0)
+                model, pipeline = pipeline_of(host, keys, schedule, stages, ctx, layers)
+                loss = pipeline.forward_backward(batches, share)
+                actual = summed_over_ranks(loss, model, ctx)
+                found[f"{family}, {schedule} x {each}, {count}"] = max(differences(expected, actual).values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "families", "counts", "layers"),
+    [(2, ["gpt tied", "llama", "llama tied"], [1, 3, 4], 5), (4, ["gpt tied", "llama"], [3, 11], 9)],
+)
+def test_every_schedule_computes_the_gradients_of_one_process(world, families, counts, layers) -> None:
+    """Layers that do not divide evenly; fewer and more micro-batches than stages, and no multiples."""
+    for found in run_ranks(world, train, families, list(STAGES_PER_RANK), counts, layers):
+        assert len(found) == len(families) * len(counts) * 7
+        assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
+
+
+def mutated(rank: int, world: int, mutation: str) -> float:
+    """The largest difference with one thing broken."""
+    host, ctx, layers = load_plugins(), build_parallel_context(AxisSizes(pp=world)), 4
+    keys, batches = FAMILIES["gpt tied"], micro_batches(3)
+    expected = one_process(build(host, keys, ParallelContext(), None, layers), batches)
+    stages = balanced_stages(layers, world)
+    if mutation == "wrong sequence of stages":
+        swapped = zip(stages, [stages[1].layers, stages[0].layers], strict=True)
+        stages = [replace(stage, layers=numbers) for stage, numbers in swapped]
+    model, pipeline = pipeline_of(host, keys, "1f1b", stages, ctx, layers)
+    loss = pipeline.forward_backward(batches, share)
+    actual = summed_over_ranks(loss, model, ctx, add_copies=mutation != "copies not added")
+    return max(differences(expected, actual).values())
+
+
+@pytest.mark.parametrize("mutation", ["copies not added", "wrong sequence of stages"])
+def test_a_broken_pipeline_is_noticed(mutation) -> None:
+    assert min(run_ranks(2, mutated, mutation)) > 1e-3
+
+
+def evaluated_and_resized(rank: int, world: int) -> dict[str, float]:
+    """Evaluation between steps, other lengths and counts from call to call and within one, frozen weights."""
+    host, ctx, layers, found = load_plugins(), build_parallel_context(AxisSizes(pp=world)), 3, {}
+    stages = balanced_stages(layers, world)
+    model, pipeline = pipeline_of(host, FAMILIES["llama tied"], "1f1b", stages, ctx, layers)
+    reference = build(host, FAMILIES["llama tied"], ParallelContext(), None, layers)
+    mixed = [*micro_batches(1, 5), *micro_batches(2), *micro_batches(1, 3)]
+    for step, batches in enumerate([micro_batches(2), micro_batches(5, 6), mixed, micro_batches(1)]):
+        model.zero_grad(), reference.zero_grad()
+        evaluated = pipeline.forward(batches, share)
+        assert evaluated.dtype == torch.float64
+        assert not evaluated.requires_grad
+        assert all(p.grad is None for p in model.parameters())
+        loss = pipeline.forward_backward(batches, share)
+        expected = one_process(reference, batches)
+        found[f"evaluation {step}"] = relative(summed_over_ranks(evaluated, model, ctx)[0], expected[0])
+        actual = summed_over_ranks(loss, model, ctx)
+        found |= {f"step {step}, {name}": value for name, value in differences(expected, actual).items()}
+    assert pipeline.forward_backward([], share) == 0
+    return found
+
+
+def frozen(rank: int, world: int, schedule: str) -> dict[str, float]:
+    """The whole first stage frozen: no gradient comes back to it, and the second has no leaf to stop at."""
+    host, ctx, layers = load_plugins(), build_parallel_context(AxisSizes(pp=world)), 4
+    stages = balanced_stages(layers, world * STAGES_PER_RANK[schedule][-1])
+    model, pipeline = pipeline_of(host, FAMILIES["llama"], schedule, stages, ctx, layers)
+    reference = build(host, FAMILIES["llama"], ParallelContext(), None, layers)
+    for one in (model, reference):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(not name.startswith(("embedding", "decoder.layers.0.", "decoder.layers.1.")))
+    batches = micro_batches(3)
+    expected = one_process(reference, batches)
+    return differences(expected, summed_over_ranks(pipeline.forward_backward(batches, share), model, ctx))
+
+
+class TwoStreams(nn.Module):
+    """As an encoder-decoder: from stage 1 on a second tensor goes along, which later stages read and pass on."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in numbers})
+        for number in numbers:
+            nn.init.orthogonal_(self.layers[str(number)].weight, generator=torch.Generator().manual_seed(number))
+            nn.init.constant_(self.layers[str(number)].bias, 0.1 * number)
+
+    def run_stage(self, stage: Stage, hidden: Any, x: Tensor, flag: Tensor) -> Any:
+        own = self.layers[str(stage.layers.start)]
+        if stage.first:
+            return own(x).tanh()
+        if not isinstance(hidden, tuple):
+            return own(x + 1).tanh(), hidden, flag
+        state, memory, flag = hidden
+        assert flag.dtype == torch.bool
+        state = own(state).tanh() * memory.where(flag, 0.5)
+        return state if stage.last else (state, memory, flag)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        yield self.layers[str(stage.layers.start)]
+
+
+def two_streams(rank: int, world: int, schedule: str) -> dict[str, float]:
+    ctx, count = build_parallel_context(AxisSizes(pp=world)), 4
+    stages = balanced_stages(count, count)
+    generator = torch.Generator().manual_seed(1)
+    batches = [{"x": torch.randn(2, 4, generator=generator), "flag": torch.randn(2, 4, generator=generator) > 0}] * 3
+    total, whole = torch.zeros(()), TwoStreams(range(count))
+    for batch in batches:
+        hidden = None
+        for stage in stages:
+            hidden = whole.run_stage(stage, hidden, **batch)
+        hidden.square().sum().backward()
+        total += hidden.detach().square().sum()
+    expected = total, {name: p.grad for name, p in whole.named_parameters()}
+    model = TwoStreams(stages_of_rank(rank, count, world, get_schedule(schedule).placement))
+    pipeline = Pipeline(model, stages, schedule, ctx, inputs=("x", "flag"))
+    loss = pipeline.forward_backward(batches, lambda output, batch: output.square().sum())
+    return differences(expected, summed_over_ranks(loss, model, ctx))
+
+
+def small_cases(rank: int, world: int) -> dict[str, float]:
+    found = evaluated_and_resized(rank, world)
+    for schedule in ("1f1b", "interleaved_zero_bubble"):
+        found |= {f"frozen, {schedule}, {name}": value for name, value in frozen(rank, world, schedule).items()}
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"):
+        found |= {f"two streams, {schedule}, {name}": v for name, v in two_streams(rank, world, schedule).items()}
+    return found
+
+
+def test_evaluation_other_shapes_frozen_stages_and_several_tensors_between_stages() -> None:
+    for found in run_ranks(2, small_cases):
+        assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
+
+
+def in_bf16(rank: int, world: int, schedule: str) -> dict[str, bool]:
+    """Gradients added up in fp32 by hooks, as the trainer does for 16-bit weights, with any schedule."""
+    host, layers = load_plugins(), 4
+    ctx = replace(build_parallel_context(AxisSizes(pp=world)), params_dtype=torch.bfloat16)
+    stages = balanced_stages(layers, world * STAGES_PER_RANK[schedule][-1])
+    model, pipeline = pipeline_of(host, FAMILIES["llama"], schedule, stages, ctx, layers)
+    reference = build(host, FAMILIES["llama"], ParallelContext(params_dtype=torch.bfloat16), None, layers)
+    mine, theirs = CopiedWeights(model), CopiedWeights(reference)
+    batches = micro_batches(3)
+    pipeline.forward_backward(batches, share)
+    one_process(reference, batches)
+    expected = dict(theirs.named_parameters())
+    return {name: torch.equal(copy.grad, expected[name].grad) for name, copy in mine.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_bf16_gradients_accumulate_in_fp32_bit_for_bit(schedule) -> None:
+    for found in run_ranks(2, in_bf16, schedule):
+        assert len(found) > 10
+        assert all(found.values()), found
+
+
+def with_sequence_parallel(rank: int, world: int) -> dict[str, float]:
+    """Two pipeline ranks of two tensor-parallel ranks: hidden states are half as long."""
+    host, layers, keys = load_plugins(), 3, FAMILIES["llama"] | {"num_query_groups": 2}
+    ctx = build_parallel_context(AxisSizes(tp=2, pp=2), sequence_parallel=True)
+    batches = micro_batches(3)
+    reference = build(host, keys, ParallelContext(), None, layers)
+    expected_loss, expected = one_process(reference, batches)
+    model, pipeline = pipeline_of(host, keys, "1f1b", balanced_stages(layers, 2), ctx, layers)
+    columns = 0 if model.output_layer is None else model.output_layer.weight.shape[0]
+    loss_of = vocab_parallel_cross_entropy(ctx.tp.rank * columns, ctx.tp)
+    loss = pipeline.forward_backward(
+        batches, lambda output, batch: (loss_of(output, batch) * batch["weight"]).sum() / 100
+    )
+    dist.all_reduce(loss, group=ctx.pp.group)
+    found, layouts, canonical = (
+        {"loss": relative(loss, expected_loss)},
+        parameter_layouts(model),
+        parameter_layouts(reference),
+    )
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        for axis in layouts[name].partial_gradient:
+            gradient = all_reduce(gradient, ctx.axis(axis))
+        own = layouts[name].to_local(canonical[name].to_canonical(expected[name]), ctx)
+        found[name] = relative(gradient, own)
+    return found
+
+
+def test_with_sequence_parallel() -> None:
+    for found in run_ranks(4, with_sequence_parallel):
+        assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
+
+
+def hooks_and_notes(rank: int, world: int) -> dict[str, Any]:
+    host, ctx, layers = load_plugins(), build_parallel_context(AxisSizes(pp=world)), 4
+    stages = balanced_stages(layers, 2 * world)
+    numbers = stages_of_rank(rank, len(stages), world, "v")
+    model = build(host, FAMILIES["llama"], ctx, tuple(stages[number] for number in numbers), layers)
+    recorder, completed = ScheduleRecorder(ctx.device), {}
+
+    @contextmanager
+    def last_backward(stage: Stage) -> Iterator[None]:
+        assert stage not in completed
+        yield
+        own = [p for module in model.stage_modules(stage) for p in module.parameters()]
+        completed[stage] = [p.grad.clone() for p in own]
+
+    pipeline = Pipeline(
+        model, stages, "zbv_zero_bubble", ctx, inputs=INPUTS, recorder=recorder, last_backward=last_backward
+    )
+    recorder.begin(ctx.pp)
+    pipeline.forward_backward(micro_batches(3), share)
+    unchanged = all(
+        torch.equal(p.grad, kept)
+        for stage, gradients in completed.items()
+        for p, kept in zip([p for m in model.stage_modules(stage) for p in m.parameters()], gradients, strict=True)
+    )
+    timeline = recorder.gather(ctx.pp)
+    return {"stages": len(completed), "unchanged": unchanged, "timeline": timeline}
+
+
+def test_gradients_are_complete_after_the_last_backward_and_every_action_is_recorded() -> None:
+    results = run_ranks(2, hooks_and_notes)
+    for result in results:
+        assert (result["stages"], result["unchanged"]) == (2, True)
+    first, second = (result["timeline"] for result in results)
+    assert first == second
+    for rank, spans in enumerate(first.ranks):
+        expected = rank_actions("zbv_zero_bubble", 2, 4, 3, rank, training=True)
+        assert sorted(span.action for span in spans) == sorted(expected)
+        ends = [span.end for span in spans if span.action.kind in COMPUTATION]
+        assert ends == sorted(ends)
+    # What one rank makes is there before another works on it.
+    forward = {
+        span.action.stage: span
+        for spans in first.ranks
+        for span in spans
+        if span.action[0] is Kind.FORWARD and span.action[2] == 0
+    }
+    assert all(forward[stage].end <= forward[stage + 1].start + 1e-2 for stage in range(3))
+
+
+def unlike(rank: int, world: int) -> str:
+    ctx = build_parallel_context(AxisSizes(pp=world))
+    exchange = Exchange(ctx.pp, ctx.device)
+    if rank == 1:
+        exchange.receive_hidden(0, "key").wait()
+        return ""
+    exchange.send_hidden(torch.ones(2, 3), 1, "key")
+    exchange.finish()
+    with pytest.raises(RuntimeError) as caught:
+        exchange.send_hidden(torch.ones(2, 4), 1, "key")
+    return str(caught.value)
+
+
+def test_hidden_states_that_change_unannounced_are_refused() -> None:
+    message = run_ranks(2, unlike)[0]
+    assert "(2, 4)" in message
+    assert "depend on the shapes of the inputs only" in message
+
+
+def test_stages_that_do_not_fit_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="1f1b cannot divide 2 stages"):
+        Pipeline(TwoStreams([0]), balanced_stages(2, 2), "1f1b", ParallelContext(), inputs=())
+
+
+def slept(rank: int, world: int) -> list[tuple[float, float]]:
+    """Makespan and bubble fraction of stages that sleep."""
+    schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
+    return [(one.makespan, one.bubble_fraction) for one in measured(rank, world, schedules, 4, 0.01)]
+
+
+def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
+    """Never shorter, since sleep is not; and not far above, with room for a busy machine. bench/pipeline_bubble.py
+    measures how near."""
+    found = run_ranks(2, slept)[0]
+    schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
+    for (name, each), (makespan, bubble) in zip(schedules, found, strict=True):
+        expected = simulate(name, 2, 4, stage_times(2, each, 0.01))
+        assert makespan > 0.999 * expected.makespan
+        assert bubble < expected.bubble_fraction + 0.3

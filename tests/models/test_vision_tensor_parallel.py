@@ -1,0 +1,106 @@
+"""Towers and LLaVA divided over two tensor-parallel ranks against the same models in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.vision_reference import config_from, random_images
+from torch import Tensor, nn
+
+from mt_core.nn.embedding import gather_logits
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import initialize, parameter_layouts
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.plugins import load_plugins
+from mt_core.testing import run_ranks
+
+pytestmark = pytest.mark.dist
+
+IMAGE, VOCAB = 60, 51
+TOWER = {
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4,
+    "init_method_std": 0.2,
+}  # fmt: skip
+DECODER = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.2}
+LLAVA = {"family": "llava", "vocab_size": VOCAB, "image_token_index": IMAGE, "vision_model": TOWER}
+CASES = {
+    "CLIP": {"family": "vision", **TOWER},
+    "SigLIP": {"family": "vision", "vision_model_type": "siglip", **TOWER},
+    "classes": {"family": "vision", "num_classes": 3, **TOWER},
+    "LLaVA on Llama": {**LLAVA, "language_model": {"family": "llama", "num_query_groups": 2, **DECODER}},
+    "LLaVA on GPT": {
+        **LLAVA,
+        "language_model": {"family": "gpt", "max_position_embeddings": 16, **DECODER},
+        "vision_projection_type": "affine",
+    },
+}
+
+
+def output(model: nn.Module, case: str, ctx: ParallelContext) -> Tensor:
+    """What the model computes, whole on every rank."""
+    images = random_images(2, 3, 8, 8)
+    if case.startswith("LLaVA"):
+        tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
+        tokens[0, 6:10] = IMAGE  # across the border between the halves of a divided sequence
+        tokens[1, :4] = IMAGE
+        return model(tokens, images)
+    out = model(images)
+    return out if isinstance(out, Tensor) else out.pooled
+
+
+def forward_backward(case: str, host, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
+    """The output, and the model with gradients as the data-parallel step would see them."""
+    sections = {"train": {"loss": "classification"}} if case == "classes" else {}
+    config = config_from(host, CASES[case], data={"seq_length": 16}, **sections)
+    model = host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    initialize(model, 1, ctx)
+    out = output(model, case, ctx)
+    weights = torch.randn(*out.shape[:-1], VOCAB, generator=torch.Generator().manual_seed(4))
+    if case.startswith("LLaVA"):
+        own = model.language_model.embedding.word_embeddings.range
+        (out * weights[..., own.start : own.stop]).sum().backward()
+        out = gather_logits(out.detach(), VOCAB, config.model.make_vocab_size_divisible_by, ctx)
+    else:
+        (out * weights[..., : out.shape[-1]]).sum().backward()
+    layouts = parameter_layouts(model)
+    for name, parameter in model.named_parameters():
+        for axis in layouts[name].partial_gradient:
+            if parameter.grad is not None:
+                parameter.grad = all_reduce(parameter.grad, ctx.axis(axis))
+    return out.detach(), model
+
+
+def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
+    """Of outputs and of this rank's slice of every gradient, in units of the largest value."""
+    host = load_plugins()
+    divided = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
+    found = {}
+    for case in CASES:
+        if sequence_parallel and not case.startswith("LLaVA"):
+            continue
+        out, model = forward_backward(case, host, divided)
+        expected, whole = forward_backward(case, host, ParallelContext())
+        found[f"{case}: output"] = relative(out, expected)
+        layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            if reference[name].grad is None:
+                assert parameter.grad is None, name
+                continue
+            canonical = parameter_layouts(whole)[name].to_canonical(reference[name].grad)
+            found[f"{case}: {name}"] = relative(parameter.grad, layouts[name].to_local(canonical, divided))
+    return found
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_compute_the_outputs_and_gradients_of_one(monkeypatch, sequence_parallel) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for found in run_ranks(2, differences, sequence_parallel):
+        assert len(found) > 50
+        wrong = {name: difference for name, difference in found.items() if difference > 5e-5}
+        assert not wrong
