@@ -3,8 +3,9 @@
     python bench/data_index.py [--documents 20000000] [--repeats 5]
 
 The reference walks the documents one by one in C (compiled here with `cc -O3`), as Megatron's helper does,
-and shuffles with numpy.random.RandomState. Both build the same arrays, which is checked. The runs alternate;
-the medians of wall and processor time and the median of the ratios of wall time are printed.
+and shuffles with numpy.random.RandomState. All build the same arrays, which is checked. The runs alternate;
+medians of wall and processor time are printed for data.index_engine=numpy and, where it is installed, numba,
+and medians of their ratios to the reference. The start of numba is printed apart.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mt_data.datasets.gpt_index import GPTIndexPlan, build_gpt_index
+from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan
+from mt_data.datasets.index_engine import IndexEngine, build_index
 
 SOURCE = r"""
 #include <stdint.h>
@@ -77,10 +82,39 @@ def reference(library: ctypes.CDLL, lengths: np.ndarray, plan: GPTIndexPlan) -> 
     return [documents, samples, order]
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, float, Any]:
-    wall, processor = time.perf_counter(), time.process_time()
-    result = function()
-    return time.perf_counter() - wall, time.process_time() - processor, result
+@dataclass(frozen=True)
+class Times:
+    """Seconds of wall and processor time, one of each for every repetition."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def of(self, function: Callable[[], Any]) -> Any:
+        wall, processor = time.perf_counter(), time.process_time()
+        result = function()
+        self.wall.append(time.perf_counter() - wall)
+        self.processor.append(time.process_time() - processor)
+        return result
+
+    def __str__(self) -> str:
+        return f"wall {statistics.median(self.wall):.3f} s, processor {statistics.median(self.processor):.3f} s"
+
+
+def engines() -> list[IndexEngine]:
+    """Those that are installed; the compiled one is started here, and the time that takes is printed."""
+    if find_spec("numba") is None:
+        print("numba is not installed (mt-data[fast])")
+        return ["numpy"]
+    start = time.perf_counter()
+    build_index("numba", range(100), np.full(100, 50, np.int32), GPTIndexPlan(5000, 7, None, 1))
+    print(f"importing numba and compiling, or loading what was compiled before: {time.perf_counter() - start:.2f} s")
+    return ["numpy", "numba"]
+
+
+def check_equal(index: GPTIndex, expected: list[np.ndarray]) -> None:
+    for mine, true in zip(index.arrays().values(), expected, strict=True):
+        if mine.dtype != true.dtype or not np.array_equal(mine, true):
+            raise SystemExit("the arrays differ from the reference's")
 
 
 def main() -> None:
@@ -91,27 +125,22 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = np.random.default_rng(0).integers(1, 2000, arguments.documents).astype(np.int32)
     plan = GPTIndexPlan(int(lengths.sum(dtype=np.int64)), arguments.sequence_length, None, 1234)
-    ours, theirs, our_processor, their_processor = [], [], [], []
+    theirs, ours = Times(), {engine: Times() for engine in engines()}
     with tempfile.TemporaryDirectory() as folder:
         library = compile_reference(Path(folder))
         for _ in range(arguments.repeats):
-            wall, used, expected = timed(lambda: reference(library, lengths, plan))
-            theirs.append(wall)
-            their_processor.append(used)
-            wall, used, index = timed(lambda: build_gpt_index(range(len(lengths)), lengths, plan))
-            ours.append(wall)
-            our_processor.append(used)
-            for mine, true in zip(index.arrays().values(), expected, strict=True):
-                if mine.dtype != true.dtype or not np.array_equal(mine, true):
-                    raise SystemExit("the arrays differ from the reference's")
-    ratios = [mine / true for mine, true in zip(ours, theirs, strict=True)]
+            expected = theirs.of(lambda: reference(library, lengths, plan))
+            for engine, times in ours.items():
+                build = partial(build_index, engine, range(len(lengths)), lengths, plan)
+                check_equal(times.of(build), expected)
     print(f"{len(lengths)} documents, {plan.tokens_per_epoch} tokens, sequence {plan.sequence_length}; arrays equal")
-    print(f"wall: reference {statistics.median(theirs):.3f} s, ours {statistics.median(ours):.3f} s (two threads)")
-    print(
-        f"processor: reference {statistics.median(their_processor):.3f} s, "
-        f"ours {statistics.median(our_processor):.3f} s"
-    )
-    print(f"ratio ours / reference, wall: median {statistics.median(ratios):.3f} of {[round(r, 3) for r in ratios]}")
+    print(f"reference: {theirs}")
+    for engine, times in ours.items():
+        wall = [mine / true for mine, true in zip(times.wall, theirs.wall, strict=True)]
+        processor = [mine / true for mine, true in zip(times.processor, theirs.processor, strict=True)]
+        print(f"{engine}: {times}")
+        print(f"  ratio to the reference: wall {statistics.median(wall):.3f} of {[round(r, 3) for r in wall]}")
+        print(f"  ratio to the reference: processor {statistics.median(processor):.3f}")
     print(f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} cores, {os.getloadavg()} load")
 

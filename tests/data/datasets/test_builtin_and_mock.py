@@ -66,9 +66,9 @@ def test_mock_documents(stand_in: Any) -> None:
     np.testing.assert_array_equal(tokens.sequence_lengths, lengths)
     longest = int(tokens.sequence_lengths.argmax())
     whole = np.append(np.arange(1, tokens.sequence_lengths[longest]) % 100, 99)
-    np.testing.assert_array_equal(tokens.get(longest), whole)
-    np.testing.assert_array_equal(tokens.get(longest, 90, 30), whole[90:120])
-    np.testing.assert_array_equal(tokens.get(longest, 4000), whole[4000:])
+    np.testing.assert_array_equal(tokens.read(longest), whole)
+    np.testing.assert_array_equal(tokens.read(longest, 90, 30), whole[90:120])
+    np.testing.assert_array_equal(tokens.read(longest, 4000), whole[4000:])
 
 
 def test_mock_samples(stand_in: Any) -> None:

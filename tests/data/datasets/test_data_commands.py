@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mt_core.errors import MtError
+from mt_core.plugins import load_plugins
 from mt_data.commands.build_index import build_index
 from mt_data.commands.preview import preview
 from mt_data.commands.where import where
@@ -84,6 +85,42 @@ def test_build_index_fills_the_cache_that_training_reads(config: str, tmp_path: 
     before = sorted(path.name for path in (tmp_path / "cache" / "mt").iterdir())
     run("where", config, "--sample", "5")
     assert sorted(path.name for path in (tmp_path / "cache" / "mt").iterdir()) == before
+
+
+def without_preset(config: str) -> str:
+    text = Path(config).read_text().replace('preset = "gpt-tiny"', '[model]\nfamily = "gpt"\nnum_layers = 2')
+    Path(config).write_text(text)
+    return config
+
+
+def test_no_other_package_is_needed(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With mt-cli and mt-data alone nothing registers a model family; the section is not looked at."""
+    monkeypatch.setenv("MT_PLUGINS", "data")
+    assert load_plugins().models.names() == []
+    with pytest.raises(MtError, match="no installed plugin brings a preset"):
+        run("where", config, "--sample", "0")
+    without_preset(config)
+    assert "one.jsonl" in run("where", config, "--sample", "0")
+    assert "alpha" in run("preview", config)
+    assert "train: 40 samples" in run("build-index", config)
+
+
+def test_a_layout_for_more_processes_needs_the_batch_size(config: str) -> None:
+    without_preset(config)
+    layout = ["--set", "parallel.tensor_model_parallel_size=8"]
+    with pytest.raises(MtError, match=r"more processes than there are here \(1\).* set train.global_batch_size"):
+        run("where", config, "--sample", "0", *layout)
+    output = run("build-index", config, *layout, "--set", "train.global_batch_size=16")
+    assert "train: 160 samples" in output
+
+
+def test_sections_that_are_read_are_checked(config: str) -> None:
+    with pytest.raises(MtError, match=r"data\.seq_lenght"):
+        run("where", config, "--sample", "0", "--set", "data.seq_lenght=8")
+    with pytest.raises(MtError, match="exactly one of train.train_iters and train.train_samples"):
+        run("where", config, "--sample", "0", "--set", "train.train_samples=8")
+    with pytest.raises(MtError, match="modle"):
+        run("where", config, "--sample", "0", "--set", "modle.num_layers=8")
 
 
 def test_a_configuration_is_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from pydantic import ValidationError
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Dataset, SplitRequest
 from mt_data.datasets.gpt import GPTDataConfig, GPTDataset, build_gpt
+from mt_data.datasets.raw_text import RawTextOptions, tokenized
+from mt_data.preprocess.options import PreprocessOptions
+from mt_data.preprocess.run import preprocess
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 EOD = 99
@@ -328,6 +332,53 @@ def test_raw_jsonl_equals_the_same_tokens_written_first(
     assert "corpus.jsonl: document" in ours.describe(0)
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+def test_any_number_of_workers_writes_the_bytes_of_preprocess(
+    tmp_path: Path, byte_tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch, compressed: bool
+) -> None:
+    monkeypatch.setattr("mt_data.preprocess.plan.MIN_SHARD_BYTES", 20_000)  # so that there are many pieces
+    lines = "".join(json.dumps({"text": f"document {n} " * (n % 7)}) + "\n" for n in range(2000)).encode()
+    raw = tmp_path / ("corpus.jsonl.gz" if compressed else "corpus.jsonl")
+    raw.write_bytes(gzip.compress(lines) if compressed else lines)
+    preprocess(
+        PreprocessOptions(
+            input=(str(raw),),
+            output_prefix=str(tmp_path / "prepared"),
+            tokenizer_type="ByteLevelTokenizer",
+            append_eod=True,
+        )
+    )
+    for workers in (1, 2):
+        cache = tmp_path / f"cache{workers}"
+        prefix = tokenized(str(raw), RawTextOptions("text", workers), byte_tokenizer, cache)
+        for suffix in (".bin", ".idx"):
+            expected = (tmp_path / f"prepared_text_document{suffix}").read_bytes()
+            assert Path(f"{prefix}{suffix}").read_bytes() == expected
+        kept = ["key.json", *(f"text_document{suffix}" for suffix in (".bin", ".idx", ".manifest.json"))]
+        assert sorted(path.name for path in prefix.parent.iterdir()) == kept
+
+
+class OwnTokenizer(ByteLevelTokenizer):
+    """One that no other process can be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callback = lambda: None
+
+
+def test_a_tokenizer_that_cannot_be_sent_is_used_here(tmp_path: Path) -> None:
+    raw = tmp_path / "corpus.jsonl"
+    raw.write_text('{"text": "one"}\n' * 10)
+    assert tokenized(str(raw), RawTextOptions(), OwnTokenizer(), tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"data\.tokenize_workers=2: OwnTokenizer cannot be sent"):
+        tokenized(str(raw), RawTextOptions(workers=2), OwnTokenizer(), tmp_path / "other")
+
+
+def test_a_key_that_is_no_file_name_is_refused(tmp_path: Path, byte_tokenizer: ByteLevelTokenizer) -> None:
+    with pytest.raises(ConfigError, match=r'data\.json_key="a/b" cannot be part of a file name'):
+        tokenized("corpus.jsonl", RawTextOptions("a/b"), byte_tokenizer, tmp_path)
+
+
 def test_changed_raw_text_is_tokenized_again(tmp_path: Path, byte_tokenizer: ByteLevelTokenizer) -> None:
     raw = tmp_path / "corpus.txt"
     for text in ("a" * 50, "b" * 50):
@@ -338,7 +389,11 @@ def test_changed_raw_text_is_tokenized_again(tmp_path: Path, byte_tokenizer: Byt
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [('{"text": 5}', "must be a text, got int"), ('{"body": "x"}', r"no key 'text' \(keys: body\)"), ("[", "line 2")],
+    [
+        ('{"text": 5}', '"text" is a number, not text'),
+        ('{"body": "x"}', r'no key "text" \(its keys: body\).*data\.json_key'),
+        ("[", "line 2"),
+    ],
 )
 def test_bad_raw_text_names_the_line(line: str, words: str, tmp_path: Path, byte_tokenizer: ByteLevelTokenizer) -> None:
     raw = tmp_path / "bad.jsonl"

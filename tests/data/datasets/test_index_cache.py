@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import shutil
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
@@ -145,6 +147,21 @@ def test_two_jobs_at_once(locks: bool, tmp_path: Path) -> None:
     entries = [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
     assert len(entries) == 1
     check(IndexCache(tmp_path / "cache").get(KEY, Counted()))
+
+
+def test_what_a_killed_job_began_goes_after_a_day(tmp_path: Path) -> None:
+    IndexCache(tmp_path).get(KEY, Counted())
+    (entry,) = tmp_path.iterdir()
+    shutil.rmtree(entry)
+    old, young = tmp_path / f"{entry.name}.tmp-old", tmp_path / f"{entry.name}.tmp-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "rows.npy").write_bytes(b"half")
+        for path in (folder / "rows.npy", folder):
+            os.utime(path, (0, 0))
+    os.utime(young / "rows.npy")  # a job that is still at work
+    check(IndexCache(tmp_path).get(KEY, Counted()))
+    assert sorted(tmp_path.iterdir()) == [entry, young]
 
 
 def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import struct
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from mt_core.errors import DataError
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, check_files, verify
 
+FORK = multiprocessing.get_context("fork")
 Damage = Callable[[Path, Path], object]
 
 
@@ -148,6 +152,73 @@ def test_a_file_that_shrinks_while_read_plainly_is_an_error(write: Any) -> None:
     with pytest.raises(DataError, match=r"data\.bin shrank after it was opened, from 20 to 14 bytes"):
         data[4]
     assert data[0].tolist() == [1, 2, 3]
+
+
+PAGE = 4096
+USES: dict[str, Callable[[IndexedDataset], object]] = {
+    "a view": lambda data: data[2 * PAGE].tolist(),
+    "a copy": lambda data: data.read(2 * PAGE).tolist(),
+    "lengths": lambda data: int(data.sequence_lengths.sum()),
+    "documents": lambda data: int(data.document_indices.sum()),
+    "offsets": lambda data: int(data.byte_offsets.sum()),
+}
+
+
+def use_after_shrinking(prefix: str, suffix: str, use: str) -> None:
+    """Exit code 7: the data set was of use, then its file lost what is asked for, and that was a DataError."""
+    data = IndexedDataset(prefix)
+    USES[use](data)
+    os.truncate(prefix + suffix, PAGE)
+    try:
+        USES[use](data)
+    except DataError as error:
+        os._exit(7 if f"data{suffix} shrank after it was opened" in str(error) else 8)
+
+
+# In a process of its own: what is to be shown is that the system does not end it (SIGBUS).
+@pytest.mark.parametrize(("suffix", "use"), [(".bin", "a view"), (".bin", "a copy"), *((".idx", use) for use in USES)])
+def test_a_mapped_file_that_shrinks_is_an_error(write: Any, suffix: str, use: str) -> None:
+    prefix = write(documents=[[[1]]] * (3 * PAGE))
+    child = FORK.Process(target=use_after_shrinking, args=(prefix, suffix, use))
+    child.start()
+    child.join()
+    assert child.exitcode == 7
+
+
+def read_until_it_shrinks(prefix: str, ready: Connection) -> None:
+    data = IndexedDataset(prefix)
+    ready.send(None)
+    try:
+        while True:
+            for number in range(0, len(data), 97):
+                assert data.read(number).tolist() == [1]
+    except DataError as error:
+        os._exit(7 if "shrank after it was opened" in str(error) else 8)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_shrinks_in_the_middle_of_reading_is_an_error(write: Any, suffix: str) -> None:
+    prefix = write(documents=[[[1]]] * (3 * PAGE))
+    whole = Path(prefix + suffix).read_bytes()
+    for attempt in range(20):
+        Path(prefix + suffix).write_bytes(whole)
+        ours, theirs = FORK.Pipe()
+        child = FORK.Process(target=read_until_it_shrinks, args=(prefix, theirs))
+        child.start()
+        ours.recv()
+        time.sleep(attempt * 0.0005)
+        os.truncate(prefix + suffix, PAGE)
+        child.join()
+        assert child.exitcode == 7
+
+
+def test_a_file_that_was_removed_is_read_to_its_end(write: Any) -> None:
+    prefix = write()
+    data = IndexedDataset(prefix)
+    assert data[0].tolist() == data.read(0).tolist() == [1, 2, 3]
+    for suffix in (".bin", ".idx"):
+        os.unlink(prefix + suffix)
+    assert data[4].tolist() == data.read(4).tolist() == [7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("mmap", [True, False])

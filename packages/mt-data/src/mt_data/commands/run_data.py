@@ -26,9 +26,13 @@ SetOption = Annotated[
 SplitOption = Annotated[str, typer.Option(help="train, valid or test.")]
 
 
+SECTIONS = ("tokenizer", "data", "parallel", "train")
+"""Sections of the configuration that decide which samples a run sees."""
+
+
 @dataclass(frozen=True)
 class RunData:
-    """A configuration with its tokenizer."""
+    """A configuration (of SECTIONS alone) with its tokenizer."""
 
     config: Config
     tokenizer: Tokenizer
@@ -52,15 +56,31 @@ class RunData:
 
 
 def load_run_data(config: Path | None, preset: str | None, overrides: list[str] | None) -> RunData:
-    """Read the configuration and build its tokenizer. Raises ConfigError."""
-    from mt_core.config.loading import load_config
+    """Read what decides the data of a run, and build its tokenizer. Raises ConfigError.
+
+    The other sections are not looked at: no model family need be installed.
+    """
+    from mt_core.config.loading import load_sections
     from mt_core.plugins import load_plugins
 
     if config is None and preset is None:
         raise ConfigError("give a configuration file, or --preset NAME")
     host = load_plugins()
-    loaded = load_config(config, preset=preset, overrides=overrides or (), host=host).config
+    loaded = load_sections(SECTIONS, config, preset=preset, overrides=overrides or (), host=host)
+    _check_number_of_samples(loaded)
     return RunData(loaded, build_tokenizer(loaded, host), host)
+
+
+def _check_number_of_samples(config: Config) -> None:
+    """Raises ConfigError when the configuration does not say how many samples the run takes."""
+    from mt_core.config.checks import check_duration, global_batch_size, world_size
+
+    check_duration(config)
+    if global_batch_size(config) == 0:
+        raise ConfigError(
+            f"the run divides its model over more processes than there are here ({world_size()}), so that its batch "
+            "size, and with it the number of samples, is not known: set train.global_batch_size"
+        )
 
 
 def checked_split(split: str) -> Split:

@@ -53,7 +53,7 @@ class BuiltinDataset(GPTDataset):
         """Loss on samples of another split of a bigram model counted on this one; nothing for large vocabularies."""
         if self.rules.vocab_size > LARGEST_VOCABULARY:
             return {}
-        tokens = np.concatenate([self.source.get(i) for i in range(len(self.source.sequence_lengths))])
+        tokens = np.concatenate([self.source.read(i) for i in range(len(self.source.sequence_lengths))])
         windows = (valid.window(index) for index in samples)
         return {"bigram": bigram_loss(tokens, windows, self.rules.vocab_size)}
 

@@ -56,7 +56,8 @@ class IndexedDataConfig(DataConfig):
     data_cache_path: str | None = None
     """Folder for built indices, and for tokens of raw text. Default: `cache/mt` beside the first token file."""
     mmap_bin_files: bool = True
-    """Map token files into memory; false reads them with ordinary reads."""
+    """Map the arrays of `.idx` into memory, which the processes of a machine then share; false reads them. Tokens
+    are read by the system either way, so that a file that shrinks, or a disk that fails, is an error."""
     mid_level_dataset_surplus: NonNegativeFloat = Field(0.005)
     """Each data set of a weighted blend is built for this much more than its share."""
     accept_tokenizer_mismatch: bool = False

@@ -13,8 +13,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from mt_core.errors import DataError
 T = TypeVar("T")
 FORMAT = 1
 """Raised when entries of an older program must not be used any more."""
+LEFTOVER_SECONDS = 24 * 3600
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +64,7 @@ class ContentCache:
     def _make(
         self, entry: Path, key: Mapping[str, Any], write: Callable[[Path], None], read: Callable[[Path], T]
     ) -> None:
+        _remove_leftovers(entry)
         temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=self.directory))
         try:
             write(temporary)
@@ -86,6 +89,14 @@ def _read(entry: Path, read: Callable[[Path], T]) -> T | None:
     except _UNREADABLE as error:
         log.warning("cache entry %s is damaged (%s); it is made again", entry, error)
         return None
+
+
+def _remove_leftovers(entry: Path) -> None:
+    """Remove what killed jobs began: nobody has written there for a day, on whichever machine the job was."""
+    for folder in entry.parent.glob(f"{entry.name}.tmp-*"):
+        with suppress(OSError):  # another job may remove it at the same time
+            if time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > LEFTOVER_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _move_into_place(temporary: Path, entry: Path, read: Callable[[Path], T]) -> None:

@@ -103,7 +103,7 @@ def build_fim(config: FIMDataConfig, tokenizer: Tokenizer, request: SplitRequest
         samples = gpt_over_file(tokens, num_samples, config, sample_rules, request)
         return FIMDataset(samples, rules, tokenizer, request.seed)
 
-    return build_from_files(config, tokenizer, request, make, json_key=config.json_key)
+    return build_from_files(config, tokenizer, request, make, raw_text=config.raw_text_options())
 
 
 class FIMDataset:
@@ -119,11 +119,11 @@ class FIMDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        window = self.samples.window(index)
-        filled = sum(length for _, _, length in self.samples.pieces(index))
+        plan = self.samples.plan
+        size = plan.sequence_length + plan.extra
         random = np.random.default_rng([self.seed, index])
-        arranged = rearrange_documents(window[:filled], self.rules, self.tokenizer, random)[: len(window)]
-        result = np.full(len(window), self.samples.rules.pad, np.int64)
+        arranged = rearrange_documents(self.samples.tokens(index), self.rules, self.tokenizer, random)[:size]
+        result = np.full(size, self.samples.rules.pad, np.int64)
         result[: len(arranged)] = arranged
         return self.samples.sample_of(result)
 

@@ -7,13 +7,16 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest, Tokenizer
 from mt_data.datasets.config import IndexedDataConfig
-from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, build_gpt_index
+from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan
+from mt_data.datasets.index_engine import IndexEngine, build_index
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
 from mt_data.datasets.progress import index_progress
+from mt_data.datasets.raw_text import RawTextOptions
 from mt_data.datasets.samples import SampleRules, causal_sample
 
 
@@ -34,6 +37,15 @@ class GPTDataConfig(IndexedDataConfig):
     """Mask labels equal to the padding id although it is another special id too."""
     json_key: str = "text"
     """Field (or Parquet column) of raw text that holds the document."""
+    tokenize_workers: PositiveInt | None = None
+    """Processes that tokenize raw text. Default: the cores of this process, fewer for a small text. Does not change
+    the tokens."""
+    index_engine: IndexEngine = "auto"
+    """What builds the index: `numpy`, `numba` (a third of the time, `pip install "mt-data[fast]"`), or `auto`: numba
+    where it is installed and there are millions of documents. The arrays are the same."""
+
+    def raw_text_options(self) -> RawTextOptions:
+        return RawTextOptions(self.json_key, self.tokenize_workers)
 
 
 def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
@@ -47,7 +59,7 @@ def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest
     def make(tokens: OpenedTokens, num_samples: int | None) -> GPTDataset:
         return gpt_over_file(tokens, num_samples, config, rules, request)
 
-    return build_from_files(config, tokenizer, request, make, json_key=config.json_key)
+    return build_from_files(config, tokenizer, request, make, raw_text=config.raw_text_options())
 
 
 def gpt_over_file(
@@ -72,7 +84,7 @@ def gpt_over_file(
         with index_progress(
             f"GPT index of {tokens.name}, {request.split}", 2 * len(elements) * plan.epochs
         ) as progress:
-            return build_gpt_index(elements, lengths, plan, progress).arrays()
+            return build_index(config.index_engine, elements, lengths, plan, progress).arrays()
 
     key = tokens.cache_key("gpt", elements, **plan.key())
     index = GPTIndex(**tokens.cache.get(key, build))
@@ -92,7 +104,7 @@ class TokenSource(Protocol):
     @property
     def sequence_lengths(self) -> NDArray[np.int32]: ...
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+    def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
 
 class GPTDataset:
@@ -129,18 +141,28 @@ class GPTDataset:
         return causal_sample(window.copy(), labels, self.rules)
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """The tokens of sample `index`: [sequence_length + extra], padded at the end when the data is over.
+        """`tokens(index)`, padded at the end when the data is over: [sequence_length + extra]."""
+        tokens = self.tokens(index)
+        window = np.full(self.plan.sequence_length + self.plan.extra, self.rules.pad, np.int64)
+        window[: len(tokens)] = tokens
+        return window
 
-        Raises DataError for an id that the tokenizer does not have, and IndexError outside of [0, len).
+    def tokens(self, index: int) -> NDArray[np.int64]:
+        """The tokens of sample `index`: [sequence_length + extra], fewer when the data is over.
+
+        Raises DataError for an id that the tokenizer does not have and for a file that is no longer what it was,
+        and IndexError outside of [0, len).
         """
-        tokens = np.full(self.plan.sequence_length + self.plan.extra, self.rules.pad, np.int64)
-        filled = 0
-        for document, offset, length in self.pieces(index):
-            tokens[filled : filled + length] = self.source.get(document, offset, length)
-            filled += length
+        parts = [self.source.read(*place) for place in self._places(index)]
+        tokens = np.concatenate(parts).astype(np.int64)
+        if len(tokens) > self.plan.sequence_length + self.plan.extra:
+            raise DataError(
+                f"sample {index} has {len(tokens)} tokens, more than its index says; {self.name} was written anew "
+                "while it was read: start again"
+            )
         # As unsigned numbers negative ids are the largest.
-        if filled and tokens[:filled].view(np.uint64).max() >= self.rules.vocab_size:
-            raise DataError(self._foreign_id(index, tokens[:filled]))
+        if len(tokens) and tokens.view(np.uint64).max() >= self.rules.vocab_size:
+            raise DataError(self._foreign_id(index, tokens))
         return tokens
 
     def _foreign_id(self, index: int, tokens: NDArray[np.int64]) -> str:
@@ -156,6 +178,15 @@ class GPTDataset:
 
         Raises IndexError outside of [0, len).
         """
+        lengths = self.source.sequence_lengths
+        pieces = [
+            (document, offset, int(lengths[document]) - offset if length is None else length)
+            for document, offset, length in self._places(index)
+        ]
+        return [piece for piece in pieces if piece[2] > 0]
+
+    def _places(self, index: int) -> list[tuple[int, int, int | None]]:
+        """(document, offset, length) of each piece; length None is all the rest of the document."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)} samples")
         row = int(self.index.shuffle_index[index])
@@ -163,11 +194,8 @@ class GPTDataset:
         documents = self.index.document_index[first : last + 1].tolist()
         if len(documents) == 1:
             return [(documents[0], offset, end - offset + self.plan.extra)]
-        lengths = self.source.sequence_lengths
-        pieces = [(documents[0], offset, int(lengths[documents[0]]) - offset)]
-        pieces += [(document, 0, int(lengths[document])) for document in documents[1:-1]]
-        pieces.append((documents[-1], 0, end + self.plan.extra))
-        return [piece for piece in pieces if piece[2] > 0]
+        whole = [(document, 0, None) for document in documents[1:-1]]
+        return [(documents[0], offset, None), *whole, (documents[-1], 0, end + self.plan.extra)]
 
     def describe(self, index: int) -> str:
         parts = [

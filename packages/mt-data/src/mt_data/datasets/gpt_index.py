@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,12 +110,12 @@ def build_gpt_index(
         stream = _Stream(elements, sequence_lengths, plan.epochs)
         parts = [stream.packed] if plan.samples_before_final_epoch is None else stream.but_last_and_last()
         drawn = [(part, run_ahead(pool, random.steps(len(part)))) for part in parts]
-        shuffle_index = pool.submit(_shuffle_index, plan.samples, plan, random)
+        order = pool.submit(shuffle_index, plan, random)
         for part, steps in drawn:
             apply_steps(part, steps, advance)
         longest = int(sequence_lengths[elements.start : elements.stop].max(initial=0))
         samples = _sample_index(stream.blocks(advance), count, longest, plan)
-        return GPTIndex(stream.document_index, samples, shuffle_index.result())
+        return GPTIndex(stream.document_index, samples, order.result())
 
 
 class _Advance:
@@ -186,7 +187,15 @@ def _sample_index(
     return index
 
 
-def _shuffle_index(count: int, plan: GPTIndexPlan, random: LegacyShuffler) -> NDArray[np.integer]:
+class Shuffler(Protocol):
+    """NumPy's legacy shuffles, call after call."""
+
+    def shuffle(self, array: NDArray[Any]) -> None: ...
+
+
+def shuffle_index(plan: GPTIndexPlan, random: Shuffler) -> NDArray[np.integer]:
+    """Row of the k-th sample, [samples]; drawn after the documents were shuffled."""
+    count = plan.samples
     dtype = np.int64 if count >= np.iinfo(np.uint32).max - 1 else np.uint32
     order: NDArray[np.integer] = np.arange(count, dtype=dtype)
     before = plan.samples_before_final_epoch

@@ -66,20 +66,19 @@ class Titles:
     def __init__(self, source: SequenceReader, name: str) -> None:
         self.source = source
         self.name = name
-        self._bounds = source.document_indices
 
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self.source.document_indices) - 1
 
     def __getitem__(self, document: int) -> NDArray[np.int64]:
-        first, end = self._bounds[document : document + 2].tolist()
-        parts = [self.source[number].astype(np.int64) for number in range(first, end)]
+        first, end = self.source.document_indices[document : document + 2].tolist()
+        parts = [self.source.read(number).astype(np.int64) for number in range(first, end)]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def lengths(self) -> NDArray[np.int64]:
         """[documents]: tokens of each title."""
         before = np.concatenate([[0], np.cumsum(self.source.sequence_lengths, dtype=np.int64)])
-        return np.diff(before[self._bounds])
+        return np.diff(before[self.source.document_indices])
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class MockTokens:
         random = np.random.default_rng(LENGTH_SEED)
         return random.integers(1, LONGEST + 1, DOCUMENTS, dtype=np.int32)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+    def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [length] of a document from `offset` on; all the rest by default."""
         end = int(self.sequence_lengths[index])
         stop = end if length is None else offset + length

@@ -12,7 +12,7 @@ from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
 from mt_data.datasets.blend import build_blend
 from mt_data.datasets.config import BlendEntry, IndexedDataConfig
 from mt_data.datasets.index_cache import IndexCache
-from mt_data.datasets.raw_text import is_raw_text, tokenized
+from mt_data.datasets.raw_text import RawTextOptions, is_raw_text, tokenized
 from mt_data.datasets.sources import SplitSources, cache_folder, split_sources
 from mt_data.datasets.splits import WHOLE, SplitFractions
 from mt_data.indexed.dataset import IndexedDataset
@@ -71,12 +71,12 @@ def build_from_files(
     request: SplitRequest,
     make: MakeDataset,
     *,
-    json_key: str | None = None,
+    raw_text: RawTextOptions | None = None,
 ) -> BuiltSplit:
     """The data set, or blend of data sets, of `request.split`; None for a split without data.
 
     With data.valid_data_paths the split "valid" is a mapping from name to data set.
-    json_key: where the text of raw text files is; None takes token files only.
+    raw_text: how raw text is read; None takes token files only.
     Raises ConfigError or DataError, which name the file and the key to change.
     """
 
@@ -85,7 +85,7 @@ def build_from_files(
         cache = IndexCache(folder)
 
         def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
-            prefix = _token_file(entry.prefix, config, tokenizer, json_key, folder)
+            prefix = _token_file(entry.prefix, config, tokenizer, raw_text, folder)
             reader = open_tokens(prefix, config, tokenizer)
             return make(OpenedTokens(reader, entry.prefix, sources.fractions, request.split, cache), num_samples)
 
@@ -98,16 +98,18 @@ def build_from_files(
     return None if sources is None else build(sources)
 
 
-def _token_file(name: str, config: IndexedDataConfig, tokenizer: Tokenizer, json_key: str | None, folder: Path) -> str:
+def _token_file(
+    name: str, config: IndexedDataConfig, tokenizer: Tokenizer, raw_text: RawTextOptions | None, folder: Path
+) -> str:
     """The prefix itself, or that of the tokens of a file of raw text."""
     if not is_raw_text(name):
         return name
-    if json_key is None:
+    if raw_text is None:
         raise DataError(
             f'{name} is raw text, which data.dataset_type="{config.dataset_type}" does not take; '
             "make token files of it with mt data preprocess and name their prefix"
         )
-    return str(tokenized(name, json_key, tokenizer, folder))
+    return str(tokenized(name, raw_text, tokenizer, folder))
 
 
 def open_tokens(prefix: str, config: IndexedDataConfig, tokenizer: Tokenizer) -> IndexedDataset:

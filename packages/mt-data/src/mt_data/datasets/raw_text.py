@@ -1,28 +1,42 @@
 """Raw text named in data_path: tokenized once, into the cache folder, and read as a token file from then on.
 
-For corpora that take long, `mt data preprocess` does the same with many workers and a restart.
+The parts of `mt data preprocess` do the work, so that the tokens are those of its output. For corpora that take
+long that command is the better way: it goes on after a kill, and shares the work among machines.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import multiprocessing
+import pickle
+import shutil
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.content_cache import ContentCache
 from mt_data.datasets.progress import index_progress
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.indexed.writer import IndexedDatasetWriter
+from mt_data.preprocess.encoder import GivenTokenizer
+from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.formats import detect_format
-from mt_data.preprocess.readers import Record, iter_records
+from mt_data.preprocess.parts import ReadOptions, Shard
+from mt_data.preprocess.plan import Job, default_shard_bytes, examine, plan_jobs
+from mt_data.preprocess.readers import MAX_LINE_BYTES
+from mt_data.preprocess.run_plan import BYTES_WORTH_A_WORKER, cores
+from mt_data.preprocess.shards import Task, build_encoder, shard_prefix
+from mt_data.preprocess.streams import cut_stream
 
 STEM = "text_document"
+LEVEL = "document"
+VERSION = 2
+"""Grows when the same text would give other tokens."""
 _CHUNK = 1 << 24
 
 
@@ -35,21 +49,34 @@ def is_raw_text(name: str) -> bool:
     return not Path(f"{name}.idx").exists()
 
 
-def tokenized(name: str, json_key: str, tokenizer: Tokenizer, cache: Path) -> Path:
+@dataclass(frozen=True)
+class RawTextOptions:
+    """json_key: where the text is. workers: processes that tokenize it, which change no byte; None for as many as
+    this process has cores, fewer for a small text.
+    """
+
+    json_key: str = "text"
+    workers: int | None = None
+
+
+def tokenized(name: str, options: RawTextOptions, tokenizer: Tokenizer, cache: Path) -> Path:
     """Prefix of the token file made from the text file `name`, each document followed by the eod id.
 
     The file is found again by the text's content, the tokenizer's fingerprint and json_key. Raises DataError,
     with file and line, for text that cannot be read, and when the cache cannot be written.
     """
+    if "/" in options.json_key:
+        raise ConfigError(f'data.json_key="{options.json_key}" cannot be part of a file name; rename the field')
     key = {
         "kind": "tokens",
         "text": _content_hash(Path(name)),
-        "json_key": json_key,
+        "json_key": options.json_key,
         "tokenizer": tokenizer.fingerprint(),
+        "version": VERSION,
     }
 
     def write(folder: Path) -> None:
-        _write_tokens(Path(name), json_key, tokenizer, folder / STEM)
+        _write_tokens(Path(name), options, tokenizer, folder / STEM)
 
     try:
         return ContentCache(cache).get(key, write, _checked_prefix)
@@ -78,43 +105,72 @@ def _content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_tokens(path: Path, json_key: str, tokenizer: Tokenizer, prefix: Path) -> None:
-    eod = tokenizer.special.eod
-    with IndexedDatasetWriter(prefix, dtype_for_vocab(tokenizer.vocab_size)) as writer:
-        for record in _with_progress(path, json_key):
-            ids = _encode(tokenizer, _text(record, json_key))
-            if len(ids):
-                writer.add_sequence(ids if eod is None else np.append(ids, np.asarray(eod, ids.dtype)))
-            writer.end_document()
-        writer.finish(tokenizer=_description(tokenizer), extra={"json_key": json_key, "append_eod": eod is not None})
+def _write_tokens(path: Path, options: RawTextOptions, tokenizer: Tokenizer, prefix: Path) -> None:
+    files = examine([path])
+    jobs = plan_jobs(files, default_shard_bytes(files))
+    folder = prefix.with_name("shards")
+    folder.mkdir()
+    task = _task(folder, options.json_key, tokenizer)
+    executor = _executor(task, tokenizer, options.workers, files[0].size)
+    with index_progress(f"tokenizing {path.name}", files[0].size) as progress, closing(_shards(jobs, task)) as shards:
+        results, done = [], 0
+        for result in executor.run(task, shards):
+            results.append(result)
+            done += result.counts.input_bytes
+            progress(done, files[0].size)
+    with IndexedDatasetWriter(prefix, task.dtype) as writer:
+        for result in sorted(results, key=lambda result: result.order):
+            writer.append(shard_prefix(folder, result.name, options.json_key, LEVEL))
+        writer.finish(
+            tokenizer=_description(tokenizer), extra={"json_key": options.json_key, "append_eod": task.append_eod}
+        )
+    shutil.rmtree(folder)
 
 
-def _with_progress(path: Path, json_key: str) -> Iterator[Record]:
-    size = path.stat().st_size
-    with index_progress(f"tokenizing {path.name}", size) as progress:
-        done = 0
-        for record in iter_records(path, columns=[json_key]):
-            yield record
-            # Compressed text is longer than its file; the bar then stays full for a while.
-            done = min(size, done + len(str(record.value.get(json_key, ""))))
-            progress(done, size)
+def _task(folder: Path, json_key: str, tokenizer: Tokenizer) -> Task:
+    return Task(
+        folder=str(folder),
+        tokenizer=GivenTokenizer(tokenizer),
+        fingerprint=tokenizer.fingerprint(),
+        json_keys=(json_key,),
+        level=LEVEL,
+        dtype=dtype_for_vocab(tokenizer.vocab_size).name,
+        append_eod=tokenizer.special.eod is not None,
+        splitter=None,
+        on_error="raise",
+        read=ReadOptions("auto", (json_key,), MAX_LINE_BYTES),
+    )
 
 
-def _text(record: Record, json_key: str) -> list[str]:
-    """The document's parts: its text, or the sentences of a list."""
-    if json_key not in record.value:
-        known = ", ".join(sorted(record.value)) or "none"
-        raise DataError(f"{record.file}, line {record.line}: no key {json_key!r} (keys: {known}); set data.json_key")
-    value = record.value[json_key]
-    parts = value if isinstance(value, list) else [value]
-    if not all(isinstance(part, str) for part in parts):
-        raise DataError(f"{record.file}, line {record.line}: {json_key!r} must be a text, got {type(value).__name__}")
-    return parts
+def _shards(jobs: list[Job], task: Task) -> Generator[Shard]:
+    """The pieces of the text; a big compressed file is cut while it is read."""
+    for job in jobs:
+        if isinstance(job, Shard):
+            yield job
+        else:
+            yield from cut_stream(job, default_shard_bytes([]), task.read)
 
 
-def _encode(tokenizer: Tokenizer, parts: list[str]) -> np.ndarray:
-    encode = getattr(tokenizer, "encode_array", tokenizer.encode)
-    return np.concatenate([np.asarray(encode(part)) for part in parts]) if parts else np.zeros(0, np.int32)
+def _executor(task: Task, tokenizer: Tokenizer, workers: int | None, size: int) -> Executor:
+    """Processes beside this one where there is work for them, and where this one may start any."""
+    if workers is None:
+        workers = min(cores(), 1 + size // BYTES_WORTH_A_WORKER) if _can_be_sent(tokenizer) else 1
+    elif workers > 1 and not _can_be_sent(tokenizer):
+        raise ConfigError(
+            f"data.tokenize_workers={workers}: {type(tokenizer).__name__} cannot be sent to other processes (or this "
+            "one may not start any); set it to 1, or make token files with mt data preprocess"
+        )
+    return InlineExecutor(build_encoder(task, tokenizer)) if workers == 1 else ProcessExecutor(workers)
+
+
+def _can_be_sent(tokenizer: Tokenizer) -> bool:
+    if multiprocessing.current_process().daemon:
+        return False
+    try:
+        pickle.dumps(tokenizer)
+    except Exception:  # whatever another's class raises
+        return False
+    return True
 
 
 def _description(tokenizer: Tokenizer) -> dict[str, Any]:

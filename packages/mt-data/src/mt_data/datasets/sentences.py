@@ -29,7 +29,7 @@ class SentenceSource(Protocol):
     @property
     def document_indices(self) -> NDArray[np.int64]: ...
 
-    def __getitem__(self, index: int) -> np.ndarray: ...
+    def read(self, index: int) -> np.ndarray: ...
 
 
 class SentenceSamples:
@@ -53,7 +53,7 @@ class SentenceSamples:
     def sentences(self, index: int) -> list[NDArray[np.int64]]:
         """The tokens of each sentence of a sample. Raises DataError for an id that the tokenizer does not have."""
         first, end = self.row(index)[:2]
-        sentences = [self.source[number].astype(np.int64) for number in range(first, end)]
+        sentences = [self.source.read(number).astype(np.int64) for number in range(first, end)]
         for number, tokens in enumerate(sentences, first):
             # As unsigned numbers negative ids are the largest.
             if len(tokens) and tokens.view(np.uint64).max() >= self.vocab_size:

@@ -32,13 +32,16 @@ class IndexedDataset(SequenceReader):
     """The sequences of `<prefix>.bin` and `<prefix>.idx`, in Megatron's format.
 
     Opening reads some 60 bytes of `.idx` and checks the header and both sizes; the arrays and the tokens are
-    touched when they are first used. No file descriptor stays open. Objects can be pickled and shared by threads.
+    touched when they are first used. Objects can be pickled and shared by threads.
 
     prefix: a path without the suffix, or a URL ("s3://bucket/name") read through fsspec: `.idx` is fetched at
-        once, `.bin` by ranges. mmap: map the files (tokens are then views, not copies), or read them plainly.
-        multimodal: whether `.idx` has a mode for each sequence, which the file itself does not say.
+        once, `.bin` by ranges. mmap: map the files (what `get` and the arrays give are then views, not copies),
+        or read them plainly. multimodal: whether `.idx` has a mode for each sequence, which the file itself does
+        not say.
 
-    Raises DataError when a file is missing, of another format, cut short, or does not belong to the other.
+    Raises DataError when a file is missing, of another format, cut short, or does not belong to the other, and
+    when a file has changed its size since. `read` finds that out for certain. Views are checked when they are
+    given: one that is held while its file shrinks must not be touched any more, or the system ends the process.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True, multimodal: bool = False) -> None:
@@ -49,6 +52,7 @@ class IndexedDataset(SequenceReader):
         self.sizes, self._idx = _open(self.prefix, mmap, multimodal)
         self.dtype = self.sizes.layout.dtype
         self._bin = _data_file(self.prefix, self.sizes.data_bytes, mmap)
+        self._lengths_checked = self._boundaries_checked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), self.prefix, mmap=self._mmap, multimodal=self.multimodal), ()
@@ -69,26 +73,33 @@ class IndexedDataset(SequenceReader):
 
     # -- arrays of .idx -------------------------------------------------------------------------
 
-    @cached_property
-    def _index(self) -> memoryview | bytes:
-        return self._idx.read(0, self._idx.size)
-
     def _array(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        return np.frombuffer(self._index, dtype, count, offset)
+        return np.frombuffer(self._index.view(offset, count * dtype.itemsize), dtype)
 
     @cached_property
+    def _index(self) -> Bytes:
+        """`.idx` as arrays are taken from it: mapped, or else read once and kept."""
+        return self._idx if self._mmap else FetchedObject(self._idx.path, self._idx.read(0, self._idx.size))
+
+    @property
     def _lengths(self) -> NDArray[np.int32]:
         return self._array(LENGTH, len(self), self.sizes.layout.lengths_at)
 
-    @cached_property
+    @property
     def byte_offsets(self) -> NDArray[np.int64]:
         """int64 [S], read-only: where each sequence begins in `.bin`."""
         return self._array(POINTER, len(self), self.sizes.layout.pointers_at)
 
-    @cached_property
+    @property
     def sequence_lengths(self) -> NDArray[np.int32]:
         """int32 [S], read-only: tokens of each sequence. Raises DataError when they do not add up to `.bin`."""
         lengths = self._lengths
+        if not self._lengths_checked:
+            self._check_lengths(lengths)
+            self._lengths_checked = True
+        return lengths
+
+    def _check_lengths(self, lengths: NDArray[np.int32]) -> None:
         total = int(lengths.sum(dtype=np.int64))
         if total != self.num_tokens or (len(lengths) and lengths.min() < 0):
             raise DataError(
@@ -96,21 +107,25 @@ class IndexedDataset(SequenceReader):
                 f"{data_path(self.prefix)} holds {self.num_tokens} (shortest {lengths.min(initial=0)}); "
                 f"see mt data verify {self.prefix}"
             )
-        return lengths
 
-    @cached_property
+    @property
     def document_indices(self) -> NDArray[np.int64]:
         """int64 [D], read-only: the first sequence of each document, then S. Raises DataError when they go back."""
         layout = self.sizes.layout
         boundaries = self._array(POINTER, layout.num_boundaries, layout.documents_at)
+        if not self._boundaries_checked:
+            self._check_boundaries(boundaries)
+            self._boundaries_checked = True
+        return boundaries
+
+    def _check_boundaries(self, boundaries: NDArray[np.int64]) -> None:
         if np.any(boundaries[1:] < boundaries[:-1]):
             raise DataError(
                 f"{index_path(self.prefix)} is damaged: a document begins before the one in front of it; "
                 f"see mt data verify {self.prefix}"
             )
-        return boundaries
 
-    @cached_property
+    @property
     def sequence_modes(self) -> NDArray[np.int8] | None:
         """int8 [S], read-only: 0 text, 1 image by convention. None unless multimodal."""
         return self._array(MODE, len(self), self.sizes.layout.modes_at) if self.multimodal else None
@@ -118,13 +133,22 @@ class IndexedDataset(SequenceReader):
     # -- tokens of .bin -------------------------------------------------------------------------
 
     def _span(self, index: int) -> tuple[int, int]:
-        position, length = int(self.byte_offsets[index]), int(self._lengths[index])
+        position = self._number(POINTER, self.sizes.layout.pointers_at, index)
+        length = self._number(LENGTH, self.sizes.layout.lengths_at, index)
         if position < 0 or length < 0 or position + length * self.dtype.itemsize > self._bin.size:
             raise DataError(
                 f"{index_path(self.prefix)} is damaged: sequence {index} has offset {position} and length {length}, "
                 f"and {data_path(self.prefix)} has {self._bin.size} bytes"
             )
         return position, length
+
+    def _number(self, dtype: np.dtype, offset: int, index: int) -> int:
+        data = self._idx.read(offset + index * dtype.itemsize, dtype.itemsize)
+        return int.from_bytes(data, "little", signed=True)
+
+    def _view(self, position: int, offset: int, length: int) -> np.ndarray:
+        itemsize = self.dtype.itemsize
+        return np.frombuffer(self._bin.view(position + offset * itemsize, length * itemsize), self.dtype)
 
     def _read(self, position: int, offset: int, length: int) -> np.ndarray:
         itemsize = self.dtype.itemsize

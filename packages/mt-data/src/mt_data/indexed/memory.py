@@ -86,8 +86,11 @@ class MemoryIndexedDataset(SequenceReader):
         length = int(self._lengths[index])
         return int(self._ends[index]) - length, length
 
-    def _read(self, position: int, offset: int, length: int) -> np.ndarray:
+    def _view(self, position: int, offset: int, length: int) -> np.ndarray:
         return self._tokens[position + offset : position + offset + length]
+
+    def _read(self, position: int, offset: int, length: int) -> np.ndarray:
+        return self._view(position, offset, length)
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

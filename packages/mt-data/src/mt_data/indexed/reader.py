@@ -54,8 +54,12 @@ class SequenceReader(ABC):
         """(position, length in tokens) of a sequence, 0 <= index < S; the position is `_read`'s own affair."""
 
     @abstractmethod
+    def _view(self, position: int, offset: int, length: int) -> np.ndarray:
+        """`length` tokens, `offset` tokens after `position`; no copy where there need not be one."""
+
+    @abstractmethod
     def _read(self, position: int, offset: int, length: int) -> np.ndarray:
-        """`length` tokens, `offset` tokens after `position`."""
+        """The same in memory that no file backs."""
 
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         """Tokens [length] of one sequence, read-only. Negative numbers count from the end."""
@@ -67,8 +71,16 @@ class SequenceReader(ABC):
     def get(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [length] of sequence `index` from `offset` on, read-only; all the rest by default.
 
-        Raises IndexError outside of the data set or of the sequence.
+        A view of the file's map where there is one. Raises IndexError outside of the data set or of the sequence.
         """
+        return self._view(*self._place(index, offset, length))
+
+    def read(self, index: SupportsIndex, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """The same, never a view of a file's map: whatever happens to the file is an error, or happens too late."""
+        return self._read(*self._place(index, offset, length))
+
+    def _place(self, index: SupportsIndex, offset: int, length: int | None) -> tuple[int, int, int]:
+        """What `_view` and `_read` take."""
         position, available = self._span(self._checked(index))
         if length is None:
             length = available - offset
@@ -76,7 +88,7 @@ class SequenceReader(ABC):
             raise IndexError(
                 f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, which has {available}"
             )
-        return self._read(position, offset, length)
+        return position, offset, length
 
     def _checked(self, index: SupportsIndex) -> int:
         number, count = operator.index(index), len(self)

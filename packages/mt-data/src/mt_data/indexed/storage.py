@@ -1,6 +1,6 @@
 """Where the bytes of an indexed dataset lie: mapped files, files read plainly, objects in a store.
 
-The three have one interface, `Bytes`. Nothing is opened before the first read, and none keeps a descriptor.
+The three have one interface, `Bytes`. Nothing is opened before the first read.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, BinaryIO, Protocol
@@ -19,6 +20,8 @@ from mt_data.indexed.mapping import map_file
 
 CHUNK_ELEMENTS = 1 << 20
 CHUNK_BYTES = 8 * CHUNK_ELEMENTS
+SHARE_OF_DESCRIPTORS = 4
+"""Token files stay open while the process uses less than this part (1/4) of the descriptors it may have."""
 
 
 class Bytes(Protocol):
@@ -27,17 +30,26 @@ class Bytes(Protocol):
     path: str
     size: int
 
+    def view(self, offset: int, count: int) -> memoryview | bytes:
+        """`count` bytes from `offset` on, without a copy where there can be one; DataError when they are not there."""
+        ...
+
     def read(self, offset: int, count: int) -> memoryview | bytes:
-        """Exactly `count` bytes from `offset` on; DataError when they are not there."""
+        """The same in memory that no file backs, so that what happens to the file later does not matter."""
         ...
 
 
 class MappedFile:
-    """A file mapped into memory at the first read; reads are views of the map, not copies."""
+    """A file mapped into memory at the first view; what is read is copied by the system instead.
+
+    Touching a part of a map that the file has lost ends the process (SIGBUS), and no check can be made at that
+    moment. So a view is given only while the file has its size; a read, which the system answers, is safe always.
+    """
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
+        self._file = PlainFile(path, size)
 
     @cached_property
     def _pages(self) -> memoryview:
@@ -54,38 +66,84 @@ class MappedFile:
             raise _changed(self.path, self.size, len(pages))
         return pages
 
-    def read(self, offset: int, count: int) -> memoryview:
-        return self._pages[offset : offset + count]
+    def view(self, offset: int, count: int) -> memoryview:
+        pages = self._pages
+        self._check_size()
+        return pages[offset : offset + count]
+
+    def read(self, offset: int, count: int) -> memoryview | bytes:
+        return self._file.read(offset, count)
+
+    def _check_size(self) -> None:
+        try:
+            now = os.stat(self.path).st_size
+        except FileNotFoundError:  # the map outlives the name
+            return
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if now != self.size:
+            raise _changed(self.path, self.size, now)
 
 
 class PlainFile:
-    """A file opened and read at each call: no memory is mapped, and a file that shrinks is an error."""
+    """A file read by the system at each call: no memory is mapped, and a file that shrinks is an error.
+
+    It stays open from the first read on where the process has descriptors to spare, since opening is slow on
+    network file systems; where it has few left, each read opens the file anew.
+    """
 
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
+        self._kept: _Descriptor | None = None
 
-    def read(self, offset: int, count: int) -> memoryview:
-        data = bytearray(count)
-        view = memoryview(data)
+    def view(self, offset: int, count: int) -> memoryview | bytes:
+        return self.read(offset, count)
+
+    def read(self, offset: int, count: int) -> memoryview | bytes:
         try:
-            done = self._read_into(view, offset)
+            # The local name keeps the descriptor open although another thread may replace it.
+            descriptor = self._kept or self._open()
+            data: bytes | memoryview = os.pread(descriptor.number, count, offset)
+            if len(data) < count:
+                data = _read_rest(descriptor.number, data, offset, count)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        if done < count:
-            raise _changed(self.path, self.size, offset + done)
-        return view.toreadonly()
+        if len(data) < count:
+            raise _changed(self.path, self.size, offset + len(data))
+        return data
 
-    def _read_into(self, view: memoryview, offset: int) -> int:
-        """Number of bytes read; less than asked only where the file ends. One system call gives 2 GiB at most."""
-        done = 0
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            while done < len(view) and (got := os.preadv(descriptor, [view[done:]], offset + done)):
-                done += got
-        finally:
-            os.close(descriptor)
-        return done
+    def _open(self) -> _Descriptor:
+        descriptor = _Descriptor(self.path)
+        if (now := os.fstat(descriptor.number).st_size) != self.size:
+            raise _changed(self.path, self.size, now)
+        # The system gives the lowest free number, which so says how many are in use.
+        if descriptor.number < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE_OF_DESCRIPTORS:
+            self._kept = descriptor
+        return descriptor
+
+
+class _Descriptor:
+    """An open file, closed when nobody refers to it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+def _read_rest(descriptor: int, begin: bytes | memoryview, offset: int, count: int) -> memoryview:
+    """`begin` and what follows it; less than asked only where the file ends. One system call gives 2 GiB at most."""
+    data = bytearray(count)
+    view = memoryview(data)
+    done = len(begin)
+    view[:done] = begin
+    while done < count and (got := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += got
+    return view[:done].toreadonly()
 
 
 class StoredObject:
@@ -94,6 +152,9 @@ class StoredObject:
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
+
+    def view(self, offset: int, count: int) -> bytes:
+        return self.read(offset, count)
 
     def read(self, offset: int, count: int) -> bytes:
         if count == 0:
@@ -109,15 +170,18 @@ class StoredObject:
 
 
 class FetchedObject:
-    """An object of a store that was fetched whole."""
+    """A file or object that was read whole."""
 
-    def __init__(self, path: str, data: bytes) -> None:
+    def __init__(self, path: str, data: bytes | memoryview) -> None:
         self.path = path
         self.size = len(data)
         self._data = memoryview(data)
 
-    def read(self, offset: int, count: int) -> memoryview:
+    def view(self, offset: int, count: int) -> memoryview:
         return self._data[offset : offset + count]
+
+    def read(self, offset: int, count: int) -> memoryview:
+        return self.view(offset, count)
 
 
 def is_remote(location: str) -> bool:

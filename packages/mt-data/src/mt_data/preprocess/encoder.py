@@ -49,6 +49,16 @@ class TokenizerChoice:
         return spec.build.load()(config)
 
 
+@dataclass(frozen=True, eq=False)
+class GivenTokenizer:
+    """A tokenizer that has been built already; other processes get a copy of it."""
+
+    tokenizer: Tokenizer
+
+    def build(self) -> Tokenizer:
+        return self.tokenizer
+
+
 class Encoded(NamedTuple):
     """A document: ids in pieces, one after another, and the lengths of its sequences, none of them 0.
 
@@ -113,7 +123,7 @@ def _eod(tokenizer: Tokenizer) -> int:
 def _no_text(key: str, record: Mapping[str, Any]) -> str:
     if key not in record:
         keys = ", ".join(list(record)[:20]) or "none"
-        return f'has no key "{key}" (its keys: {keys}); --json-keys names what to read'
+        return f'has no key "{key}" (its keys: {keys}); --json-keys (data.json_key) names what to read'
     value = record[key]
     what = "a list with other things than text" if type(value) is list else json_kind(value)
     return f'"{key}" is {what}, not text or a list of texts'

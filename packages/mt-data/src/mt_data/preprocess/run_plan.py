@@ -156,6 +156,10 @@ def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, input_b
 
 def available_cores() -> int:
     """Cores that this process may use, divided among the processes that torchrun started on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // int(local)) if local.isdecimal() and int(local) else cores
+    return max(1, cores() // int(local)) if local.isdecimal() and int(local) else cores()
+
+
+def cores() -> int:
+    """Cores that this process may use, whoever uses them too."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,7 +12,7 @@ import numpy as np
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
-from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
+from mt_data.preprocess.encoder import DocumentEncoder, GivenTokenizer, TokenizerChoice
 from mt_data.preprocess.files import write_atomically
 from mt_data.preprocess.options import Counts, OnError, Splitter
 from mt_data.preprocess.parts import PartReader, ReadOptions, Shard, shard_name
@@ -27,7 +27,7 @@ class Task:
 
     folder: str
     """Where shards are written."""
-    tokenizer: TokenizerChoice
+    tokenizer: TokenizerChoice | GivenTokenizer
     fingerprint: str
     json_keys: tuple[str, ...]
     level: str

@@ -1,0 +1,1 @@
+"""Samples with neighbours of their chunks, for RETRO (Borgeaud et al., 2022)."""
