@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mt_core import hookspecs, specs
-from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl
 from mt_core.plugins import KINDS, Plugin, PluginHost, load_plugins
 from mt_core.specs import Lazy
@@ -125,10 +124,3 @@ def test_a_plugin_module_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
-
-
-def test_mt_moe_refuses_experts_that_it_does_not_bring(installed: PluginHost) -> None:
-    from mt_core.config.loading import load_config
-
-    with pytest.raises(ConfigError, match=r"model\.moe: mt-moe [\d.]+ brings no mixture-of-experts layer; remove"):
-        load_config(preset="gpt-tiny", overrides=["model.moe={num_experts = 4}"], host=installed)

@@ -20,6 +20,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
     from mt_core.specs import (
         AttentionBackendSpec,
         CallbackSpec,
@@ -120,8 +121,9 @@ def mt_register_commands() -> list[CommandSpec]:
 
 
 @hookspec
-def mt_check_config(config: Config) -> None:
+def mt_check_config(config: Config, host: PluginHost) -> None:
     """Look at the whole resolved configuration and raise ConfigError if it cannot work.
 
+    host: what is registered, for values that name other plugins' things.
     Called before any process group, model or data set exists.
     """

@@ -220,7 +220,7 @@ class PluginHost:
     def _implementations(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
         by_name = {plugin.name: plugin for plugin in self.plugins if plugin.loaded}
         caller = getattr(self._manager.hook, hook)
-        return [(by_name[impl.plugin_name], impl.function) for impl in caller.get_hookimpls()]
+        return [(by_name[impl.plugin_name], _taking(impl)) for impl in caller.get_hookimpls()]
 
     @cached_property
     def models(self) -> Registry[specs.ModelSpec]:
@@ -278,7 +278,7 @@ class PluginHost:
         """Let every plugin look at the resolved configuration; the first objection is raised."""
         for plugin, function in self._implementations("mt_check_config"):
             try:
-                function(config)
+                function(config=config, host=self)
             except MtError:
                 raise
             except Exception as error:
@@ -296,6 +296,15 @@ class PluginHost:
                 if len(owners) > 1:
                     found.append((kind, name, owners))
         return found
+
+
+def _taking(implementation: pluggy.HookImpl) -> Callable[..., Any]:
+    """The implementation, given those of the hook's arguments that it names."""
+
+    def call(**arguments: Any) -> Any:
+        return implementation.function(**{name: arguments[name] for name in implementation.argnames})
+
+    return call
 
 
 def load_plugins(

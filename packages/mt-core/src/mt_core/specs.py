@@ -325,11 +325,11 @@ class SaveCheckpoint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MoeDispatcherSpec(Spec):
-    """Carries tokens between ranks, selected by `model.moe.token_dispatcher_type`."""
+    """Carries tokens between ranks, selected by `model.moe.moe_token_dispatcher_type`."""
 
     config_type: Lazy[type]
     build: Lazy[Any]
-    """(config, group) -> MoeDispatcher"""
+    """(config, placement: mt_moe's ExpertPlacement) -> MoeDispatcher; config checks moe_dispatcher_options"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +361,9 @@ class OptimizerSpec(Spec):
     config_type: Lazy[type]
     build: Lazy[Any]
     """(config, param_groups) -> mt_core.optim.optimizers.Optimizer, as those of torch.optim are"""
+    takes_environment: bool = False
+    """Whether `build` is called as (config, param_groups, environment: mt_core.optim.environment.OptimizerEnvironment),
+    for an optimizer that looks at whole weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,61 @@
-"""What mt-moe registers: in this version only its word on configurations that ask for experts."""
+"""What mt-moe registers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl
+from mt_core.specs import CommandSpec, FeedForwardSpec, Lazy, MoeDispatcherSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
 
 
 @hookimpl
-def mt_check_config(config: Config) -> None:
-    """Refuse `model.moe` before anything is built: no feed-forward named "moe" would be found."""
-    if getattr(config.model, "moe", None) is None:
-        return
-    from importlib.metadata import version
+def mt_register_feed_forwards() -> list[FeedForwardSpec]:
+    return [
+        FeedForwardSpec(
+            name="moe",
+            doc="A mixture of experts",
+            config_type=Lazy("mt_moe.config:MoeConfig"),
+            build=Lazy("mt_moe.layer:build_moe"),
+        )
+    ]
 
-    raise ConfigError(f"model.moe: mt-moe {version('mt-moe')} brings no mixture-of-experts layer; remove model.moe")
+
+@hookimpl
+def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
+    return [
+        MoeDispatcherSpec(
+            name="allgather",
+            doc="Every rank gets all tokens and takes those of its experts",
+            config_type=Lazy("mt_moe.dispatchers.config:NoOptions"),
+            build=Lazy("mt_moe.dispatchers.allgather:build_allgather"),
+        ),
+        MoeDispatcherSpec(
+            name="alltoall",
+            doc="Each token goes to the ranks of its experts and to no other",
+            config_type=Lazy("mt_moe.dispatchers.config:NoOptions"),
+            build=Lazy("mt_moe.dispatchers.alltoall:build_alltoall"),
+        ),
+        MoeDispatcherSpec(
+            name="flex",
+            doc="DeepEP's kernels, where they are installed",
+            config_type=Lazy("mt_moe.dispatchers.flex_config:FlexConfig"),
+            build=Lazy("mt_moe.dispatchers.flex:build_flex"),
+        ),
+    ]
+
+
+@hookimpl
+def mt_register_commands() -> list[CommandSpec]:
+    return [CommandSpec(name="moe", doc="Look at the load of experts", app=Lazy("mt_moe.commands:app"))]
+
+
+@hookimpl
+def mt_check_config(config: Config, host: PluginHost) -> None:
+    if getattr(config.model, "moe", None) is not None:
+        from mt_moe.checks import check_moe
+
+        check_moe(config, host)

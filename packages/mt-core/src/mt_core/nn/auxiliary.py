@@ -5,7 +5,7 @@ The trainer finds these by walking the modules of the model; a layer needs no wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on x; backward gives `loss` the gradient `scale` beside the gradient of x."""
+    """Identity on x; backward notes the value of `loss` and gives it the gradient `scale` beside that of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, loss.dtype
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.scale, ctx.note, ctx.loss = scale, note, loss.detach()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grads[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=grads[0].device), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.note(ctx.loss)
+        return grads[0], torch.full_like(ctx.loss, ctx.scale), None, None
 
 
 class AuxiliaryLoss(nn.Module):
@@ -31,7 +32,8 @@ class AuxiliaryLoss(nn.Module):
     `x = self.balance(x, loss)` passes x [any shape] on unchanged and ties the scalar `loss` to it: x's backward
     pass is the loss's. `loss` has its coefficient in it, and is the same number on every rank that shares the
     micro-batch; each of them gets the gradient of its own part. The mean over the micro-batches of a step and over
-    data-parallel ranks is reported as `name`.
+    data-parallel ranks is reported as `name`. A value counts when its backward pass runs: once, also where the
+    forward pass is recomputed.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,11 +44,10 @@ class AuxiliaryLoss(nn.Module):
         self._total: Tensor | None = None
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
-        if not (self.training and torch.is_grad_enabled()):
-            return x
-        detached = loss.detach().float()
-        self._total = detached if self._total is None else self._total + detached
-        return _Attach.apply(x, loss, self.scale)
+        return _Attach.apply(x, loss, self.scale, self._note) if self.training and torch.is_grad_enabled() else x
+
+    def _note(self, loss: Tensor) -> None:
+        self._total = loss.float() if self._total is None else self._total + loss.float()
 
     def take(self) -> float:
         """Sum over the micro-batches since the last call."""

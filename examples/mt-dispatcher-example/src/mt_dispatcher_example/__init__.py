@@ -1,0 +1,1 @@
+"""A token dispatcher that counts the traffic between ranks."""

@@ -1,0 +1,174 @@
+"""What has to hold between `model.moe`, the model and the layout, before anything is built. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.errors import ConfigError
+from mt_moe.config import MoeConfig, read_moe_config
+from mt_moe.dispatchers.flex_config import check_flex
+from mt_moe.placement import moe_layers
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
+
+PREFIX = "model.moe"
+
+
+def check_moe(config: Config, host: PluginHost) -> None:
+    """Raise ConfigError for a mixture that cannot be."""
+    values: Mapping[str, Any] = config.model.moe  # type: ignore[attr-defined]  # the caller saw that it is there
+    moe = read_moe_config(values)
+    _refuse_unused(moe)
+    moe_layers(moe.moe_layer_freq, config.model.num_layers)  # type: ignore[attr-defined]
+    check_router(moe)
+    check_balancing(moe)
+    check_capacity(moe)
+    check_shared_experts(moe)
+    check_layout(moe, config)
+    host.moe_dispatchers.get(moe.moe_token_dispatcher_type, key="model.moe.moe_token_dispatcher_type")
+    if moe.moe_token_dispatcher_type == "flex":
+        check_flex(moe)
+
+
+def _refuse_unused(moe: MoeConfig) -> None:
+    """A key that somebody wrote but nothing reads is an error."""
+    for key in sorted(moe.model_fields_set):
+        field = type(moe).model_fields[key]
+        extra: Any = field.json_schema_extra or {}
+        conditions = extra.get("used_when", {})
+        if getattr(moe, key) == field.default:
+            continue
+        for other, allowed in conditions.items():
+            if getattr(moe, other) not in allowed:
+                legal = " or ".join(str(value) for value in allowed)
+                raise ConfigError(
+                    f"{PREFIX}.{key} would be ignored: it only counts when {PREFIX}.{other} is {legal}, "
+                    f"and that is {getattr(moe, other)}"
+                )
+
+
+def check_router(moe: MoeConfig) -> None:
+    if moe.moe_router_topk > moe.num_experts:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_topk={moe.moe_router_topk} is above {PREFIX}.num_experts={moe.num_experts}; "
+            f"a token can have 1 to {moe.num_experts} experts"
+        )
+    after_softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    if moe.moe_router_topk == 1 and after_softmax and not moe.uses_sinkhorn:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_topk=1 with a softmax over the chosen experts gives every token the weight 1 and the "
+            f"router no gradient; set {PREFIX}.moe_router_pre_softmax=true"
+        )
+    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
+        raise ConfigError(
+            f"{PREFIX}.moe_router_enable_expert_bias is defined for scores of each expert by itself; "
+            f"{PREFIX}.moe_router_score_function is softmax and can be sigmoid or sqrtsoftplus"
+        )
+    if moe.moe_router_force_load_balancing and moe.moe_router_random_seed is not None:
+        raise ConfigError(
+            f"set at most one of {PREFIX}.moe_router_force_load_balancing and {PREFIX}.moe_router_random_seed; "
+            "both are set"
+        )
+    if moe.moe_input_jitter_eps is not None and moe.moe_input_jitter_eps >= 1:
+        raise ConfigError(f"{PREFIX}.moe_input_jitter_eps={moe.moe_input_jitter_eps} has to be below 1")
+    _check_groups(moe)
+
+
+def _check_groups(moe: MoeConfig) -> None:
+    groups, chosen = moe.moe_router_num_groups, moe.moe_router_group_topk
+    if groups is None and chosen is None:
+        if moe.moe_router_group_score_topk is not None:
+            raise ConfigError(
+                f"{PREFIX}.moe_router_group_score_topk would be ignored: set {PREFIX}.moe_router_num_groups too"
+            )
+        return
+    if groups is None or chosen is None:
+        given, missing = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
+        raise ConfigError(f"{PREFIX}.moe_router_{given} is set; set {PREFIX}.moe_router_{missing} too")
+    must_divide(f"{PREFIX}.moe_router_num_groups", groups, f"{PREFIX}.num_experts", moe.num_experts)
+    size = moe.num_experts // groups
+    if chosen > groups:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_group_topk={chosen} is above {PREFIX}.moe_router_num_groups={groups}; "
+            f"it can be 1 to {groups}"
+        )
+    if moe.moe_router_topk > chosen * size:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_topk={moe.moe_router_topk} is above the {chosen * size} experts of "
+            f"{PREFIX}.moe_router_group_topk={chosen} groups of {size}; choose fewer experts or more groups"
+        )
+    if not 1 <= moe.group_score_topk <= size:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_group_score_topk={moe.group_score_topk} (by default moe_router_topk / "
+            f"moe_router_group_topk, rounded down) can be 1 to {size}, the number of experts of a group"
+        )
+
+
+def check_balancing(moe: MoeConfig) -> None:
+    types = moe.moe_router_load_balancing_type
+    key = f"{PREFIX}.moe_router_load_balancing_type"
+    if len(set(types)) < len(types):
+        raise ConfigError(f"{key}={types} names a type twice")
+    if len(types) > 1 and (alone := [name for name in types if name in ("none", "sinkhorn")]):
+        raise ConfigError(f"{key}={types}: {alone[0]} stands alone; losses can be combined with one another")
+    given = moe.moe_aux_loss_coeff
+    if given is not None and len(given) != len(moe.loss_types):
+        raise ConfigError(
+            f"{PREFIX}.moe_aux_loss_coeff={given} has {len(given)} values, and {key}={types} has "
+            f"{len(moe.loss_types)} losses; give one value for each loss"
+        )
+    if not moe.uses_sinkhorn:
+        return
+    for name in ("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_expert_capacity_factor"):
+        if getattr(moe, name):
+            raise ConfigError(f"{key}=['sinkhorn'] chooses experts by itself and excludes {PREFIX}.{name}")
+    if moe.moe_router_score_function != "softmax":
+        raise ConfigError(
+            f"{key}=['sinkhorn'] has its own score (softmax, or sigmoid for one expert); "
+            f"{PREFIX}.moe_router_score_function={moe.moe_router_score_function} would be ignored"
+        )
+
+
+def check_capacity(moe: MoeConfig) -> None:
+    if moe.moe_expert_capacity_factor is not None:
+        return
+    for key in ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
+        if key in moe.model_fields_set and getattr(moe, key) != MoeConfig.model_fields[key].default:
+            raise ConfigError(
+                f"{PREFIX}.{key} would be ignored: nothing is dropped; set {PREFIX}.moe_expert_capacity_factor"
+            )
+
+
+def check_shared_experts(moe: MoeConfig) -> None:
+    if moe.moe_shared_expert_intermediate_size is not None:
+        return
+    for key in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+        if getattr(moe, key):
+            raise ConfigError(
+                f"{PREFIX}.{key} would be ignored: there is no shared expert; "
+                f"set {PREFIX}.moe_shared_expert_intermediate_size"
+            )
+
+
+def check_layout(moe: MoeConfig, config: Config) -> None:
+    """Experts divide over expert parallel ranks, their inner width over expert tensor parallel ones."""
+    parallel = config.parallel
+    expert_parallel = parallel.expert_model_parallel_size
+    must_divide("parallel.expert_model_parallel_size", expert_parallel, f"{PREFIX}.num_experts", moe.num_experts)
+    tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    ffn = moe.moe_ffn_hidden_size or config.model.ffn_size  # type: ignore[attr-defined]
+    if ffn % tensor:
+        raise ConfigError(
+            f"parallel.expert_tensor_parallel_size={tensor} does not divide the experts' inner width {ffn} "
+            f"({PREFIX}.moe_ffn_hidden_size); it can be {listed(divisors(ffn))}"
+        )
+    shared = moe.moe_shared_expert_intermediate_size
+    if shared is not None and shared % parallel.tensor_model_parallel_size:
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} does not divide "
+            f"{PREFIX}.moe_shared_expert_intermediate_size={shared}; it can be {listed(divisors(shared))}"
+        )

@@ -1,0 +1,1 @@
+"""Ways to carry tokens to the ranks of their experts and back, one a file."""

@@ -1,0 +1,118 @@
+"""`alltoall`: each row goes to the rank of its expert and to no other.
+
+Over ep a row travels once; the ranks that share the expert's matrices (etp, usually neighbours) then hand it on to
+one another. Back the same way: partial results are summed over etp, go home over ep, and are summed there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_moe.dispatchers.config import NoOptions
+from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
+from mt_moe.exchange import AllToAll, all_to_all, gather_counts, gather_rows_of, sum_rows_to
+from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by, sort_by_expert, unpermute
+from mt_moe.routing.result import Routing
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of rows. send, receive: to and from each ep rank. shared: that each etp rank received.
+    chunks: [etp, ep, experts of this rank], in which the rows lie when all have arrived."""
+
+    send: list[int]
+    receive: list[int]
+    shared: list[int]
+    chunks: Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    topk: int
+    by_expert: Permutation
+    sizes: Sizes | None
+    by_local_expert: Permutation | None
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Rows on their way."""
+
+    rows: Tensor
+    weights: Tensor
+    counts: Tensor
+    topk: int
+    by_expert: Permutation
+    sizes: Sizes | None
+    exchange: AllToAll | None
+
+
+class AllToAllDispatcher:
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+        return self.finish_dispatch(self.start_dispatch(tokens, routing))
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
+        place = self.placement
+        by_expert, counts = sort_by_expert(routing, place.kernels)
+        rows = permute(tokens, by_expert, routing.topk)
+        weights = permute_numbers(routing.weights, by_expert)
+        sizes = self._agree(counts)
+        exchange = None
+        if sizes is not None and place.ep.size > 1:
+            weights = all_to_all(weights, place.ep, sizes.send, sizes.receive)
+            exchange = AllToAll(place.ep, sizes.send, sizes.receive)
+            rows = exchange.start(rows)
+        return Sending(rows, weights, counts, routing.topk, by_expert, sizes, exchange)
+
+    def finish_dispatch(self, sending: Sending) -> Dispatched:
+        rows, weights, sizes = sending.rows, sending.weights, sending.sizes
+        if sending.exchange is not None:
+            rows = sending.exchange.wait(rows)
+        if sizes is None:
+            return Dispatched(rows, weights, sending.counts, State(sending.topk, sending.by_expert, None, None))
+        rows = gather_rows_of(rows, self.placement.etp, sizes.shared)
+        weights = gather_rows_of(weights, self.placement.etp, sizes.shared)
+        by_local = self._by_local_expert(sizes.chunks)
+        if by_local is not None:
+            rows, weights = permute(rows, by_local), permute_numbers(weights, by_local)
+        counts = sizes.chunks.sum((0, 1))
+        return Dispatched(rows, weights, counts, State(sending.topk, sending.by_expert, sizes, by_local))
+
+    def combine(self, expert_output: Tensor, state: State) -> Tensor:
+        rows, sizes = expert_output, state.sizes
+        if state.by_local_expert is not None:
+            rows = unpermute(rows, state.by_local_expert)
+        if sizes is not None:
+            rows = sum_rows_to(rows, self.placement.etp, sizes.shared)
+            rows = all_to_all(rows, self.placement.ep, sizes.receive, sizes.send)
+        return unpermute(rows, state.by_expert, state.topk)
+
+    def _agree(self, counts: Tensor) -> Sizes | None:
+        """How many rows come from where; None: all stay here. The only point at which the host waits for numbers."""
+        place = self.placement
+        if place.ep.size == place.etp.size == 1:
+            return None
+        ours = slice(place.first_local, place.first_local + place.num_local)
+        from_ep = gather_counts(counts, place.ep)[:, ours]
+        chunks = gather_counts(from_ep.flatten(), place.etp).view(place.etp.size, place.ep.size, place.num_local)
+        numbers = torch.cat([counts.view(place.ep.size, -1).sum(1), from_ep.sum(1), chunks.sum((1, 2))]).tolist()
+        send, receive = numbers[: place.ep.size], numbers[place.ep.size : 2 * place.ep.size]
+        return Sizes(send, receive, numbers[2 * place.ep.size :], chunks)
+
+    def _by_local_expert(self, chunks: Tensor) -> Permutation | None:
+        """Rows arrive by rank and within one by expert; None: there is one expert, and they are in order."""
+        if self.placement.num_local == 1:
+            return None
+        ranks = chunks.shape[0] * chunks.shape[1]
+        experts = torch.arange(self.placement.num_local, device=chunks.device).repeat(ranks)
+        return sort_by(experts.repeat_interleave(chunks.flatten()), self.placement.kernels)
+
+
+def build_alltoall(config: NoOptions, placement: ExpertPlacement) -> AllToAllDispatcher:
+    return AllToAllDispatcher(placement)

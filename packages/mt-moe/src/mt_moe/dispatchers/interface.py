@@ -1,0 +1,73 @@
+"""What a dispatcher is given, and what it gives back. Third-party dispatchers import this.
+
+    dispatched = dispatcher.dispatch(tokens, routing)     # tokens [T, H] of this rank
+    output = experts(dispatched.tokens, ...)              # [R, H], weights applied
+    y = dispatcher.combine(output, dispatched.state)      # [T, H]: for each token the sum over its experts
+
+Both are collective over the ranks that hold the experts, and differentiable: the gradients of tokens and weights
+come back by the same way. combine also sums over ranks that share an expert's matrices (etp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mt_core.parallel.context import Axis, ParallelContext
+from mt_moe.permutation import RowKernels
+from mt_moe.routing.result import Routing
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Where experts are: rank p of the axis `ep` holds numbers p * E / ep to (p + 1) * E / ep, and the ranks of
+    the axis `etp` share each one's matrices. kernels: how rows are to be permuted."""
+
+    num_experts: int
+    ep: Axis = field(default_factory=Axis)
+    etp: Axis = field(default_factory=Axis)
+    kernels: RowKernels = field(default_factory=RowKernels)
+
+    @property
+    def num_local(self) -> int:
+        return self.num_experts // self.ep.size
+
+    @property
+    def first_local(self) -> int:
+        return self.ep.rank * self.num_local
+
+
+def expert_placement(num_experts: int, ctx: ParallelContext, kernels: RowKernels) -> ExpertPlacement:
+    return ExpertPlacement(num_experts, ctx.ep, ctx.axis("etp"), kernels)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows for this rank's experts, in the order of experts.
+
+    tokens: [R, H]. weights: [R], of each row. counts: [experts of this rank] int64, rows of each. state: the
+    dispatcher's own, for combine.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    counts: Tensor
+    state: Any
+
+
+@runtime_checkable
+class Dispatcher(Protocol):
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched: ...
+
+    def combine(self, expert_output: Tensor, state: Any) -> Tensor: ...
+
+
+@runtime_checkable
+class OverlappingDispatcher(Dispatcher, Protocol):
+    """One that lets other work be done while tokens are on their way: dispatch is finish(start(...))."""
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Any: ...
+
+    def finish_dispatch(self, sending: Any) -> Dispatched: ...

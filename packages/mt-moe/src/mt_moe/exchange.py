@@ -1,0 +1,106 @@
+"""Rows sent between ranks in uneven numbers, as autograd functions. Axes of one rank communicate nothing.
+
+Gather and reduce-scatter of uneven pieces are written as all-to-alls: no rank sends or receives padding, and the
+sum is taken in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_core.parallel.collectives import all_gather
+from mt_core.parallel.context import Axis
+
+
+def gather_counts(counts: Tensor, axis: Axis) -> Tensor:
+    """[n] of each rank -> [ranks, n]. Not differentiable."""
+    return counts[None] if axis.size == 1 else all_gather(counts[None], 0, axis)
+
+
+class AllToAll:
+    """One exchange along dimension 0: `wait(start(x))`, with room for other work between the two.
+
+    send, receive: rows to and from each rank of the axis. The backward pass is the exchange the other way round,
+    started by wait and waited for by start, with the other work's backward pass between them.
+    """
+
+    def __init__(self, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> None:
+        self.axis, self.send, self.receive = axis, list(send), list(receive)
+        self.work: dist.Work | None = None
+        self.under_way: tuple[Tensor, ...] = ()
+        """What leaves and the memory for what arrives, kept until both are done."""
+
+    def start(self, x: Tensor) -> Tensor:
+        """[rows to send, ...] -> memory for [rows to receive, ...], not to be read before `wait`."""
+        return _Start.apply(x, self)
+
+    def wait(self, arriving: Tensor) -> Tensor:
+        return _Wait.apply(arriving, self)
+
+    def begin(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        leaving, arriving = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
+        self.work = dist.all_to_all_single(arriving, leaving, receive, send, group=self.axis.group, async_op=True)
+        self.under_way = (leaving, arriving)
+        return arriving
+
+    def end(self) -> Tensor:
+        """What has arrived."""
+        assert self.work is not None
+        self.work.wait()
+        _, arrived = self.under_way
+        self.work, self.under_way = None, ()
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(x, exchange.send, exchange.receive)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None  # the gradient given is still that of the rows received
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        exchange: AllToAll = ctx.exchange
+        exchange.begin(grads[0], exchange.receive, exchange.send)
+        return grads[0], None
+
+
+def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """[sum(send), ...] -> [sum(receive), ...]: the rows that each rank of the axis has for this one, by rank."""
+    if axis.size == 1:
+        return x
+    exchange = AllToAll(axis, send, receive)
+    return exchange.wait(exchange.start(x))
+
+
+def gather_rows_of(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """[sizes[own rank], ...] -> [sum(sizes), ...]: the rows of all ranks, by rank. Backward sums their gradients."""
+    if axis.size == 1:
+        return x
+    own = [sizes[axis.rank]] * axis.size
+    return all_to_all(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, own, sizes)
+
+
+def sum_rows_to(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """[sum(sizes), ...] -> [sizes[own rank], ...]: this rank's rows, summed over ranks. The adjoint of the gather."""
+    if axis.size == 1:
+        return x
+    own = sizes[axis.rank]
+    return all_to_all(x, axis, sizes, [own] * axis.size).unflatten(0, (axis.size, own)).sum(0)

@@ -1,0 +1,1 @@
+"""The experts of a rank, and ways to multiply their matrices."""

@@ -1,0 +1,40 @@
+"""`moe_grouped_gemm`: which product serves the device, the number format and the sizes of the experts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_moe.experts.grouped import grouped_mm_objection, grouped_product
+from mt_moe.experts.groups import GroupedProduct
+from mt_moe.experts.loop import loop_product
+from mt_moe.kernels.availability import triton_objection
+
+KEY = "model.moe.moe_grouped_gemm"
+Name = Literal["loop", "grouped", "triton"]
+
+
+def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
+    """sizes: rows and columns of an expert's matrices on this rank. Raises ConfigError for one that cannot serve."""
+    if asked == "auto":
+        on_gpu = ctx.device.type == "cuda" and torch.cuda.get_device_capability(ctx.device) >= (8, 0)
+        return "grouped" if on_gpu and grouped_mm_objection(ctx.params_dtype, sizes) is None else "loop"
+    objection = None
+    if asked == "grouped":
+        objection = grouped_mm_objection(ctx.params_dtype, sizes)
+    elif asked == "triton":
+        objection = triton_objection(ctx.device.type)
+    if objection is not None:
+        raise ConfigError(f"{KEY}={asked} cannot serve: {objection}; use auto or loop")
+    return asked
+
+
+def load_product(name: Name) -> GroupedProduct:
+    if name == "triton":
+        from mt_moe.experts.triton import triton_product
+
+        return triton_product
+    return {"loop": loop_product, "grouped": grouped_product}[name]

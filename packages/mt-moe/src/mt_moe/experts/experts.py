@@ -1,0 +1,131 @@
+"""The experts of this rank: fc2(activation(fc1(x)) * weight) for rows in the order of experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.activations import Activation, activate, is_gated
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, zeros
+from mt_core.parallel.context import AxisName, ParallelContext
+from mt_moe.config import MoeConfig
+from mt_moe.experts.choose import load_product, resolve_product
+from mt_moe.experts.groups import GroupedProduct, Groups
+
+
+class ExpertLinear(LayoutModule):
+    """A matrix for each expert: weight [E, out, in], divided over ep by expert and over etp along `split`.
+
+    Its gradients are summed over edp alone: all rows for an expert have been sent to its ranks.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        ctx: ParallelContext,
+        product: GroupedProduct,
+        *,
+        split: Split,
+        bias: bool,
+        init: Init,
+    ) -> None:
+        super().__init__(ctx)
+        self.product = product
+        by_expert = Split(dim=0, axis="ep")
+        divided_out = split.dim == 1
+        self.declare(
+            "weight",
+            ParameterLayout((experts, out_features, in_features), init, (by_expert, split), replicas="edp"),
+        )
+        # Outputs that are sums over etp get their bias from one of its ranks.
+        self.adds_bias = divided_out or ctx.axis("etp").rank == 0
+        partial: tuple[AxisName, ...] = () if divided_out else ("etp",)
+        splits = (by_expert, split) if divided_out else (by_expert,)
+        layout = ParameterLayout((experts, out_features), zeros, splits, partial_gradient=partial, replicas="edp")
+        self.declare("bias", layout if bias else None)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """[R, in] -> [R, out], without the bias"""
+        return self.product(x, self.weight, groups)
+
+    def bias_rows(self, experts: Tensor) -> Tensor:
+        """[R] experts -> [R, out], the bias of each; zeros on ranks that leave it to another."""
+        assert self.bias is not None
+        return self.bias[experts] * float(self.adds_bias)
+
+
+class Experts(nn.Module):
+    """[R, H] -> [R, H], a partial sum where etp divides the matrices.
+
+    The weight of a row is applied between the two matrices, where its gradient needs nothing kept of the output.
+    """
+
+    def __init__(
+        self,
+        config: MoeConfig,
+        hidden_size: int,
+        ffn_size: int,
+        activation: Activation,
+        ctx: ParallelContext,
+        *,
+        bias: bool,
+        init_std: float,
+        output_init_std: float,
+        recompute_activation: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation, self.recompute_activation = activation, recompute_activation
+        blocks = 2 if is_gated(activation) else 1
+        local_ffn = ffn_size // ctx.axis("etp").size
+        self.product = resolve_product(config.moe_grouped_gemm, ctx, (hidden_size, local_ffn, blocks * local_ffn))
+        product = load_product(self.product)
+        self.linear_fc1 = ExpertLinear(
+            config.num_experts,
+            hidden_size,
+            blocks * ffn_size,
+            ctx,
+            product,
+            split=Split(dim=1, axis="etp", sections=blocks),
+            bias=bias,
+            init=normal(init_std),
+        )
+        self.linear_fc2 = ExpertLinear(
+            config.num_experts,
+            ffn_size,
+            hidden_size,
+            ctx,
+            product,
+            split=Split(dim=2, axis="etp"),
+            bias=bias,
+            init=normal(output_init_std),
+        )
+
+    def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """x [R, H], weights [R], counts [experts of this rank]"""
+        groups = Groups(counts)
+        experts = groups.numbers(len(x)) if self.linear_fc1.bias is not None else None
+        inner = self.linear_fc1(x, groups)
+        if experts is not None:
+            inner = inner + self.linear_fc1.bias_rows(experts)
+        out = self.linear_fc2(self._activated(inner, weights), groups)
+        if experts is not None:
+            out = out + (self.linear_fc2.bias_rows(experts) * weights[:, None]).to(out.dtype)
+        return out
+
+    def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
+        if self.recompute_activation and self.training:  # nothing between its input and output is kept
+            return checkpoint(weighted_activation, self.activation, inner, weights, use_reentrant=False)
+        return weighted_activation(self.activation, inner, weights)
+
+    def extra_repr(self) -> str:
+        return f"product={self.product}"
+
+
+def weighted_activation(activation: Activation, inner: Tensor, weights: Tensor) -> Tensor:
+    """activation(inner) * weights, in the number format of `inner`."""
+    return (activate(activation, inner) * weights[:, None]).to(inner.dtype)

@@ -1,0 +1,36 @@
+"""Rows in the order of experts, and the interface of products with one matrix for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Groups:
+    """counts: [E] int64, rows of each expert, which follow one another."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @cached_property
+    def bounds(self) -> list[tuple[int, int]]:
+        """First row and end of each expert. The host waits for the numbers."""
+        ends = self.counts.cumsum(0).tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[E] int32, the end of each expert's rows, on the device."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    def numbers(self, rows: int) -> Tensor:
+        """[rows] int64, the expert of each row."""
+        experts = torch.arange(len(self.counts), device=self.counts.device)
+        return experts.repeat_interleave(self.counts, output_size=rows)
+
+
+GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
+"""(x [R, in], weight [E, out, in], groups) -> [R, out], the rows of expert e times weight[e]^T. Differentiable."""

@@ -1,0 +1,122 @@
+"""Products of rows in the order of experts with a matrix for each expert, in Triton.
+
+A program makes one tile of the output. Programs of a group find it from the groups' ends, so that no number of rows
+passes through the host: the grid has room for every group's last, partly filled tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, DEPTH = 64, 64, 32
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    x, matrices, out, ends, width, depth, x_stride, m_stride, m_depth_stride, m_column_stride,
+    GROUPS: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[r] = x[r] @ matrices[group of r]; matrices [groups, depth, width] by their strides."""
+    tile = tl.program_id(0)
+    group, first, start, end = -1, 0, 0, 0
+    tiles_before = 0
+    for candidate in range(GROUPS):
+        stop = tl.load(ends + candidate)
+        tiles = (stop - start + ROWS - 1) // ROWS
+        found = (tile >= tiles_before) & (tile < tiles_before + tiles)
+        group = tl.where(found, candidate, group)
+        first = tl.where(found, start + (tile - tiles_before) * ROWS, first)
+        end = tl.where(found, stop, end)
+        tiles_before += tiles
+        start = stop
+    if group >= 0:
+        rows = first + tl.arange(0, ROWS)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
+        for at in range(0, depth, DEPTH):
+            inner = at + tl.arange(0, DEPTH)
+            left = tl.load(
+                x + rows[:, None].to(tl.int64) * x_stride + inner[None, :],
+                mask=(rows[:, None] < end) & (inner[None, :] < depth),
+                other=0.0,
+            )
+            right = tl.load(
+                matrices
+                + tl.cast(group, tl.int64) * m_stride
+                + inner[:, None].to(tl.int64) * m_depth_stride
+                + columns[None, :] * m_column_stride,
+                mask=(inner[:, None] < depth) & (columns[None, :] < width),
+                other=0.0,
+            )
+            total += tl.dot(left, right, input_precision="ieee").to(DTYPE)
+        tl.store(
+            out + rows[:, None].to(tl.int64) * width + columns[None, :],
+            total,
+            mask=(rows[:, None] < end) & (columns[None, :] < width),
+        )
+
+
+@triton.jit
+def _outer_kernel(  # type: ignore[no-untyped-def]
+    left, right, out, ends, height, width,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[g] = left[rows of g]^T @ right[rows of g]: [groups, height, width]; zeros for a group without rows."""
+    group = tl.program_id(0)
+    start = 0
+    if group > 0:
+        start = tl.load(ends + group - 1)
+    end = tl.load(ends + group)
+    down = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    across = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
+    for at in range(start, end, DEPTH):
+        rows = at + tl.arange(0, DEPTH)
+        a = tl.load(
+            left + rows[None, :].to(tl.int64) * height + down[:, None],
+            mask=(rows[None, :] < end) & (down[:, None] < height),
+            other=0.0,
+        )
+        b = tl.load(
+            right + rows[:, None].to(tl.int64) * width + across[None, :],
+            mask=(rows[:, None] < end) & (across[None, :] < width),
+            other=0.0,
+        )
+        total += tl.dot(a, b, input_precision="ieee").to(DTYPE)
+    tl.store(
+        out + group.to(tl.int64) * height * width + down[:, None].to(tl.int64) * width + across[None, :],
+        total,
+        mask=(down[:, None] < height) & (across[None, :] < width),
+    )
+
+
+def rows_times(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """x [R, a], matrices [E, a, b] in any strides, ends [E] int32 -> [R, b]"""
+    x = x.contiguous()
+    groups, depth, width = matrices.shape
+    out = x.new_empty(len(x), width)
+    if out.numel():
+        grid = (triton.cdiv(len(x), ROWS) + groups, triton.cdiv(width, COLUMNS))
+        _rows_kernel[grid](
+            x, matrices, out, ends, width, depth, x.stride(0), *matrices.stride(), GROUPS=groups,
+            DTYPE=_accumulator(x), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
+        )  # fmt: skip
+    return out
+
+
+def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """left [R, a], right [R, b], ends [E] int32 -> [E, a, b]"""
+    left, right = left.contiguous(), right.contiguous()
+    height, width = left.shape[1], right.shape[1]
+    out = left.new_empty(len(ends), height, width)
+    grid = (len(ends), triton.cdiv(height, ROWS), triton.cdiv(width, COLUMNS))
+    _outer_kernel[grid](
+        left, right, out, ends, height, width, DTYPE=_accumulator(left), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH
+    )
+    return out
+
+
+def _accumulator(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.element_size() == 8 else tl.float32

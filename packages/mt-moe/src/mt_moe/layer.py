@@ -1,0 +1,196 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.errors import ConfigError
+from mt_core.nn.feed_forward import FeedForwardShape
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.parallel.context import ParallelContext
+from mt_moe.config import MoeConfig, read_moe_config
+from mt_moe.dispatchers.interface import Dispatched, Dispatcher, OverlappingDispatcher, expert_placement
+from mt_moe.experts.experts import Experts
+from mt_moe.kernels.availability import triton_objection
+from mt_moe.permutation import RowKernels
+from mt_moe.placement import moe_layers
+from mt_moe.routing.result import Routing
+from mt_moe.routing.router import Router
+from mt_moe.shared_experts import SharedExperts
+from mt_moe.tokens import divided_axes, join_tokens, share_tokens
+
+if TYPE_CHECKING:
+    from mt_core.nn.environment import ModelEnvironment
+    from mt_core.plugins import PluginHost
+
+Recomputed = Literal["moe", "shared_experts", "moe_act"]
+RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
+
+
+class MoeShape(FeedForwardShape, Protocol):
+    """What a mixture reads from the configuration of its model."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def moe(self) -> dict[str, Any] | None: ...
+
+
+class Projection(LayoutModule):
+    """x W^T on each rank's own tokens: weight [out, in] is replicated, its gradient partial over tp."""
+
+    weight: Tensor
+
+    def __init__(self, in_features: int, out_features: int, std: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        layout = ParameterLayout((out_features, in_features), normal(std), partial_gradient=divided_axes(ctx))
+        self.declare("weight", layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class MoeLayer(nn.Module):
+    """[B, S, H] -> the same: for each token the weighted sum over its experts, and the shared experts.
+
+    The largest tensors are [tokens x top-k, H]; there is none of tokens x experts x hidden.
+
+    recompute: what is computed again in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
+    activation of the routed experts.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        config: MoeConfig,
+        dispatcher: Dispatcher,
+        layer: int,
+        ctx: ParallelContext,
+        recompute: Collection[Recomputed] = (),
+    ) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.recompute = frozenset(recompute)
+        bias = shape.add_bias_linear
+        self.router = Router(
+            config,
+            shape.hidden_size,
+            layer,
+            ctx,
+            init_std=shape.init_method_std,
+            bias=bias if config.moe_router_bias is None else config.moe_router_bias,
+        )
+        self.dispatcher = dispatcher
+        width = config.moe_latent_size or shape.hidden_size
+        self.experts = Experts(
+            config,
+            width,
+            config.moe_ffn_hidden_size or shape.ffn_size,
+            shape.activation,
+            ctx,
+            bias=bias,
+            init_std=shape.init_method_std,
+            output_init_std=shape.output_init_std,
+            recompute_activation="moe_act" in self.recompute,
+        )
+        self.fc1_latent_proj: Projection | None = None
+        self.fc2_latent_proj: Projection | None = None
+        if config.moe_latent_size is not None:
+            self.fc1_latent_proj = Projection(shape.hidden_size, width, shape.init_method_std, ctx)
+            self.fc2_latent_proj = Projection(width, shape.hidden_size, shape.output_init_std, ctx)
+        self.shared_experts = build_shared_experts(shape, config, ctx)
+        self.overlapping = require_overlapping(dispatcher, config) if config.moe_shared_expert_overlap else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._recomputable("moe", self._mixture, x)
+
+    def _mixture(self, x: Tensor) -> Tensor:
+        share = share_tokens(x, self.ctx)
+        routing = self.router(share)
+        tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
+        dispatched, shared = self._dispatch(tokens, routing, x)
+        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts)
+        combined = self.dispatcher.combine(output, dispatched.state)
+        if self.fc2_latent_proj is not None:
+            combined = self.fc2_latent_proj(combined)
+        routed = join_tokens(combined, x, self.ctx)
+        return routed if shared is None else routed + shared
+
+    def _dispatch(self, tokens: Tensor, routing: Routing, x: Tensor) -> tuple[Dispatched, Tensor | None]:
+        """Tokens for this rank's experts, and what the shared experts make of x; with overlap they work while the
+        tokens are on their way."""
+        if self.shared_experts is None:
+            return self.dispatcher.dispatch(tokens, routing), None
+        if self.overlapping is None:
+            dispatched = self.dispatcher.dispatch(tokens, routing)
+            return dispatched, self._recomputable("shared_experts", self.shared_experts, x)
+        sending = self.overlapping.start_dispatch(tokens, routing)
+        shared = self._recomputable("shared_experts", self.shared_experts, x)
+        return self.overlapping.finish_dispatch(sending), shared
+
+    def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if name in self.recompute and self.training:
+            return checkpoint(function, x, use_reentrant=False)
+        return function(x)
+
+
+def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
+    size = config.moe_shared_expert_intermediate_size
+    return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
+
+
+def require_overlapping(dispatcher: Dispatcher, config: MoeConfig) -> OverlappingDispatcher:
+    if isinstance(dispatcher, OverlappingDispatcher):
+        return dispatcher
+    raise ConfigError(
+        f"model.moe.moe_shared_expert_overlap=true: the dispatcher {config.moe_token_dispatcher_type} does not let "
+        "other work be done while it sends; use alltoall, or set moe_shared_expert_overlap=false"
+    )
+
+
+def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) -> Dispatcher:
+    """The dispatcher that the configuration names. Raises ConfigError for its options, PluginError for its name."""
+    key = "model.moe.moe_token_dispatcher_type"
+    spec = host.moe_dispatchers.get(config.moe_token_dispatcher_type, key=key)
+    options = read_options(spec.config_type.load(), config.moe_dispatcher_options)
+    placement = expert_placement(config.num_experts, ctx, row_kernels(config, ctx))
+    return spec.build.load()(options, placement)
+
+
+def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
+    """`model.moe.moe_dispatcher_options` as the dispatcher's own type. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    from mt_core.config.messages import validation_message
+
+    section = "model.moe.moe_dispatcher_options"
+    try:
+        return config_type.model_validate(dict(values))  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ConfigError(validation_message(section, config_type, error, dict.fromkeys(values, section))) from None
+
+
+def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
+    """Triton's if asked for. Raises ConfigError where they cannot run."""
+    if not config.moe_permute_fusion:
+        return RowKernels()
+    if objection := triton_objection(ctx.device.type):
+        raise ConfigError(f"model.moe.moe_permute_fusion=true: {objection}; set it to false")
+    from mt_moe.kernels.rows import TRITON_ROWS
+
+    return TRITON_ROWS
+
+
+def build_moe(shape: MoeShape, environment: ModelEnvironment, layer: int) -> nn.Module:
+    """The mixture of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
+    config = read_moe_config(shape.moe or {})
+    if not moe_layers(config.moe_layer_freq, shape.num_layers)[layer]:
+        return environment.feed_forward("dense", shape, layer)
+    ctx = environment.parallel
+    recompute = [name for name in RECOMPUTED if environment.recompute.selects(name)]
+    return MoeLayer(shape, config, build_dispatcher(config, ctx, environment.host), layer, ctx, recompute)

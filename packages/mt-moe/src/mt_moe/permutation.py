@@ -1,0 +1,145 @@
+"""Tokens put in the order of their experts, and back. Shapes: n rows, each wanted m times, R = n m rows in order.
+
+`permute` copies each row to its m places, `unpermute` sums the m places of each row: one's backward pass is the
+other. Two primitives on rows do all of it, so that a kernel replaces them in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_moe.routing.result import Routing
+
+GatherRows = Callable[[Tensor, Tensor, bool], Tensor]
+"""(x [n, H], rows [R], complete) -> x[rows]; where rows is -1, zeros. complete: no -1 is there."""
+SumRows = Callable[[Tensor, Tensor, bool], Tensor]
+"""(y [R, H], places [n, m], complete) -> for each of n the sum of y at its places, in their order; -1 adds nothing"""
+
+
+def gather_rows(x: Tensor, rows: Tensor, complete: bool) -> Tensor:
+    return x.index_select(0, rows) if complete else _with_zero_row(x)[rows]
+
+
+def sum_rows(y: Tensor, places: Tensor, complete: bool) -> Tensor:
+    source = y if complete else _with_zero_row(y)
+    if places.shape[1] == 1:
+        return source[places[:, 0]]
+    total = source[places[:, 0]].to(torch.promote_types(y.dtype, torch.float32))
+    for place in places.unbind(1)[1:]:  # one at a time: no tensor of n x m x H
+        total += source[place]
+    return total.to(y.dtype)
+
+
+def _with_zero_row(x: Tensor) -> Tensor:
+    """Behind the others, where the index -1 finds it."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """How the two primitives are computed."""
+
+    gather: GatherRows = gather_rows
+    sum: SumRows = sum_rows
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """order: [R] int64, the wish (row * m + number of the copy) that stands in each place; -1: an empty place.
+    inverse: [n * m] int64, the place of each wish; -1: it has none. complete: there is no -1."""
+
+    order: Tensor
+    inverse: Tensor
+    complete: bool = True
+    kernels: RowKernels = field(default_factory=RowKernels)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, copies: int) -> Tensor:
+        ctx.permutation, ctx.copies = permutation, copies
+        return _to_places(x, permutation, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _from_places(grads[0], ctx.permutation, ctx.copies), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, permutation: Permutation, copies: int) -> Tensor:
+        ctx.permutation, ctx.copies = permutation, copies
+        return _from_places(y, permutation, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_places(grads[0], ctx.permutation, ctx.copies), None, None
+
+
+def _to_places(x: Tensor, permutation: Permutation, copies: int) -> Tensor:
+    rows = permutation.order if copies == 1 else permutation.order // copies  # -1 stays -1
+    return permutation.kernels.gather(x, rows, permutation.complete)
+
+
+def _from_places(y: Tensor, permutation: Permutation, copies: int) -> Tensor:
+    return permutation.kernels.sum(y, permutation.inverse.view(-1, copies), permutation.complete)
+
+
+def permute(x: Tensor, permutation: Permutation, copies: int = 1) -> Tensor:
+    """[n, H] -> [R, H], each row `copies` times."""
+    return _Permute.apply(x, permutation, copies)
+
+
+def unpermute(y: Tensor, permutation: Permutation, copies: int = 1) -> Tensor:
+    """[R, H] -> [n, H], the sum of the copies of each row."""
+    return _Unpermute.apply(y, permutation, copies)
+
+
+def permute_numbers(x: Tensor, permutation: Permutation) -> Tensor:
+    """One number for each wish [n, m] -> [R]."""
+    return permute(x.reshape(-1, 1), Permutation(permutation.order, permutation.inverse, permutation.complete)).view(-1)
+
+
+def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
+    """Wishes in the order of their keys [n * m]; equal ones stay in theirs."""
+    order = keys.argsort(stable=True)
+    return Permutation(order, inverse_of(order, len(keys)), kernels=kernels)
+
+
+def inverse_of(order: Tensor, wishes: int) -> Tensor:
+    places = torch.arange(len(order), device=order.device)
+    return order.new_full((wishes,), -1).scatter_(0, order, places)
+
+
+def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, Tensor]:
+    """The kept choices in the order of experts, and within one of tokens; and how many rows each expert has [E].
+
+    With padding every expert has `routing.padded_to` places, the last of which may be empty.
+    """
+    if routing.kept is None and routing.padded_to is None:
+        keys = routing.experts.flatten()
+        return sort_by(keys, kernels), keys.bincount(minlength=routing.num_experts)
+    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+    keys = torch.where(kept, routing.experts, routing.num_experts).flatten()  # the dropped ones at the end
+    counts = keys.bincount(minlength=routing.num_experts + 1)[:-1]
+    order = keys.argsort(stable=True)[: int(counts.sum())]
+    if routing.padded_to is not None:
+        order = _with_empty_places(order, keys, counts, routing.padded_to)
+        counts = torch.full_like(counts, routing.padded_to)
+    filled = order >= 0
+    inverse = order.new_full(keys.shape, -1)
+    inverse[order[filled]] = filled.nonzero().flatten()
+    return Permutation(order, inverse, complete=False, kernels=kernels), counts
+
+
+def _with_empty_places(order: Tensor, keys: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Each expert's rows at the start of `size` places."""
+    experts = keys[order]
+    first = counts.cumsum(0) - counts
+    places = torch.arange(len(order), device=order.device) - first[experts] + experts * size
+    return order.new_full((len(counts) * size,), -1).scatter_(0, places, order)

@@ -1,0 +1,1 @@
+"""From tokens to experts: scores, choice, weights, balance losses, load."""

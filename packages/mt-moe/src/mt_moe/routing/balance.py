@@ -1,0 +1,136 @@
+"""Losses that even out the load of experts. Shapes: T tokens of this rank, E experts, k of each token.
+
+With p [T, E] each token's scores divided by their sum, and c[e] how many tokens have e among their k highest scores:
+
+    balance = E / (k T^2)  sum_e c[e] sum_t p[t, e]
+
+which is 1 for an even load (Fedus et al., Switch Transformers, 2021). c counts the natural choice: neither the
+expert bias nor a capacity nor groups have a part in it, or the loss would not see what it is to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.auxiliary import AuxiliaryLoss
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import ParallelContext
+from mt_moe.config import MoeConfig
+from mt_moe.routing.load import on_backward
+from mt_moe.tokens import TokenShare
+
+
+@dataclass(frozen=True)
+class Scored:
+    """logits, probabilities: [T, E]; choices: [T, k], each token's experts of the highest scores."""
+
+    logits: Tensor
+    probabilities: Tensor
+    choices: Tensor
+    share: TokenShare
+
+
+def balance(probabilities: Tensor, counts: Tensor, tokens: float | Tensor, topk: int) -> Tensor:
+    """E / (k T^2) sum_e counts[..., e] probabilities[..., e]; both are sums over `tokens` tokens."""
+    experts = counts.shape[-1]
+    return experts / (topk * tokens**2) * (probabilities * counts).sum(-1)
+
+
+class AuxLoss(nn.Module):
+    """The balance over the tokens of a micro-batch, on whatever ranks they are."""
+
+    def forward(self, scored: Scored) -> Tensor:
+        counts = expert_counts(scored.choices, scored.logits)
+        sums, counts = scored.share.sum(torch.stack([scored.probabilities.sum(0), counts])).unbind()
+        return balance(sums, counts, scored.share.total, scored.choices.shape[1])
+
+
+class SequenceAuxLoss(nn.Module):
+    """The mean over sequences of the balance of each (DeepSeek-V3, 2024), so that it is the same in any number of
+    micro-batches."""
+
+    def forward(self, scored: Scored) -> Tensor:
+        share, experts = scored.share, scored.logits.shape[1]
+        zeros = scored.logits.new_zeros(share.num_sequences, experts)
+        sums = zeros.index_add(0, share.sequence, scored.probabilities)
+        cells = share.sequence[:, None] * experts + scored.choices
+        counts = expert_counts(cells, scored.logits, share.num_sequences).view_as(sums)
+        sums, counts = share.sum(torch.stack([sums, counts])).unbind()
+        return balance(sums, counts, share.total / share.num_sequences, scored.choices.shape[1]).mean()
+
+
+class GlobalAuxLoss(nn.Module):
+    """The balance with counts over all data-parallel ranks and the step's micro-batches so far (Qiu et al., Demons
+    in the Detail, 2025): documents of one subject may go to few experts as long as the whole batch does not."""
+
+    seen: Tensor
+
+    def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        # Counts of the micro-batches whose backward pass is done, and at the end their number of tokens.
+        self.register_buffer(
+            "seen", torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device), persistent=False
+        )
+
+    def forward(self, scored: Scored) -> Tensor:
+        share = scored.share
+        counts = expert_counts(scored.choices, scored.logits)
+        sums, counts = share.sum(torch.stack([scored.probabilities.sum(0), counts])).unbind()
+        here = torch.cat([counts.detach().double(), self.seen.new_full((1,), share.total)])
+        if self.ctx.dp.size > 1:
+            here = all_reduce(here, self.ctx.dp)
+        *_, tokens = so_far = self.seen + here
+        frequencies = (so_far[:-1] / tokens).to(sums.dtype)  # k / E each when the load is even
+        loss = balance(sums / share.total, frequencies, 1.0, scored.choices.shape[1])
+        return on_backward(loss, lambda: self.seen.add_(here))
+
+    def after_step(self) -> None:
+        self.seen.zero_()
+
+
+class ZLoss(nn.Module):
+    """mean over tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al., ST-MoE, 2022)."""
+
+    def forward(self, scored: Scored) -> Tensor:
+        return scored.share.sum(scored.logits.logsumexp(-1).square().sum()) / scored.share.total
+
+
+class BalanceLosses(nn.Module):
+    """The losses that the configuration names, each with its coefficient, reported as `moe/layer_{i}/{name}`."""
+
+    def __init__(self, config: MoeConfig, layer: int, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.coefficients = loss_coefficients(config)
+        self.losses = nn.ModuleDict({name: _build(name, config, ctx) for name in self.coefficients})
+        self.attached = nn.ModuleDict({name: AuxiliaryLoss(f"moe/layer_{layer}/{name}") for name in self.coefficients})
+
+    def forward(self, weights: Tensor, scored: Scored) -> Tensor:
+        """Ties the losses to the weights [T, k], and returns those."""
+        for name, coefficient in self.coefficients.items():
+            weights = self.attached[name](weights, coefficient * self.losses[name](scored))
+        return weights
+
+
+def loss_coefficients(config: MoeConfig) -> Mapping[str, float]:
+    """Every loss of the router and its coefficient."""
+    if config.moe_z_loss_coeff is None:
+        return config.balance_coefficients
+    return {**config.balance_coefficients, "z_loss": config.moe_z_loss_coeff}
+
+
+def _build(name: str, config: MoeConfig, ctx: ParallelContext) -> nn.Module:
+    if name == "global_aux_loss":
+        return GlobalAuxLoss(config.num_experts, ctx)
+    plain: dict[str, Any] = {"aux_loss": AuxLoss, "seq_aux_loss": SequenceAuxLoss, "z_loss": ZLoss}
+    return plain[name]()
+
+
+def expert_counts(choices: Tensor, like: Tensor, repeats: int = 1) -> Tensor:
+    """[repeats * E] how often each number occurs, in the number format of `like` [T, E]."""
+    return choices.flatten().bincount(minlength=repeats * like.shape[1]).to(like.dtype)

@@ -1,0 +1,36 @@
+"""Which of a rank's tokens stay when experts have a capacity. Shapes: T tokens, k experts of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
+    """Tokens that an expert takes from a rank: factor times the mean, rounded up (Megatron's rule)."""
+    return math.ceil(tokens * topk / num_experts * factor)
+
+
+def keep_within(
+    experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: Literal["probs", "position"]
+) -> Tensor:
+    """[T, k] bool: for each expert its first `capacity` tokens stay, or those with the highest weights.
+
+    Of equal weights the earlier token stays.
+    """
+    chosen = experts.flatten()
+    turn = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)
+    order = turn[chosen[turn].argsort(stable=True)]  # by expert, within one by turn
+    counts = chosen.bincount(minlength=num_experts)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(chosen.numel(), device=chosen.device) - first[chosen[order]]
+    kept = torch.empty_like(chosen, dtype=torch.bool)
+    kept[order] = place < capacity
+    return kept.view_as(experts)
+
+
+def _by_weight(weights: Tensor) -> Tensor:
+    return weights.detach().flatten().argsort(descending=True, stable=True)

@@ -1,0 +1,90 @@
+"""How many tokens each expert gets, over a step and over all ranks.
+
+A micro-batch is counted in its backward pass: that happens once, also where the forward pass is recomputed, and
+never in an evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import ParallelContext
+
+
+class _OnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grads[0], None
+
+
+def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
+    """Identity on x; `call` is called when x's gradient passes."""
+    return _OnBackward.apply(x, call) if x.requires_grad else x
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of a step over all ranks. tokens: [E] fp64, choices of each expert before any is dropped. dropped: choices."""
+
+    tokens: Tensor
+    dropped: float
+
+    @property
+    def max_over_mean(self) -> float:
+        """1 for an even load, E when one expert has all."""
+        total = float(self.tokens.sum())
+        return float(self.tokens.max()) * len(self.tokens) / total if total else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Of the distribution over experts, as a share of that of an even one: 1 is even, 0 is one expert."""
+        if len(self.tokens) == 1:
+            return 1.0
+        shares = self.tokens / self.tokens.sum().clamp(min=1.0)
+        return float(torch.special.entr(shares).sum()) / math.log(len(self.tokens))
+
+    @property
+    def dead_experts(self) -> int:
+        return int((self.tokens == 0).sum())
+
+    @property
+    def dropped_share(self) -> float:
+        return self.dropped / max(float(self.tokens.sum()), 1.0)
+
+
+class LoadCounter:
+    """Counts the choices of this rank's tokens until the end of a step."""
+
+    def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
+        self.ctx = ctx
+        # fp64 holds whole numbers far above any count, and every backend sums it.
+        self._window = torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device)
+
+    def add(self, counts: Tensor, dropped: Tensor | None) -> None:
+        """counts: [E] choices. dropped: scalar."""
+        self._window[:-1] += counts
+        if dropped is not None:
+            self._window[-1] += dropped
+
+    def take(self) -> Load:
+        """The load over all ranks since the last call; collective over the ranks of the layer's stage."""
+        window = self._window.clone()
+        self._window.zero_()
+        for axis in (self.ctx.tp, self.ctx.dp_cp):
+            if axis.size > 1:
+                window = all_reduce(window, axis)
+        *_, dropped = window.tolist()
+        return Load(window[:-1].cpu(), dropped)

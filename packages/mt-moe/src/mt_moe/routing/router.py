@@ -1,0 +1,184 @@
+"""The router: from this rank's tokens to their experts and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.errors import TrainingError
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
+from mt_moe.config import MoeConfig
+from mt_moe.routing.balance import BalanceLosses, Scored
+from mt_moe.routing.capacity import expert_capacity, keep_within
+from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
+from mt_moe.routing.load import Load, LoadCounter, on_backward
+from mt_moe.routing.result import Routing
+from mt_moe.routing.scores import distribution, expert_weights
+from mt_moe.routing.sinkhorn import sinkhorn, sinkhorn_weights
+from mt_moe.tokens import TokenShare, divided_axes
+
+if TYPE_CHECKING:
+    from mt_core.parallel.context import ParallelContext
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Router(LayoutModule):
+    """logits = x W^T (+ b), scores, the choice of k experts and their weights.
+
+    weight [E, H] and bias [E] are replicated; every rank applies them to its own tokens, so that their gradients
+    are partial over tp. expert_bias [E] fp32 changes by `after_step` alone.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: MoeConfig,
+        hidden_size: int,
+        layer: int,
+        ctx: ParallelContext,
+        *,
+        init_std: float,
+        bias: bool,
+    ) -> None:
+        super().__init__(ctx)
+        self.config, self.layer = config, layer
+        experts, partial = config.num_experts, divided_axes(ctx)
+        self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
+        self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
+        kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
+        self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
+        self.losses = BalanceLosses(config, layer, ctx)
+        self.counter = LoadCounter(experts, ctx)
+        self.load: Load | None = None
+        """Of the last step."""
+
+    def forward(self, share: TokenShare) -> Routing:
+        """Raises TrainingError for logits that are not finite."""
+        logits = self.logits(share.tokens)
+        experts = self.choose(logits, share)
+        weights = self._weights(logits, experts)
+        if self.training and torch.is_grad_enabled() and self.losses.coefficients and share.total:
+            weights = self.losses(weights, self._scored(logits, experts, share))
+        kept, capacity = self._capacity(experts, weights)
+        weights = self._counted(weights, experts, kept)
+        padded_to = capacity if self.config.moe_pad_expert_input_to_capacity else None
+        return Routing(experts, weights, self.config.num_experts, kept, padded_to)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[T, H] -> [T, E] in moe_router_dtype"""
+        dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(self._jitter(tokens).to(dtype), self.weight.to(dtype), bias)
+        if logits.device.type == "cpu":  # elsewhere asking would make the device wait; the loss is checked there
+            require_finite(logits, self.layer)
+        return logits
+
+    def choose(self, logits: Tensor, share: TokenShare) -> Tensor:
+        """[T, E] -> experts [T, k]"""
+        config = self.config
+        if config.moe_router_force_load_balancing:
+            return deal_in_turn(logits, config.moe_router_topk)
+        if config.moe_router_random_seed is not None:
+            return draw_at_random(logits, config.moe_router_topk, config.moe_router_random_seed)
+        if config.uses_sinkhorn and self.training:
+            with torch.no_grad():
+                scores = sinkhorn(logits.detach(), share.total, share.sum)
+            return scores.topk(config.moe_router_topk).indices
+        return choose_experts(logits, config, self.expert_bias)
+
+    def after_step(self) -> None:
+        """Take the step's load over all ranks, and move the expert bias towards an even one."""
+        self.load = self.counter.take()
+        if self.expert_bias is not None:
+            self._move_bias(self.load.tokens)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last step, over all ranks."""
+        if self.load is None:
+            return {}
+        found = {
+            "load_max_over_mean": self.load.max_over_mean,
+            "load_entropy": self.load.entropy,
+            "dead_experts": float(self.load.dead_experts),
+            "dropped_share": self.load.dropped_share,
+        }
+        if self.expert_bias is not None:
+            found["expert_bias_min"] = float(self.expert_bias.min())
+            found["expert_bias_max"] = float(self.expert_bias.max())
+        return {f"moe/layer_{self.layer}/{name}": value for name, value in found.items()}
+
+    @torch.no_grad()
+    def _move_bias(self, tokens: Tensor) -> None:
+        """Loss-free balancing (Wang et al., 2024): up by the rate below the mean load, down above it."""
+        assert self.expert_bias is not None
+        direction = (tokens.mean() - tokens).sign().to(self.expert_bias)
+        self.expert_bias += self.config.moe_router_bias_update_rate * direction
+
+    def _jitter(self, tokens: Tensor) -> Tensor:
+        epsilon = self.config.moe_input_jitter_eps
+        if epsilon is None or not self.training:
+            return tokens
+        return tokens * torch.empty_like(tokens).uniform_(1.0 - epsilon, 1.0 + epsilon)
+
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        config = self.config
+        if config.uses_sinkhorn:
+            weights = sinkhorn_weights(logits, experts)
+        else:
+            function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
+            weights = expert_weights(logits, experts, function, pre_softmax)
+        factor = config.moe_router_topk_scaling_factor
+        return weights if factor is None else weights * factor
+
+    def _scored(self, logits: Tensor, experts: Tensor, share: TokenShare) -> Scored:
+        probabilities = distribution(logits, self.config.moe_router_score_function)
+        choices = experts if self._chooses_naturally else probabilities.detach().topk(experts.shape[1]).indices
+        return Scored(logits, probabilities, choices, share)
+
+    @property
+    def _chooses_naturally(self) -> bool:
+        """Whether a token's experts are those of its highest scores, and nothing else has a say."""
+        config = self.config
+        return not (
+            config.moe_router_enable_expert_bias
+            or config.moe_router_num_groups
+            or config.moe_router_force_load_balancing
+            or config.moe_router_random_seed is not None
+            or config.uses_sinkhorn
+        )
+
+    def _capacity(self, experts: Tensor, weights: Tensor) -> tuple[Tensor | None, int | None]:
+        config = self.config
+        if config.moe_expert_capacity_factor is None:
+            return None, None
+        tokens, topk = experts.shape
+        capacity = expert_capacity(tokens, topk, config.num_experts, config.moe_expert_capacity_factor)
+        return keep_within(experts, weights, config.num_experts, capacity, config.moe_token_drop_policy), capacity
+
+    def _counted(self, weights: Tensor, experts: Tensor, kept: Tensor | None) -> Tensor:
+        if not self.training:
+            return weights
+        counts = experts.flatten().bincount(minlength=self.config.num_experts)
+        dropped = None if kept is None else kept.logical_not().sum()
+        return on_backward(weights, lambda: self.counter.add(counts, dropped))
+
+
+def require_finite(logits: Tensor, layer: int) -> None:
+    """Raises TrainingError, naming the layer and a token."""
+    if bool(logits.sum().isfinite()):
+        return
+    bad = logits.isfinite().logical_not().any(1).nonzero().flatten()
+    if len(bad):
+        raise TrainingError(
+            f"decoder.layers.{layer}.mlp.router: the logits of {len(bad)} of {len(logits)} tokens are not finite "
+            f"(first: token {int(bad[0])}); lower optimizer.lr, set model.moe.moe_z_loss_coeff, or look at the "
+            "weights that were loaded"
+        )

@@ -1,0 +1,37 @@
+"""Shared experts: a dense feed-forward that sees every token, beside the routed experts."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.activations import activate, is_gated
+from mt_core.nn.feed_forward import FeedForwardShape
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.parallel.context import ParallelContext
+
+
+class SharedExperts(LayoutModule):
+    """linear_fc2(activation(linear_fc1(x))), with the gate times sigmoid(x gate_weight^T): [B, S, H] -> the same.
+
+    gate_weight: [1, H], replicated over tp. Several shared experts are one of their total width.
+    """
+
+    gate_weight: Tensor | None
+
+    def __init__(self, shape: FeedForwardShape, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
+        super().__init__(ctx)
+        self.activation = shape.activation
+        blocks = 2 if is_gated(shape.activation) else 1
+        hidden, bias = shape.hidden_size, shape.add_bias_linear
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden, blocks * ffn_size, ctx, bias=bias, init=normal(shape.init_method_std), sections=blocks
+        )
+        self.linear_fc2 = RowParallelLinear(ffn_size, hidden, ctx, bias=bias, init=normal(shape.output_init_std))
+        layout = ParameterLayout((1, hidden), normal(shape.init_method_std), partial_gradient=sequence_axes(ctx))
+        self.declare("gate_weight", layout if gate else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
+        return out if self.gate_weight is None else out * F.linear(x, self.gate_weight).sigmoid()

@@ -1,0 +1,83 @@
+"""Which tokens of a micro-batch this rank routes: every token is routed by exactly one rank.
+
+Context and data parallel ranks hold different tokens. So do tensor parallel ranks under sequence parallelism;
+without it they hold the same ones, and each takes its share of them here. From then on all ranks of a pipeline
+stage hold different tokens, whatever the layout, and one rule serves all: the gradient of what every rank applies
+to its own tokens (the router) is summed over tp, cp and dp; that of an expert over the ranks that send to it,
+by dispatching, and then over edp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.layout import AxisName
+from mt_core.parallel.collectives import gather_copies, reduce_from, split_to
+from mt_core.parallel.context import Axis, ParallelContext
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """This rank's tokens [T, H] of a micro-batch; T may be 0.
+
+    sequence: [T] int64, to which of the micro-batch's sequences each belongs. total: tokens of the micro-batch over
+    all ranks that share it, which are those on `axes`.
+    """
+
+    tokens: Tensor
+    sequence: Tensor
+    num_sequences: int
+    total: int
+    axes: tuple[Axis, ...]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over the ranks that share the micro-batch; each gets the gradient of its own part."""
+        for axis in self.axes:
+            x = reduce_from(x, axis)
+        return x
+
+
+def divided_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
+    """Axes beside the data-parallel ones on which a parameter applied to each rank's tokens has partial gradients."""
+    return ("tp",) if ctx.tp.size > 1 else ()
+
+
+def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
+    """x [B, S, H], S divided with sequence and context parallelism -> this rank's tokens."""
+    batch, length, _ = x.shape
+    tokens = x.flatten(0, 1)
+    sequence = torch.arange(batch, device=x.device).repeat_interleave(length)
+    total = batch * length * ctx.cp.size
+    if ctx.sequence_parallel:
+        total *= ctx.tp.size
+    elif ctx.tp.size > 1:
+        first, size, own = _piece(len(tokens), ctx.tp)
+        tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:own]
+        sequence = sequence[first : first + own]
+    axes = tuple(axis for axis in (ctx.tp, ctx.cp) if axis.size > 1)
+    return TokenShare(tokens, sequence, batch, total, axes)
+
+
+def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
+    """The inverse of share_tokens: this rank's tokens [T, H] -> [B, S, H] as `like`."""
+    if ctx.tp.size > 1 and not ctx.sequence_parallel:
+        count = like.shape[0] * like.shape[1]
+        _, size, _ = _piece(count, ctx.tp)
+        tokens = gather_copies(_fill(tokens, size), 0, ctx.tp)[:count]
+    return tokens.view(like.shape)
+
+
+def _piece(count: int, axis: Axis) -> tuple[int, int, int]:
+    """Of `count` tokens: this rank's first one, the size of a full share, and how many it has (the last ranks may
+    have fewer, or none)."""
+    size = -(-count // axis.size)
+    first = min(size * axis.rank, count)
+    return first, size, min(size, count - first)
+
+
+def _fill(tokens: Tensor, rows: int) -> Tensor:
+    return tokens if len(tokens) == rows else F.pad(tokens, (0, 0, 0, rows - len(tokens)))

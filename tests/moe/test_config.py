@@ -1,0 +1,194 @@
+"""`model.moe`: what is accepted, what is refused and in which words; placement; building through the plugin host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError, PluginError
+from mt_core.nn.feed_forward import DenseFeedForward
+from mt_core.parallel.context import ParallelContext
+from mt_moe.config import MoeConfig
+from mt_moe.layer import MoeLayer
+from mt_moe.placement import moe_layers, parse_pattern
+
+TINY = [
+    "model.num_layers=4",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.ffn_hidden_size=24",
+    "model.vocab_size=32",
+    "model.num_query_groups=2",
+    "data.seq_length=16",
+    "train.train_iters=1",
+]
+
+
+def load(host, moe: str, *overrides: str):
+    return load_config(preset="llama3.2-1b", overrides=[*TINY, f"model.moe={{{moe}}}", *overrides], host=host).config
+
+
+def build(host, moe: str, *overrides: str) -> torch.nn.Module:
+    from mt_core.train.build import build_model
+
+    return build_model(load(host, moe, *overrides), ParallelContext(), host)
+
+
+REFUSED = [
+    ("num_expert=4", r"unknown key model\.moe\.num_expert \(from \[model\.moe\]\) \(did you mean \"num_experts\"\?\)"),
+    ("", r"model\.moe\.num_experts is missing"),
+    ("num_experts=4.5", r"model\.moe\.num_experts .*got 4\.5, expected an integer"),
+    ("num_experts=4, moe_router_topk=5", r"moe_router_topk=5 is above model\.moe\.num_experts=4; .* 1 to 4"),
+    ("num_experts=4, moe_router_topk=1", r"weight 1 and the router no gradient; set .*moe_router_pre_softmax"),
+    ("num_experts=8, moe_router_num_groups=3, moe_router_group_topk=2", r"num_groups=3 does not divide .*1, 2, 4 or 8"),
+    ("num_experts=8, moe_router_num_groups=4", r"num_groups is set; set model\.moe\.moe_router_group_topk too"),
+    ("num_experts=8, moe_router_num_groups=4, moe_router_group_topk=5", r"group_topk=5 is above .*groups=4; .*1 to 4"),
+    (
+        "num_experts=8, moe_router_topk=3, moe_router_num_groups=4, moe_router_group_topk=1",
+        r"moe_router_topk=3 is above the 2 experts of model\.moe\.moe_router_group_topk=1 groups of 2",
+    ),
+    (
+        "num_experts=8, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=3",
+        r"moe_router_group_score_topk=0 .*can be 1 to 2",
+    ),
+    (
+        "num_experts=4, moe_router_enable_expert_bias=true",
+        r"score_function is softmax and can be sigmoid or sqrtsoftplus",
+    ),
+    ("num_experts=4, moe_router_bias_update_rate=0.5", r"only counts when .*enable_expert_bias is True"),
+    (
+        'num_experts=4, moe_router_score_function="sigmoid", moe_router_pre_softmax=true',
+        r"only counts when model\.moe\.moe_router_score_function is softmax, and that is sigmoid",
+    ),
+    ('num_experts=4, moe_router_score_function="cosine"', r"got 'cosine'.*'softmax', 'sigmoid' or 'sqrtsoftplus'"),
+    ('num_experts=4, moe_router_load_balancing_type=["none", "aux_loss"]', r"none stands alone"),
+    ('num_experts=4, moe_router_load_balancing_type=["aux_loss", "aux_loss"]', r"names a type twice"),
+    ('num_experts=4, moe_router_load_balancing_type="aux_loss"', r"got 'aux_loss', expected a list"),
+    ("num_experts=4, moe_aux_loss_coeff=[0.1, 0.2]", r"has 2 values, and .* has 1 losses"),
+    ('num_experts=4, moe_router_load_balancing_type=["none"], moe_aux_loss_coeff=[0.1]', r"has 1 values, .* 0 losses"),
+    (
+        'num_experts=4, moe_router_load_balancing_type=["sinkhorn"], moe_expert_capacity_factor=1.0',
+        r"'sinkhorn'\] chooses experts by itself and excludes model\.moe\.moe_expert_capacity_factor",
+    ),
+    ("num_experts=4, moe_pad_expert_input_to_capacity=true", r"nothing is dropped; set .*capacity_factor"),
+    ('num_experts=4, moe_token_drop_policy="position"', r"nothing is dropped; set .*capacity_factor"),
+    ("num_experts=4, moe_shared_expert_gate=true", r"no shared expert; set .*intermediate_size"),
+    ("num_experts=4, moe_input_jitter_eps=1.5", r"moe_input_jitter_eps=1\.5 has to be below 1"),
+    ("num_experts=4, moe_router_random_seed=1, moe_router_force_load_balancing=true", r"at most one of"),
+    ('num_experts=4, moe_token_dispatcher_type="flex"', r"flex needs DeepEP .*not installed; use alltoall"),
+    ('num_experts=4, moe_layer_freq="[1]*3"', r"has 3 entries; it needs one for each of the model\.num_layers=4"),
+    ('num_experts=4, moe_layer_freq="__import__(1)"', r"has '_', which is no part of a pattern"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("moe", "words"), REFUSED, ids=[moe for moe, _ in REFUSED])
+def test_what_cannot_be_is_refused_before_anything_is_built(host, moe, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(host, moe)
+
+
+def test_experts_have_to_divide_over_their_ranks(host, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"expert_model_parallel_size=4 does not divide .*num_experts=6; .*1, 2, 3"):
+        load(host, "num_experts=6", "parallel.expert_model_parallel_size=4")
+    with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size=4 does not divide .*width 6 .*1, 2, 3 or 6"):
+        load(host, "num_experts=4, moe_ffn_hidden_size=6", "parallel.expert_tensor_parallel_size=4")
+
+
+def test_a_dispatcher_that_nobody_registers_is_named(host) -> None:
+    with pytest.raises(PluginError, match=r"moe_token_dispatcher_type.*alltoal.*did you mean \"alltoall\""):
+        build(host, 'num_experts=4, moe_token_dispatcher_type="alltoal"')
+
+
+def test_options_of_a_dispatcher_are_its_own(host) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key model\.moe\.moe_dispatcher_options\.fast"):
+        build(host, "num_experts=4, moe_dispatcher_options={fast = true}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("moe_permute_fusion=true", r"moe_permute_fusion=true: Triton kernels need a GPU, and the device is cpu"),
+        ('moe_grouped_gemm="triton"', r"moe_grouped_gemm=triton cannot serve: .*use auto or loop"),
+        ('moe_grouped_gemm="grouped", moe_ffn_hidden_size=18', r"multiples of 4, and one is 18; use auto or loop"),
+        (
+            "moe_shared_expert_intermediate_size=8, moe_shared_expert_overlap=true, "
+            'moe_token_dispatcher_type="allgather"',
+            r"the dispatcher allgather does not let other work be done",
+        ),
+    ],
+)
+def test_what_a_device_or_a_dispatcher_cannot_do_stops_the_run(host, monkeypatch, keys, words) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        build(host, f"num_experts=4, {keys}")
+
+
+def test_the_pattern_says_which_layers_have_experts(host) -> None:
+    model = build(host, 'num_experts=4, moe_layer_freq="([0]*1+[1]*3)"')
+    kinds = [type(model.decoder.layers[number].mlp) for number in range(4)]
+    assert kinds == [DenseFeedForward, MoeLayer, MoeLayer, MoeLayer]
+    names = dict(model.named_parameters())
+    assert names["decoder.layers.1.mlp.router.weight"].shape == (4, 16)
+    assert names["decoder.layers.1.mlp.experts.linear_fc1.weight"].shape == (4, 48, 16)
+    assert names["decoder.layers.1.mlp.experts.linear_fc2.weight"].shape == (4, 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("([0]*1+[1]*3)", [0, 1, 1, 1]),
+        ("[1,0]*2", [1, 0, 1, 0]),
+        ("2*[0, 1,]", [0, 1, 0, 1]),
+        ("([1]+[0]*2)*2", [1, 0, 0, 1, 0, 0]),
+        ("[1]*(2*2)", [1, 1, 1, 1]),
+        ("[]", []),
+        ("[0]*0+[1]", [1]),
+    ],
+)
+def test_patterns_mean_what_they_mean_in_python(text, expected) -> None:
+    assert parse_pattern(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3", "is a number, not a list"),
+        ("[2]", "has the entry 2"),
+        ("[0]*", "ends too early"),
+        ("([1]", "ends too early"),
+        ("[1]]", r"has '\]' behind its end"),
+        ("[1]+2", "adds a number"),
+        ("[1]*[1]", "multiplies two lists"),
+        ("[[1]]", r"has '\[' in a list"),
+        ("[1 1]", "has '1' where ',' belongs"),
+        ("[1]*9999999999", "more than 100000 entries"),
+        ("[-1]", "has '-', which is no part"),
+        ("", "ends too early"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(text, words) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_pattern(text)
+    assert "([0]*1+[1]*23)" in str(caught.value)
+
+
+def test_every_nth_layer() -> None:
+    assert moe_layers(2, 5) == [True, False, True, False, True]
+    assert moe_layers(1, 3) == [True] * 3
+
+
+def test_every_key_has_its_help() -> None:
+    assert all(field.description for field in MoeConfig.model_fields.values())
+
+
+def test_checking_needs_no_torch() -> None:
+    code = (
+        "import sys, mt_moe.plugin, mt_moe.checks, mt_moe.commands, mt_moe.picture;"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

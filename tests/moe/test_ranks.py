@@ -1,0 +1,247 @@
+"""What needs several ranks beside the layouts: overlap, DeepEP's interface, a third party's dispatcher, traffic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.moe.moe_cases import EXPERTS, HIDDEN, build_layer, fp64, options, tokens_of
+from torch import Tensor
+
+from mt_core.parallel.context import AxisSizes, build_parallel_context
+from mt_core.testing import run_ranks
+from mt_moe.dispatchers.flex import FlexDispatcher
+from mt_moe.dispatchers.interface import expert_placement
+from mt_moe.layer import MoeLayer
+from mt_moe.permutation import RowKernels
+from mt_moe.routing.capacity import expert_capacity, keep_within
+
+pytestmark = pytest.mark.dist
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mt-dispatcher-example" / "src"
+
+
+def run_layer(layer: MoeLayer, x: Tensor) -> list[Tensor]:
+    """Output, and gradients of x and of all parameters."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), [x, *parameters])]
+
+
+# -- overlap ----------------------------------------------------------------------------------------
+
+
+def overlapped(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Whether overlap changes no bit; and the order of things in its forward and backward pass."""
+    ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
+    keys = {"moe_shared_expert_intermediate_size": 6}
+    plain, overlap = (build_layer(options(**keys, moe_shared_expert_overlap=on), ctx) for on in (False, True))
+    same = all(torch.equal(a, b) for a, b in zip(run_layer(plain, x), run_layer(overlap, x), strict=True))
+    events: list[str] = []
+    watch(overlap, events)
+    run_layer(overlap, x)
+    return same, events
+
+
+def watch(layer: MoeLayer, events: list[str]) -> None:
+    from mt_moe.exchange import AllToAll
+
+    begin, end = AllToAll.begin, AllToAll.end
+
+    def noted_begin(self: AllToAll, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        if x.dim() == 2:
+            events.append("send")
+        return begin(self, x, send, receive)
+
+    def noted_end(self: AllToAll) -> Tensor:
+        arrived = end(self)
+        if arrived.dim() == 2:
+            events.append("arrived")
+        return arrived
+
+    AllToAll.begin, AllToAll.end = noted_begin, noted_end  # type: ignore[method-assign]
+    assert layer.shared_experts is not None
+    layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
+    layer.shared_experts.linear_fc2.weight.register_hook(lambda _: events.append("shared backward"))
+
+
+def test_shared_experts_work_while_tokens_are_on_their_way() -> None:
+    for same, events in run_ranks(2, overlapped):
+        assert same
+        assert events[:3] == ["send", "shared", "arrived"]
+        backward = events[events.index("shared backward") - 1 :]
+        assert backward == ["send", "shared backward", "arrived"]
+
+
+# -- traffic ----------------------------------------------------------------------------------------
+
+
+def traffic(rank: int, world: int) -> dict[str, int]:
+    """Elements that one forward and backward pass sends to other ranks, and what has to travel."""
+    ctx = build_parallel_context(AxisSizes(ep=world))
+    layer = build_layer(options(), ctx)
+    sent = {"rows": 0, "weights": 0}
+    send = dist.all_to_all_single
+
+    def counted(out: Tensor, x: Tensor, receive: list[int], to: list[int], **rest: Any) -> Any:
+        others = sum(to) - to[rank]
+        sent["rows" if x.dim() == 2 else "weights"] += others * (x.shape[1] if x.dim() == 2 else 1)
+        return send(out, x, receive, to, **rest)
+
+    dist.all_to_all_single = counted
+    x = tokens_of(2, 8, torch.float32, seed=rank)
+    from mt_moe.tokens import share_tokens
+
+    experts = layer.router(share_tokens(x, ctx)).experts
+    leaving = int((experts // (EXPERTS // world) != rank).sum())
+    run_layer(layer, x)
+    total = torch.tensor([leaving, sent["rows"], sent["weights"]])
+    dist.all_reduce(total)
+    return {"leaving": int(total[0]), "rows": int(total[1]), "weights": int(total[2])}
+
+
+def test_alltoall_sends_each_row_there_and_back_and_nothing_else() -> None:
+    """Forward and backward, each there and back; the weights there, and their gradients back."""
+    (found, *_) = run_ranks(4, traffic)
+    assert found["leaving"] > 0
+    assert found["rows"] == 4 * found["leaving"] * HIDDEN
+    assert found["weights"] == 2 * found["leaving"]
+
+
+# -- dropping ---------------------------------------------------------------------------------------
+
+
+def dropped(rank: int, world: int) -> dict[str, float]:
+    """Each rank drops among its own tokens, whatever the dispatcher; compared with this rank's tokens alone."""
+    ctx, x = build_parallel_context(AxisSizes(ep=world), params_dtype=torch.float64), tokens_of(2, 8, seed=rank)
+    found = {}
+    for name in ("alltoall", "allgather"):
+        for padded in (False, True):
+            keys = {
+                "moe_expert_capacity_factor": 0.75,
+                "moe_pad_expert_input_to_capacity": padded,
+                "moe_token_dispatcher_type": name,
+            }
+            mine, alone = (
+                run_layer(build_layer(options(**keys), ctx), x),
+                run_layer(build_layer(options(**keys), fp64()), x),
+            )
+            found[f"{name} {padded} out"] = (mine[0] - alone[0]).abs().max().item()
+            found[f"{name} {padded} dx"] = (mine[1] - alone[1]).abs().max().item()
+    weights, experts = torch.rand(16, 2), torch.randint(EXPERTS, (16, 2))
+    assert not keep_within(experts, weights, EXPERTS, expert_capacity(16, 2, EXPERTS, 0.75), "probs").all()
+    return found
+
+
+def test_capacity_is_that_of_a_ranks_own_tokens() -> None:
+    for found in run_ranks(4, dropped):
+        assert max(found.values()) < 1e-10, found
+
+
+# -- DeepEP -----------------------------------------------------------------------------------------
+
+
+class StandInBuffer:
+    """deep_ep.Buffer's calls over gloo: a token goes once to every rank that has some of its experts."""
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+        self.group, self.num_experts = group, num_experts
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
+        owner = topk_idx // (num_experts // self.world)
+        in_rank = torch.stack([(owner == rank).any(1) for rank in range(self.world)], 1)
+        return in_rank.sum(0), None, topk_idx.flatten().bincount(minlength=num_experts), in_rank, None
+
+    def dispatch(self, x: Tensor, handle: Any = None, **layout: Any) -> tuple[Any, ...]:
+        everyone: list[Any] = [None] * self.world
+        mine = (x, layout.get("topk_idx"), layout.get("topk_weights"), layout.get("is_token_in_rank"))
+        dist.all_gather_object(everyone, mine, group=self.group)
+        if handle is None:
+            handle = [in_rank for *_, in_rank in everyone]
+        rows = torch.cat([x[in_rank[:, self.rank]] for (x, *_), in_rank in zip(everyone, handle, strict=True)])
+        if layout.get("topk_idx") is None:
+            return rows, None, None, None, None, None
+        first = self.rank * self.num_experts // self.world
+        experts = torch.cat([ids[keep[:, self.rank]] for _, ids, _, keep in everyone]) - first
+        here = (experts >= 0) & (experts < self.num_experts // self.world)
+        weights = torch.cat([values[keep[:, self.rank]] for _, _, values, keep in everyone]).where(here, 0.0)
+        return rows, experts.where(here, -1), weights, here.sum(0).tolist(), handle, None
+
+    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Any, ...]:
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, (x, topk_weights), group=self.group)
+        kept = handle[self.rank]
+        total = x.new_zeros(len(kept), x.shape[1])
+        weights = None if topk_weights is None else topk_weights.new_zeros(len(kept), topk_weights.shape[1])
+        for rank, (rows, row_weights) in enumerate(everyone):
+            before = sum(int(handle[other][:, rank].sum()) for other in range(self.rank))
+            own = slice(before, before + int(kept[:, rank].sum()))
+            total[kept[:, rank]] += rows[own]
+            if weights is not None:
+                weights[kept[:, rank]] += row_weights[own]
+        return total, weights, None
+
+
+def through_deepep(rank: int, world: int, sizes: AxisSizes) -> list[float]:
+    ctx, x = build_parallel_context(sizes), tokens_of(2, 8, torch.float32, seed=rank)
+    layer, reference = (build_layer(options(), ctx) for _ in range(2))
+    assert ctx.ep.group is not None
+    placement = expert_placement(EXPERTS, ctx, RowKernels())
+    layer.dispatcher = FlexDispatcher(placement, StandInBuffer(ctx.ep.group, EXPERTS))
+    pairs = zip(run_layer(layer, x), run_layer(reference, x), strict=True)
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, AxisSizes(ep=2)), (4, AxisSizes(ep=2, etp=2))], ids=["ep", "ep and etp"]
+)
+def test_flex_keeps_to_deepeps_interface(world, sizes) -> None:
+    for found in run_ranks(world, through_deepep, sizes):
+        assert max(found) < 1e-5, found
+
+
+def test_flex_without_deepep_says_so() -> None:
+    from mt_core.errors import ConfigError
+    from mt_moe.dispatchers.flex import build_flex
+    from mt_moe.dispatchers.flex_config import FlexConfig
+    from mt_moe.dispatchers.interface import ExpertPlacement
+
+    with pytest.raises(ConfigError, match=r"flex needs DeepEP \(module deep_ep\).*; use alltoall or allgather"):
+        build_flex(FlexConfig(), ExpertPlacement(4))
+
+
+# -- a third party's dispatcher ---------------------------------------------------------------------
+
+
+def counted(rank: int, world: int, path: str) -> list[bool]:
+    sys.path.insert(0, str(EXAMPLE))
+    from mt_dispatcher_example import plugin
+
+    from mt_core.plugins import Plugin, load_plugins
+    from mt_moe.layer import build_dispatcher
+
+    host = load_plugins()
+    if not any(entry.name == "dispatcher-example" for entry in host.plugins):
+        host.add(plugin, Plugin("dispatcher-example", plugin.__name__, "mt-dispatcher-example", "0.1.0"))
+    ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
+    config = options(moe_token_dispatcher_type="counted", moe_dispatcher_options={"path": path})
+    reference = build_layer(options(), ctx)
+    layer = build_layer(options(), ctx)
+    layer.dispatcher = build_dispatcher(config, ctx, host)
+    return [torch.equal(a, b) for a, b in zip(run_layer(layer, x), run_layer(reference, x), strict=True)]
+
+
+def test_the_example_dispatcher_counts_traffic_and_changes_nothing(tmp_path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    for same in run_ranks(2, counted, str(path)):
+        assert all(same)
+    for rank in range(2):
+        (line,) = Path(f"{path}.{rank}").read_text().splitlines()
+        assert sum(json.loads(line)["rows_to_rank"]) == 16 * 2

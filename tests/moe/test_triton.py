@@ -1,0 +1,89 @@
+"""Triton kernels under Triton's interpreter, against the torch references. In a process of its own, so that
+TRITON_INTERPRET is set before Triton is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.moe.moe_cases import Shape, build_layer, options, tokens_of
+
+from mt_core.parallel.context import ParallelContext
+from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import loop_product
+from mt_moe.permutation import gather_rows, sum_rows
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def differences() -> dict[str, float]:
+    return {**rows(), **products(), **layers()}
+
+
+def rows() -> dict[str, float]:
+    from mt_moe.kernels.rows import triton_gather_rows, triton_sum_rows
+
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(7, 1030, dtype=dtype)  # more columns than a program has
+        wanted = torch.tensor([3, -1, 6, 0, 0])
+        places = torch.tensor([[0, 2, 6], [3, -1, 1], [-1, -1, -1]])
+        found[f"gather {dtype}"] = difference(triton_gather_rows(x, wanted, False), gather_rows(x, wanted, False))
+        found[f"sum {dtype}"] = difference(triton_sum_rows(x, places, False), sum_rows(x, places, False))
+    empty = triton_gather_rows(torch.randn(3, 4), torch.zeros(0, dtype=torch.int64), True)
+    found["empty"] = float(empty.shape != (0, 4))
+    return found
+
+
+def products() -> dict[str, float]:
+    from mt_moe.experts.triton import triton_product
+
+    found = {}
+    for counts in ([5, 0, 70, 1], [0, 0, 0, 3]):
+        x = torch.randn(sum(counts), 40, requires_grad=True)
+        weight = torch.randn(4, 72, 40, requires_grad=True)
+        values = []
+        for product in (triton_product, loop_product):
+            out = product(x, weight, Groups(torch.tensor(counts)))
+            values.append((out, *torch.autograd.grad(out.sin().sum(), [x, weight])))
+        for name, mine, wanted in zip(("out", "dx", "dweight"), *values, strict=True):
+            found[f"{name} {counts}"] = difference(mine, wanted)
+    return found
+
+
+def layers() -> dict[str, float]:
+    """The layer with both kernels, tokens dropped and padded."""
+    x = tokens_of(2, 5, torch.float32)
+    keys = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    outputs = []
+    for own in ({"moe_permute_fusion": True, "moe_grouped_gemm": "triton"}, {"moe_grouped_gemm": "loop"}):
+        layer = build_layer(options(**keys, **own), ParallelContext(), Shape(add_bias_linear=True))
+        value = x.clone().requires_grad_()
+        out = layer(value)
+        outputs.append((out, *torch.autograd.grad(out.sin().sum(), [value, layer.experts.linear_fc1.weight])))
+    return {f"layer {i}": difference(*pair) for i, pair in enumerate(zip(*outputs, strict=True))}
+
+
+def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((mine - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def test_kernels_compute_what_torch_does() -> None:
+    code = "import json; from tests.moe.test_triton import differences; print(json.dumps(differences()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert max(found.values()) < 1e-5, found
