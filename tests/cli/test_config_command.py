@@ -110,11 +110,9 @@ def test_validate_looks_up_names(mt, override: str, says: str) -> None:
 
 def test_explain(mt) -> None:
     words = " ".join(mt("config", "explain", "model.rotary_percent").out.split())
-    assert words == (
-        "model.rotary_percent meaning Share of each head that is rotated. type number > 0 and <= 1 default 1.0 "
-        'counts only when model.position_embedding_type is "rope" '
-        'needs model.family = "gpt" or "gpt_classification" or "gpt_multiple_choice"'
-    )
+    assert "type number > 0 and <= 1 default 1.0" in words
+    assert 'counts only when model.position_embedding_type is "rope"' in words
+    assert 'needs model.family = "gpt" or "gpt_classification" or "gpt_multiple_choice"' in words
     assert mt("config", "explain", "rotary_percent").out == mt("config", "explain", "model.rotary_percent").out
     assert ["type", '"fp32"', "|", '"bf16"', "|", '"fp16"'] in mt("config", "explain", "precision.dtype").lines
     assert ["default", "required"] in mt("config", "explain", "num_layers").lines
@@ -151,5 +149,5 @@ def test_keys_cover_every_field_of_every_type() -> None:
         for field in fields:
             assert field.doc, field.dotted
             assert field.type not in ("any value", "None"), field.dotted
-    adam = {f.key for f in section_fields("optimizer", host) if f.selected_by == ("adam",)}
+    adam = {f.key for f in section_fields("optimizer", host) if "adam" in f.selected_by}
     assert adam == {"adam_beta1", "adam_beta2", "adam_eps"}

@@ -166,7 +166,7 @@ def test_generate_from_one_checkpoint(finished, capsys) -> None:
             {"parallel__tensor_model_parallel_size": "2"},
             r"tensor_model_parallel_size=2 does not divide .*=1; it can be 1",
         ),
-        ({"model__moe": "{num_experts=4}"}, r"model\.moe"),
+        ({"model__moe": "{num_experts=4, moe_router_topk=9}"}, r"model\.moe\.moe_router_topk=9"),
         ({"tokenizer__tokenizer_type": "Byt"}, r"tokenizer\.tokenizer_type=Byt needs a tokenizer named"),
         ({"optimizer__min_lr": "1.0", "optimizer__lr": "0.1"}, r"optimizer\.min_lr=1\.0 is above optimizer\.lr=0\.1"),
     ],

@@ -34,7 +34,13 @@ TP2, TP4 = "parallel.tensor_model_parallel_size=2", "parallel.tensor_model_paral
 SP = "parallel.sequence_parallel=true"
 CP2, CP4 = "parallel.context_parallel_size=2", "parallel.context_parallel_size=4"
 ZERO = "parallel.use_distributed_optimizer=true"
+MOE = (
+    "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_load_balancing_type = ['aux_loss'], "
+    "moe_aux_loss_coeff = [0.01], moe_z_loss_coeff = 0.001}"
+)
+EP2 = "parallel.expert_model_parallel_size=2"
 PP2, PP4 = "parallel.pipeline_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"
+FULL, SELECTIVE = "recompute.recompute_granularity=full", "recompute.recompute_granularity=selective"
 FSDP = "parallel.use_torch_fsdp2=true"
 SMALL_BUCKETS = "parallel.ddp_bucket_size=3000"
 GATHER = "parallel.overlap_param_gather=true"
@@ -107,6 +113,23 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (PP2, CP2)),
         (8, (PP2, TP2, SP, ZERO)),
         (4, (PP2, ZERO, schedule("zbv_zero_bubble"))),
+        (1, (FULL,)),
+        (1, (FULL, "recompute.recompute_method=uniform", "recompute.recompute_num_layers=3")),
+        (1, (SELECTIVE, "recompute.recompute_modules=['core_attn', 'mlp']")),
+        (1, ("recompute.cpu_offloading_num_layers=2",)),
+        (2, (TP2, FULL, "recompute.distribute_saved_activations=true")),
+        (4, (TP2, SP, FULL, ZERO)),
+        (4, (PP2, CP2, SELECTIVE)),
+        (2, (PP2, FULL, "recompute.recompute_num_layers=1", schedule("interleaved_zero_bubble"))),
+        (2, (FSDP, FULL)),
+        (2, (MOE, EP2)),
+        (4, (MOE, EP2, TP2, SP)),
+        (4, (MOE, EP2, TP2, "parallel.expert_tensor_parallel_size=1")),
+        (4, (MOE, EP2, PP2, schedule("zbv_zero_bubble"))),
+        (4, (MOE, EP2, ZERO, SMALL_BUCKETS)),
+        (4, (MOE, EP2, FSDP)),
+        (4, (MOE, EP2, CP2)),
+        (2, (MOE, EP2, SELECTIVE, "recompute.recompute_modules=['moe']")),
         (2, (TP2, "model.num_query_groups=1")),
         (4, (TP4, SP, "model.num_query_groups=2")),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from mt_core.data.loader import BatchReader
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.shared_batches import broadcast_batches

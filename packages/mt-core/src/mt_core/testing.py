@@ -24,7 +24,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.device_mesh", "torch.distributed.fsdp", "mt_core.train", "mt_core._preload"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "mt_core.train",
+    "mt_core._preload",
+]
 
 
 class RankFailureError(Exception):

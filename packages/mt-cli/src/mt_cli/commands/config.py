@@ -104,13 +104,13 @@ def keys(
 def load(host: PluginHost, path: Path | None, preset: str | None, overrides: list[str] | None) -> LoadedConfig:
     """The configuration that `mt train` would use with these arguments; a run directory means its config.json."""
     from mt_cli.commands.train import DEFAULT_PRESET
-    from mt_core.config.loading import load_config
+    from mt_core.config.loading import load_config_anywhere
 
     if path is None and preset is None:
         preset = DEFAULT_PRESET
     if path is not None and path.is_dir():
         path = path / "config.json"
-    return load_config(path, preset=preset, overrides=overrides or (), host=host)
+    return load_config_anywhere(path, preset=preset, overrides=overrides or (), host=host)
 
 
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:

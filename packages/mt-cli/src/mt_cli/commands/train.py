@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,10 @@ def train(
     master_port: Annotated[
         int | None, typer.Option(help="A free port on it. Default: any, for one machine.", rich_help_panel=MACHINES)
     ] = None,
+    trace_schedule: Annotated[
+        Path | None,
+        typer.Option(help="Write what ran when on each pipeline stage: .svg or .json.", rich_help_panel=MACHINES),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the ranks and each machine's command.", rich_help_panel=MACHINES)
     ] = False,
@@ -54,14 +59,17 @@ def train(
 
     if config is None and preset is None:
         preset = DEFAULT_PRESET
+    set_ = list(set_ or [])
+    if trace_schedule is not None:
+        set_.append(f"logging.trace_schedule={json.dumps(str(trace_schedule))}")
     launched = nproc is not None or dry_run
     host = load_plugins()
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
-        loaded = load_config(config, preset=preset, overrides=set_ or (), host=host)
+        loaded = load_config(config, preset=preset, overrides=set_, host=host)
         directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
         if not launched:
             return train_as_rank(loaded, directory, host)
-    arguments = rank_arguments(config, preset, set_ or [], directory)
+    arguments = rank_arguments(config, preset, set_, directory)
     if dry_run:
         return typer.echo(describe_launch(loaded.config, nnodes, nproc or 1, arguments))
     from mt_core.launch.local import launch

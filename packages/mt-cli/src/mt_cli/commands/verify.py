@@ -74,14 +74,10 @@ def resume(
 
 def _small(config: Path | None, preset: str | None, settings: list[str], host: PluginHost) -> Config:
     """The configuration, checked for as many processes as its layout needs, and made small."""
-    from mt_core.config.checks import as_world
-    from mt_core.config.loading import load_config, load_sections
-    from mt_core.verify.shrink import one_copy, shrink
+    from mt_core.config.loading import load_config_anywhere
+    from mt_core.verify.shrink import shrink
 
-    parallel = load_sections(["parallel"], config, preset=preset, overrides=settings, host=host).parallel
-    with as_world(one_copy(parallel.model_dump())):
-        loaded = load_config(config, preset=preset, overrides=settings, host=host)
-    return shrink(loaded.config, host)
+    return shrink(load_config_anywhere(config, preset=preset, overrides=settings, host=host).config, host)
 
 
 def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config:
@@ -103,7 +99,7 @@ def _layout(config: Config) -> str:
 
     plain = ParallelConfig().model_dump()
     chosen = {key: value for key, value in config.parallel.model_dump().items() if value != plain[key]}
-    count = processes(config.parallel.model_dump())
+    count = processes(config.parallel)
     keys = [key if value is True else f"{key} {value}" for key, value in chosen.items()]
     return ", ".join([f"{count} process" + ("es" if count > 1 else ""), *keys])
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mt_core.config.schema import Config
+    from mt_core.config.schema import Config, ParallelConfig
 
 
 WORLD_SIZE = "WORLD_SIZE"
@@ -28,6 +30,19 @@ def check_config(config: Config) -> None:
     check_batch_size(config)
     check_duration(config)
     check_schedule(config)
+    check_recompute(config)
+
+
+def check_recompute(config: Config) -> None:
+    recompute, parallel = config.recompute, config.parallel
+    if not recompute.distribute_saved_activations:
+        return
+    if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
+        have = "sequence_parallel divides them already" if parallel.sequence_parallel else "there is one process"
+        raise ConfigError(
+            "recompute.distribute_saved_activations divides inputs that tensor-parallel processes have in common: "
+            f"{have}; remove it"
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -51,6 +66,14 @@ def must_divide(key: str, value: int, whole_key: str, whole: int) -> None:
 def world_size() -> int:
     """Processes of this job, as the launcher says (torchrun's WORLD_SIZE), else 1."""
     return int(os.environ.get(WORLD_SIZE, "1"))
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Processes that the axes of a layout need at least."""
+    stages = parallel.pipeline_model_parallel_size
+    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return math.lcm(dense, parallel.expert_model_parallel_size * expert_tp * stages)
 
 
 @contextmanager
@@ -93,6 +116,20 @@ def check_layout(config: Config) -> None:
     _check_sharding(config)
     _check_sequence_parallel(config)
     _check_context_parallel(config)
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: Config) -> None:
+    """That layers, stages and schedule fit; where there is no torch nothing is trained."""
+    trace, size = config.logging.trace_schedule, config.parallel.pipeline_model_parallel_size
+    if trace is not None and size == 1:
+        raise ConfigError("logging.trace_schedule needs parallel.pipeline_model_parallel_size above 1; remove it")
+    if trace is not None and not trace.endswith((".json", ".svg")):
+        raise ConfigError(f"logging.trace_schedule={trace} is no file that can be written; it can end in .json or .svg")
+    if size > 1 and find_spec("torch") is not None:
+        from mt_core.train.stages import model_stages
+
+        model_stages(config)
 
 
 def _check_sharding(config: Config) -> None:
@@ -100,6 +137,11 @@ def _check_sharding(config: Config) -> None:
     if parallel.use_torch_fsdp2 and parallel.use_distributed_optimizer:
         raise ConfigError(
             "parallel.use_torch_fsdp2 divides the optimizer's state already; remove parallel.use_distributed_optimizer"
+        )
+    if parallel.use_torch_fsdp2 and config.train.verify_replicas_interval is not None:
+        raise ConfigError(
+            "train.verify_replicas_interval compares copies of weights, and parallel.use_torch_fsdp2 leaves none; "
+            "remove it"
         )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")

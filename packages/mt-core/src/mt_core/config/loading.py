@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mt_core.config.checks import check_config
+from mt_core.config.checks import as_world, check_config, smallest_world, world_size
 from mt_core.config.messages import unknown_key, validation_message
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Config, Section
 from mt_core.errors import ConfigError, did_you_mean
@@ -65,6 +65,21 @@ def load_config(
     check_config(config)
     host.check_config(config)
     return loaded
+
+
+def load_config_anywhere(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    overrides: Sequence[str] = (),
+    host: PluginHost | None = None,
+) -> LoadedConfig:
+    """As `load_config`, checked for as many processes as its layout needs: to look at a run that is meant for more
+    processes than there are here."""
+    host = host or _load_plugins()
+    parallel = load_sections(["parallel"], path, preset=preset, overrides=overrides, host=host).parallel
+    with as_world(max(world_size(), smallest_world(parallel))):
+        return load_config(path, preset=preset, overrides=overrides, host=host)
 
 
 def load_sections(

@@ -17,6 +17,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
 def used_when(default: Any, **conditions: Any) -> Any:
@@ -157,6 +158,8 @@ class TrainConfig(Section):
     """Steps between evaluations; null never evaluates while training."""
     eval_iters: NonNegativeInt = 10
     """Global batches of an evaluation."""
+    verify_replicas_interval: PositiveInt | None = None
+    """Steps between checks that processes which should have the same weights have the same bits; null never checks."""
     seed: NonNegativeInt = 1234
     """Seed of initialization, dropout and the order of samples."""
     deterministic: bool = False
@@ -186,8 +189,18 @@ class OptimizerConfig(Section):
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Lowest learning rate of the schedule."""
-    weight_decay: NonNegativeFloat = 0.01
+    decoupled_lr: NonNegativeFloat | None = None
+    """Highest learning rate of the embedding and the output layer. Default: lr."""
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """Lowest learning rate of these two, with decoupled_lr. Default: min_lr."""
+    weight_decay: NonNegativeFloat = used_when(0.01, weight_decay_incr_style="constant")
     """Decoupled weight decay, on weights of two dimensions and more (never on biases and norms)."""
+    weight_decay_incr_style: WeightDecayStyle = "constant"
+    """Weight decay over the training: constant, or along a line or half a cosine."""
+    start_weight_decay: NonNegativeFloat | None = used_when(None, weight_decay_incr_style=("linear", "cosine"))
+    """Weight decay of the first step."""
+    end_weight_decay: NonNegativeFloat | None = used_when(None, weight_decay_incr_style=("linear", "cosine"))
+    """Weight decay at the end of training."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
 
@@ -236,13 +249,52 @@ class PrecisionConfig(Section):
     """The eager attention computes its softmax in fp32."""
 
 
-class RecomputeConfig(Section):
-    """Activations that are computed again in the backward pass instead of being kept."""
+OwnKernel = Literal["auto", "torch", "triton"]
 
-    recompute_granularity: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each recomputed layer."""
+
+class KernelsConfig(Section):
+    """Implementations of the parts of a model that have several; see docs/kernels.md. auto: triton on a GPU where it
+    serves, else torch. A named one that cannot serve stops the run."""
+
+    rms_norm: Literal["auto", "torch", "triton", "te", "apex", "liger"] = "auto"
+    """RMSNorm."""
+    layer_norm: Literal["auto", "torch", "triton", "te", "apex", "liger"] = "auto"
+    """LayerNorm."""
+    rotary: Literal["auto", "torch", "triton", "apex", "liger"] = "auto"
+    """Queries and keys turned by their positions."""
+    activation: Literal["auto", "torch", "triton", "te", "liger"] = "auto"
+    """SwiGLU, GeGLU and squared ReLU; other activations are torch's."""
+    bias_dropout_add: OwnKernel = "auto"
+    """Dropout and the sum with the residual stream, in models that have dropout there."""
+    cross_entropy: Literal["auto", "torch", "triton", "te", "liger"] = "auto"
+    """The loss cross_entropy."""
+    linear_cross_entropy: OwnKernel = "auto"
+    """The loss linear_cross_entropy."""
+    linear_cross_entropy_sum: OwnKernel = "auto"
+    """The loss linear_cross_entropy_sum."""
+    adamw: OwnKernel = "auto"
+    """The optimizer adam; torch with fp32 copies and moments is torch.optim's fused update."""
+
+
+class RecomputeConfig(Section):
+    """Activations that are computed again in the backward pass, or wait in host memory, instead of being kept."""
+
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]] = used_when(
+        ["core_attn"], recompute_granularity="selective"
+    )
+    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, and parts of mixtures of
+    experts and of latent attention."""
+    recompute_method: Literal["block", "uniform"] = used_when("block", recompute_granularity="full")
+    """`block` recomputes the first recompute_num_layers layers of each stage one by one; `uniform` keeps one input
+    for every recompute_num_layers layers."""
     recompute_num_layers: PositiveInt | None = used_when(None, recompute_granularity="full")
-    """The first so many layers are recomputed. Default: all."""
+    """Layers of a block (default: all of the stage) or of a uniform group (default: 1)."""
+    distribute_saved_activations: bool = used_when(False, recompute_granularity="full")
+    """Tensor-parallel processes keep a part each of the inputs that they have in common."""
+    cpu_offloading_num_layers: NonNegativeInt = 0
+    """The activations of so many first layers of each stage wait in host memory."""
 
 
 class CheckpointConfig(Section):
@@ -258,6 +310,11 @@ class CheckpointConfig(Section):
     load: str | None = None
     """Start from the weights of this checkpoint (a run directory or a checkpoint) with a new optimizer,
     unless the run directory already has a checkpoint of its own."""
+    load_missing: list[str] = Field(default_factory=list)
+    """Parameters that `load` need not have, and which then keep their initial values, such as
+    "classification_head.*" (* stands for anything)."""
+    load_ignored: list[str] = Field(default_factory=list)
+    """Tensors of `load` that are left out, such as "lm_head.*"."""
     accept_changes: list[str] = Field(default_factory=list)
     """Keys that may differ from the ones the resumed checkpoint was made with."""
 
@@ -267,6 +324,8 @@ class LoggingConfig(Section):
 
     log_interval: PositiveInt = 10
     """Steps between lines of log and metrics."""
+    trace_schedule: str | None = None
+    """File (.json or .svg) for what ran when on each pipeline stage, of the second step."""
     log_num_zeros_in_grad: bool = False
     """Count the elements of the gradient that are 0."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
@@ -284,6 +343,7 @@ class Config(Section):
     optimizer: SerializeAsAny[OptimizerConfig]
     lr_schedule: SerializeAsAny[LRScheduleConfig]
     precision: PrecisionConfig
+    kernels: KernelsConfig
     recompute: RecomputeConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
@@ -302,6 +362,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "optimizer": OptimizerConfig,
     "lr_schedule": LRScheduleConfig,
     "precision": PrecisionConfig,
+    "kernels": KernelsConfig,
     "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,

@@ -44,6 +44,10 @@ def is_gated(name: str) -> bool:
     return name in GATES
 
 
+FUSED = frozenset({"swiglu", "geglu", "geglu_tanh", "squared_relu"})
+"""Those that have kernels of their own."""
+
+
 def activate(name: str, x: Tensor) -> Tensor:
     """Plain: [..., F] -> [..., F]. Gated: [..., 2F], gate half then up half -> [..., F]."""
     if name in PLAIN:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.use import configured_kernels
+from mt_core.nn.recompute import Recompute, recomputed
 from mt_core.nn.stage import Stage
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.context_parallel import check_context_parallel, context_parallel_attention
@@ -25,7 +29,19 @@ class ModelEnvironment:
     host: PluginHost
     stages: tuple[Stage, ...] | None = None
     """The pipeline stages that this process holds; None: the whole model."""
+    given_kernels: Kernels | None = field(default=None, repr=False)
+    """Those of the run, that its other parts use too."""
     _context_cores: dict[AttentionRequest, AttentionCore] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """Picks implementations as the section `kernels` says. Modules that have `use_kernels` are given it."""
+        return self.given_kernels or configured_kernels(self.config, self.parallel)
+
+    @property
+    def recompute(self) -> Recompute:
+        """How stacks of layers are run, and which modules are recomputed."""
+        return Recompute(self.config.recompute, self.parallel)
 
     def layers(self, num_layers: int) -> list[int]:
         """Numbers of the layers to build, of a stack of `num_layers`."""
@@ -78,7 +94,8 @@ class ModelEnvironment:
             use = f"use {' or '.join(able)}" if able else "no installed backend can"
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
         core = spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
-        return core if self.parallel.cp.size == 1 else self._over_context(request, core)
+        core = core if self.parallel.cp.size == 1 else self._over_context(request, core)
+        return recomputed(core) if self.recompute.selects("core_attn") else core
 
     def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:
         """The core for sequences that several ranks share; one for all layers with the same request."""
@@ -110,4 +127,5 @@ class ModelEnvironment:
         `options` is the model's config, from which it reads its shape.
         """
         spec = self.host.feed_forwards.get(name, asker=f"model.{name}")
-        return spec.build.load()(options, self, layer)
+        module = spec.build.load()(options, self, layer)
+        return self.recompute.module("mlp", module) if name == "dense" else module

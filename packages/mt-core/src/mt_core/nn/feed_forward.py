@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
 from mt_core.config.schema import Section
-from mt_core.nn.activations import Activation, activate, is_gated
+from mt_core.nn.activations import FUSED, Activation, activate, is_gated
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import Feature
 from mt_core.nn.layout import Init, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
@@ -43,6 +47,7 @@ class DenseFeedForward(nn.Module):
     def __init__(self, config: FeedForwardShape, ctx: ParallelContext) -> None:
         super().__init__()
         self.activation = config.activation
+        self.activate: Callable[[Tensor], Tensor] = partial(activate, config.activation)
         blocks = 2 if is_gated(config.activation) else 1
         init: Init = normal(config.init_method_std)
         self.linear_fc1 = ColumnParallelLinear(
@@ -61,8 +66,20 @@ class DenseFeedForward(nn.Module):
             init=normal(config.output_init_std),
         )
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.activate = pick_activation(self.activation, kernels)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
+        return self.linear_fc2(self.activate(self.linear_fc1(x)))
+
+
+def pick_activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    """The activation of a tensor that has its bias already (the product adds it at no cost)."""
+    plain = partial(activate, name)
+    if name not in FUSED:
+        return plain
+    function = kernels.pick("activation", cast(Feature, name), plain=activate)
+    return plain if function is activate else lambda x: function(x, None, name)
 
 
 def build_dense(config: FeedForwardShape, environment: ModelEnvironment, layer: int) -> nn.Module:

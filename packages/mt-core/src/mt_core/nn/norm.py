@@ -7,6 +7,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
 from mt_core.parallel.context import AxisName, ParallelContext
 
@@ -22,11 +23,15 @@ class LayerNorm(LayoutModule):
     def __init__(self, size: int, eps: float, ctx: ParallelContext, partial: tuple[AxisName, ...] = ()) -> None:
         super().__init__(ctx)
         self.eps = eps
+        self.kernel = plain_layer_norm
         self.declare("weight", ParameterLayout((size,), ones, partial_gradient=partial))
         self.declare("bias", ParameterLayout((size,), zeros, partial_gradient=partial))
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.kernel = kernels.pick("layer_norm", width=len(self.weight), plain=plain_layer_norm)
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return self.kernel(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(LayoutModule):
@@ -37,10 +42,23 @@ class RMSNorm(LayoutModule):
     def __init__(self, size: int, eps: float, ctx: ParallelContext, partial: tuple[AxisName, ...] = ()) -> None:
         super().__init__(ctx)
         self.eps = eps
+        self.kernel = plain_rms_norm
         self.declare("weight", ParameterLayout((size,), ones, partial_gradient=partial))
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.kernel = kernels.pick("rms_norm", width=len(self.weight), plain=plain_rms_norm)
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return self.kernel(x, self.weight, self.eps)
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """torch's own kernel, which keeps x in its dtype for the backward pass."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:

@@ -35,7 +35,7 @@ class FullyShardedWeights(WholeWeights):
     def __init__(self, model: nn.Module, ctx: ParallelContext, options: ShardOptions) -> None:
         super().__init__(model)
         fully_shard_model(model, parameter_layouts(model), ctx, options)
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
         self._passes = 0
 
@@ -69,24 +69,22 @@ class FullyShardedWeights(WholeWeights):
 
         assert part is not None
         of = self._parameters[name]
-        assert isinstance(of, DTensor)
         return DTensor.from_local(
             part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
         ).full_tensor()
 
     def part(self, name: str, local: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor import distribute_tensor
 
         of = self._parameters[name]
-        assert isinstance(of, DTensor)
         return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
 
     def read(self, name: str) -> Tensor:
-        return self.whole(name, self._parameters[name].to_local().detach())  # type: ignore[operator]
+        return self.whole(name, self._parameters[name].to_local().detach())
 
     @torch.no_grad()
     def write(self, name: str, local: Tensor) -> None:
-        target: Tensor = self._parameters[name].to_local()  # type: ignore[operator]
+        target: Tensor = self._parameters[name].to_local()
         target.copy_(self.part(name, local.to(target.device, target.dtype)))
 
 

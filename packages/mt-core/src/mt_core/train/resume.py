@@ -17,11 +17,15 @@ FREE_KEYS = frozenset(
         "train.num_threads",
         "train.device",
         "train.callbacks",
+        "train.verify_replicas_interval",
         "train.sample_prompt",
         "train.sample_tokens",
         "data.num_workers",
         "data.prefetch_batches",
         "data.read_by",
+        "data.tokenize_workers",
+        "data.index_engine",
+        "data.mmap_bin_files",
     }
 )
 """Keys that change no weight of the run."""

@@ -28,15 +28,18 @@ from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch
 from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mt_core.launch.phases import Phases
+from mt_core.nn.auxiliary import ReportsMetrics
+from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import Loss
+from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import build_loss_scaler
 from mt_core.parallel.context import AxisName, is_writer, wait_for_all
 from mt_core.parallel.context_parallel import shard_sequence
 from mt_core.parallel.data import any_over
-from mt_core.parallel.pipeline.trace import ScheduleRecorder
+from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.shared_batches import broadcast_batches
 from mt_core.parallel.stage_copies import find_stage_copies
 from mt_core.plugins import PluginHost, load_plugins
@@ -44,13 +47,13 @@ from mt_core.specs import Dataset
 from mt_core.train import build
 from mt_core.train.callbacks import Callback, CallbackList
 from mt_core.train.checkpointing import (
-    MODEL,
     Checkpointed,
+    merged_over_stages,
     open_checkpoint,
-    require_fit,
     shapes_of_all_stages,
 )
 from mt_core.train.evaluation import evaluate
+from mt_core.train.partial_load import fresh_parameters
 from mt_core.train.random_streams import dropout_stream, gather_rng
 from mt_core.train.resume import require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
@@ -66,6 +69,7 @@ from mt_core.train.step import (
     StepOutcome,
     default_forward_step,
 )
+from mt_core.verify.replicas import check_replicas
 
 AXES: Mapping[AxisName, str] = {
     "tp": "tensor parallel",
@@ -74,6 +78,10 @@ AXES: Mapping[AxisName, str] = {
     "dp": "data parallel",
     "ep": "expert parallel",
 }
+
+
+TRACED_STEP = 2
+"""Of this process's steps: the first one also warms up."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ class Trainer:
         # What configuration asks for speaks to the console and to files: one process does that for all.
         self.callbacks = CallbackList([*(self._configured_callbacks() if is_writer() else []), *callbacks])
         self._stop_reason: str | None = None
+        self._fresh: list[str] = []
         self._resumed_from = self._find_resume()
 
         train = config.config.train
@@ -137,19 +146,21 @@ class Trainer:
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
         self.stages = build_stages(self.config, self.ctx)
-        own = self.stages.own if self.stages is not None else None
-        self.model = (
-            model if model is not None else build.build_initialized_model(self.config, self.ctx, self.host, own)
-        )
+        self.kernels = configured_kernels(self.config, self.ctx)
+        self.model = model if model is not None else self._build_model()
         self.copies = find_stage_copies([name for name, _ in self.model.named_parameters()], self.ctx)
         self.weights = build.build_weights(self.config, self.model, self.ctx, self.copies)
         layouts = parameter_layouts(self.model)
-        self.optimizer = build.build_optimizer(self.config, self.weights, layouts, self.host)
+        environment = OptimizerEnvironment(self.model, self.weights, layouts, self.ctx)
+        self.optimizer = build.build_optimizer(self.config, environment, self.host)
+        use_kernels([self.optimizer], self.kernels)
         self.schedule = build.build_schedule(self.config, self.host)
+        self.group_schedules = build.build_group_schedules(self.config, self.host)
         self.batch_size = build_batch_size(self.config)
         self.total_samples = total_train_samples(self.config)
         self.recorder: ScheduleRecorder | None = None
         self.micro_batches = self._build_micro_batches(loss or self._configured_loss(), forward_step)
+        self.kernels.require_used()
         self.scaler = build_loss_scaler(self.config.precision)
         self.step = OptimizerStep(
             self.model,
@@ -169,6 +180,11 @@ class Trainer:
         self.valid_data = valid_data if valid_data is not None else self._build_datasets("valid")
         building.require_samples(self.train_data, self.total_samples)
         self.last_losses: dict[str, float] = {}
+        self._steps_taken = 0
+
+    def _build_model(self) -> nn.Module:
+        own = self.stages.own if self.stages is not None else None
+        return build.build_initialized_model(self.config, self.ctx, self.host, own, self.kernels)
 
     def _build_micro_batches(self, loss: Loss, forward_step: ForwardStep | None) -> MicroBatches:
         if self.stages is None:
@@ -179,7 +195,8 @@ class Trainer:
                 f"parallel.pipeline_model_parallel_size={self.ctx.pp.size}: a forward_step of one's own runs the whole "
                 "model at once, which no process has; give a loss instead"
             )
-        self.recorder = ScheduleRecorder(self.device)
+        if self.config.logging.trace_schedule is not None:
+            self.recorder = ScheduleRecorder(self.device)
         return ThroughStages(self.model, self.stages, loss, self.ctx, self.recorder)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -272,8 +289,10 @@ class Trainer:
         self.phases.enter("step", step=self.state.iteration + 1)
         started = time.perf_counter()
         learning_rate = self.schedule(self.state.consumed_samples)
-        outcome = self.step(self._to_device(rank_batch), learning_rate)
+        self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
+        outcome = self._traced_step(self._to_device(rank_batch), learning_rate)
         self._account(rank_batch, outcome)
+        self._verify_replicas_if_due()
         seconds = time.perf_counter() - started
         metrics = {
             "iteration": self.state.iteration,
@@ -292,6 +311,27 @@ class Trainer:
         window = self._log(metrics, outcome, window)
         self._evaluate_and_save_if_due()
         return window
+
+    def _traced_step(self, batches: list[Batch], learning_rate: float) -> StepOutcome:
+        """The step, recorded if it is the one that the configuration asks for."""
+        self._steps_taken += 1
+        recorder, path = self.recorder, self.config.logging.trace_schedule
+        if recorder is None or path is None or self._steps_taken != TRACED_STEP:
+            return self.step(batches, learning_rate)
+        recorder.begin(self.ctx.pp)
+        outcome = self.step(batches, learning_rate)
+        timeline = recorder.gather(self.ctx.pp)
+        if self.ctx.is_writer:
+            write_trace(timeline, Path(path))
+            self.callbacks.on_message(self, f"schedule of step {self.state.iteration + 1} written to {path}")
+        return outcome
+
+    def _verify_replicas_if_due(self) -> None:
+        interval = self.config.train.verify_replicas_interval
+        if interval and self.state.iteration % interval == 0:
+            self.weights.finish_gather()
+            weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+            check_replicas(weights, parameter_layouts(self.model), self.ctx)
 
     def _account(self, rank_batch: RankBatch, outcome: StepOutcome) -> None:
         self.state.iteration += 1
@@ -325,8 +365,18 @@ class Trainer:
             return window
         seconds = time.perf_counter() - window.started
         averaged = {"loss": window.loss / max(window.steps, 1), "tokens_per_second": window.tokens / seconds}
-        self.callbacks.on_log(self, {**metrics, **averaged})
+        self.callbacks.on_log(self, {**metrics, **averaged, **self._metrics_of_layers()})
         return LogWindow()
+
+    def _metrics_of_layers(self) -> dict[str, float]:
+        """What layers report, of all pipeline stages."""
+        own = {
+            name: value
+            for module in self.model.modules()
+            if isinstance(module, ReportsMetrics)
+            for name, value in module.metrics().items()
+        }
+        return merged_over_stages(own, self.ctx)
 
     def _evaluate_and_save_if_due(self) -> None:
         iteration = self.state.iteration
@@ -420,8 +470,10 @@ class Trainer:
         elif self.config.checkpoint.load is not None:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
             layouts = parameter_layouts(self.model)
-            require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
-            self.checkpointed().load_model(reader, layouts)
+            shapes = shapes_of_all_stages(layouts, self.ctx)
+            self._fresh = fresh_parameters(reader, shapes, self.config.checkpoint)
+            loaded = {name: layout for name, layout in layouts.items() if name not in self._fresh}
+            self.checkpointed().load_model(reader, loaded)
             self.weights.refresh()
 
     def checkpointed(self) -> Checkpointed:
@@ -443,10 +495,15 @@ class Trainer:
             f"{self.config.model.family}: {count:,} parameters in {self.config.precision.dtype} on "
             f"{self.device}{threads}{ranks}, attention {backend}",
         )
+        for choice in self.kernels.choices:
+            if choice.implementation.name != "torch" or not choice.automatic:
+                self.callbacks.on_message(self, f"kernel {choice}")
         if self._resumed_from is not None:
             self.callbacks.on_message(self, f"resumed from {self._resumed_from} (step {self.state.iteration})")
         elif self.config.checkpoint.load is not None:
             self.callbacks.on_message(self, f"weights from {self.config.checkpoint.load}, new optimizer")
+            if self._fresh:
+                self.callbacks.on_message(self, f"with their initial values: {', '.join(self._fresh)}")
 
     def _configured_callbacks(self) -> list[Callback]:
         named = self.loaded.config.train.callbacks
@@ -455,7 +512,9 @@ class Trainer:
         return [spec.build.load()(self.loaded.config) for spec in specs]
 
     def _configured_loss(self) -> Loss:
-        return self.host.losses.get(self.config.train.loss, key="train.loss").build.load()(self.config, self.ctx)
+        loss = self.host.losses.get(self.config.train.loss, key="train.loss").build.load()(self.config, self.ctx)
+        use_kernels([loss], self.kernels)
+        return loss
 
 
 @contextmanager

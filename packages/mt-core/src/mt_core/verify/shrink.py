@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mt_core.config.checks import smallest_world
 from mt_core.config.loading import config_from_dict
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, ParallelConfig
 from mt_core.plugins import PluginHost
 from mt_core.specs import CAUSAL_LM_SAMPLE
 
@@ -35,23 +36,12 @@ def shrink(config: Config, host: PluginHost) -> Config:
     return config_from_dict(tree, host)
 
 
-def processes(parallel: Mapping[str, Any]) -> int:
+def processes(parallel: ParallelConfig) -> int:
     """Ranks of a small run: one copy of the model, or two where copies share work."""
-    needed = one_copy(parallel)
-    return needed * 2 if needed * 2 <= LARGEST_WORLD and _shares(parallel) else needed
-
-
-def one_copy(parallel: Mapping[str, Any]) -> int:
-    """Ranks that the axes of the model need at least."""
-    dense = math.prod(parallel[axis] for axis in AXES)
-    experts = parallel["expert_model_parallel_size"] * (parallel["expert_tensor_parallel_size"] or 1)
-    stages = parallel["pipeline_model_parallel_size"]
-    return math.lcm(dense, experts * stages)
-
-
-def _shares(parallel: Mapping[str, Any]) -> bool:
-    """Whether copies of the model share work: a layout of its own, or data parallelism alone has nothing to show."""
-    return one_copy(parallel) > 1 or parallel["use_distributed_optimizer"] or parallel["use_torch_fsdp2"]
+    needed = smallest_world(parallel)
+    # A layout that divides nothing has nothing to show but data parallelism.
+    shares = needed > 1 or parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
+    return needed * 2 if shares and needed * 2 <= LARGEST_WORLD else needed
 
 
 def _shrink_axes(parallel: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ TIMEOUT = 600.0
 
 def record(config: Config, *, steps: int = STEPS, run_dir: Path | None = None) -> RunRecord:
     """Train `steps` steps on as many ranks as the layout needs. Raises RankFailureError with a rank's traceback."""
-    world = processes(config.parallel.model_dump())
+    world = processes(config.parallel)
     records = run_ranks(world, record_on_rank, config.to_dict(), steps, run_dir, timeout=TIMEOUT)
     return records[0]
 

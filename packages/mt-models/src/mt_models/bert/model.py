@@ -22,7 +22,6 @@ from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_models.bert.config import BertConfig
 from mt_models.bert.heads import BinaryHead, MaskedWordHead, Pooler
-from mt_models.blocks.decoder import recomputed_layers
 from mt_models.blocks.post_norm import PostNormLayer, PostNormStack
 from mt_models.blocks.tables import LearnedTable, like_word_vectors
 from mt_models.blocks.tied_output import TiedOutput
@@ -150,15 +149,14 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> nn.Module
         dropout=config.attention_dropout,
         causal=False,
     )
-    recomputed = recomputed_layers(config.num_layers, environment)
     layer_type = PostNormLayer if config.layernorm_placement == "post" else TransformerLayer
     layers = {
         number: layer_type(config, core, environment.feed_forward("dense", config, number), ctx)
         for number in range(config.num_layers)
     }
     if config.layernorm_placement == "post":
-        return PostNormStack(layers, recomputed)
-    return TransformerStack(layers, config, ctx, recomputed)
+        return PostNormStack(layers, environment.recompute)
+    return TransformerStack(layers, config, ctx, environment.recompute)
 
 
 def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Normalization, build_head_norm
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import LayerCache
-from mt_models.blocks.rotary import RotaryAngles, rotate
+from mt_models.blocks.rotary import RotaryAngles, plain_rotary, rotary_features
 
 
 class AttentionShape(Protocol):
@@ -74,6 +76,8 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.rotary_interleaved = config.rotary_interleaved
+        self.turn: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
+        self.rotary_features = rotary_features(config)
         self.tp = ctx.tp
         self.ranks_per_group = max(ctx.tp.size // config.query_groups, 1)
         width = config.num_attention_heads * config.head_dim
@@ -97,6 +101,10 @@ class SelfAttention(nn.Module):
             self.q_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
             self.k_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        if self.rotary_features is not None:
+            self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
+
     def forward(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
     ) -> Tensor:
@@ -104,7 +112,7 @@ class SelfAttention(nn.Module):
         q, k = self.normalize(q, k)
         if angles is not None:
             turn = angles.within(self.window)
-            q, k = rotate(q, turn, self.rotary_interleaved), rotate(k, turn, self.rotary_interleaved)
+            q, k = self.turn(q, k, turn.cos, turn.sin, self.rotary_interleaved)
         if cache is not None:
             k, v = cache.extend(k, v)
         out = self.core(q, k, v, pattern.within(self.window), self.dropout if self.training else 0.0)

@@ -7,12 +7,12 @@ each rank whole heads; with sequence parallelism S and T are divided between the
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import build_norm
+from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
@@ -115,13 +115,13 @@ class CrossAttentionLayer(TransformerLayer):
 
 
 class DecoderStack(nn.Module):
-    """Layers and the norm behind them. The first `recomputed` layers keep only their inputs for backward."""
+    """Layers and the norm behind them."""
 
     def __init__(
-        self, layers: list[CrossAttentionLayer], config: LayerShape, ctx: ParallelContext, recomputed: int = 0
+        self, layers: list[CrossAttentionLayer], config: LayerShape, ctx: ParallelContext, recompute: Recompute
     ) -> None:
         super().__init__()
-        self.recomputed = recomputed
+        self.recompute = recompute
         self.layers = nn.ModuleList(layers)
         self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
@@ -133,9 +133,8 @@ class DecoderStack(nn.Module):
         memory_pattern: AttentionPattern,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.training and index < self.recomputed:
-                x = checkpoint(layer, x, pattern, memory, memory_pattern, use_reentrant=False)
-            else:
-                x = layer(x, pattern, memory, memory_pattern, cache.layers[index] if cache else None)
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, pattern, memory, memory_pattern, cache.layers[number] if cache else None)
+
+        x = self.recompute.run(list(enumerate(self.layers)), x, call)
         return self.final_layernorm(x)

@@ -79,7 +79,7 @@ class CausalDecoder(nn.Module):
             {number: layer(number) for number in environment.layers(config.num_layers)},
             config,
             ctx,
-            recomputed_layers(config.num_layers, environment),
+            environment.recompute,
             final_layernorm,
             has_last=environment.has_last,
         )
@@ -157,11 +157,3 @@ class CausalDecoder(nn.Module):
     def max_sequence_length(self) -> int | None:
         """Longest sequence it can take; None when there is no limit."""
         return None
-
-
-def recomputed_layers(num_layers: int, environment: ModelEnvironment) -> int:
-    """How many of the first layers are computed again in the backward pass."""
-    recompute = environment.config.recompute
-    if recompute.recompute_granularity == "none":
-        return 0
-    return min(recompute.recompute_num_layers or num_layers, num_layers)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.rms_norm import rms_norm
 from mt_core.nn.layout import LayoutModule, ParameterLayout, zeros
 from mt_core.nn.linear import sequence_axes
 from mt_core.parallel.context import AxisName, ParallelContext
@@ -22,10 +23,14 @@ class ZeroCenteredRMSNorm(LayoutModule):
     def __init__(self, size: int, eps: float, ctx: ParallelContext, *, per_head: bool = False) -> None:
         super().__init__(ctx)
         self.eps = eps
+        self.kernel = rms_norm
         heads: tuple[AxisName, ...] = ("tp",) if ctx.tp.size > 1 else ()
         self.declare(
             "weight", ParameterLayout((size,), zeros, partial_gradient=heads if per_head else sequence_axes(ctx))
         )
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.kernel = kernels.pick("rms_norm", "zero_centered", width=len(self.weight))
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return self.kernel(x, self.weight, self.eps, zero_centered=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.norm import build_norm
+from mt_core.nn.recompute import Recompute
 from mt_core.nn.stage import NumberedLayers
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
@@ -36,17 +36,13 @@ class PostNormLayer(nn.Module):
 
 
 class PostNormStack(nn.Module):
-    """Layers alone: the last one ends in a norm. The first `recomputed` keep only their input for backward."""
+    """Layers alone: the last one ends in a norm."""
 
-    def __init__(self, layers: Mapping[int, nn.Module], recomputed: int = 0) -> None:
+    def __init__(self, layers: Mapping[int, nn.Module], recompute: Recompute) -> None:
         super().__init__()
-        self.recomputed = recomputed
+        self.recompute = recompute
         self.layers = NumberedLayers(layers.items())
 
     def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.training and index < self.recomputed:
-                x = checkpoint(layer, x, pattern, use_reentrant=False)
-            else:
-                x = layer(x, pattern)
-        return x
+        layers = list(zip(self.layers.numbers(), self.layers, strict=True))
+        return self.recompute.run(layers, x, lambda number, layer, x: layer(x, pattern))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mt_core.nn.kernels.request import Feature
+
 
 def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
     """[rotary_dim / 2] angles per position, in fp32: base^(-2i / rotary_dim)."""
@@ -33,18 +35,33 @@ class RotaryAngles:
         return self if window is None or self.in_window is None else self.in_window
 
 
-def rotate(x: Tensor, angles: RotaryAngles, interleaved: bool) -> Tensor:
-    """Rotate the first 2 * (rotary_dim / 2) channels of x [B, S, N, D]; the others pass.
+def rotary_features(config: object) -> tuple[Feature, ...] | None:
+    """What a model asks of the kernel `rotary`; None if its positions are not rotary. Batches bring their positions."""
+    if getattr(config, "position_embedding_type", "rope") != "rope":
+        return None
+    head_dim = getattr(config, "head_dim", 0)
+    partial: tuple[Feature, ...] = ("partial",) if getattr(config, "rotary_dim", head_dim) != head_dim else ()
+    interleaved: tuple[Feature, ...] = ("interleaved",) if getattr(config, "rotary_interleaved", False) else ()
+    return ("batched_angles", *partial, *interleaved)
 
-    interleaved: channel pairs are neighbours (2i, 2i + 1); otherwise (i, i + rotary_dim / 2).
+
+def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned in their own number format, as Hugging Face's models do; the kernels turn in fp32."""
+    return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first R channels of x [B, S, N, D] by cos and sin [B or 1, S, 1, R / 2]; the others pass.
+
+    interleaved: channel pairs are neighbours (2i, 2i + 1); otherwise (i, i + R / 2).
     """
-    rotary_dim = 2 * angles.cos.shape[-1]
+    rotary_dim = 2 * cos.shape[-1]
     turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
     else:
         first, second = turned.chunk(2, dim=-1)
-    cos, sin = angles.cos.to(x.dtype), angles.sin.to(x.dtype)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     pair = (first * cos - second * sin, first * sin + second * cos)
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned

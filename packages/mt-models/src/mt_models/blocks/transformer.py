@@ -7,10 +7,12 @@ from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.residual import bias_dropout_add
 from mt_core.nn.norm import build_norm
+from mt_core.nn.recompute import Recompute
 from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
@@ -43,6 +45,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
+        self.add = bias_dropout_add
         self.input_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.self_attention = attention or SelfAttention(config, core, ctx)
         self.pre_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
@@ -55,8 +58,14 @@ class TransformerLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        dropout = self.hidden_dropout if self.training else 0.0
+        x = self.add(self.self_attention(self.input_layernorm(x), pattern, angles, cache), None, x, dropout)
+        return self.add(self.mlp(self.pre_mlp_layernorm(x)), None, x, dropout)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        # Without dropout it is a sum, for which torch has a kernel.
+        if self.hidden_dropout > 0.0:
+            self.add = kernels.pick("bias_dropout_add", "dropout")
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training)
@@ -77,21 +86,20 @@ class ParallelResidualLayer(TransformerLayer):
 
 
 class TransformerStack(nn.Module):
-    """Layers by their numbers, and the norm behind the last. The first `recomputed` layers of the model keep only
-    their input for backward."""
+    """Layers by their numbers, and the norm behind the last."""
 
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
         config: LayerShape,
         ctx: ParallelContext,
-        recomputed: int = 0,
+        recompute: Recompute,
         final_layernorm: Callable[[], nn.Module] | None = None,
         *,
         has_last: bool = True,
     ) -> None:
         super().__init__()
-        self.recomputed = recomputed
+        self.recompute = recompute
         self.layers = NumberedLayers(layers.items())
         self.final_layernorm: nn.Module | None = None
         if has_last and final_layernorm is not None:
@@ -108,12 +116,12 @@ class TransformerStack(nn.Module):
         stage: Stage | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
-        for number in self.layers.numbers() if stage is None else stage.layers:
-            layer = self.layers[number]
-            if self.training and number < self.recomputed:
-                x = checkpoint(layer, x, pattern, angles, use_reentrant=False)
-            else:
-                x = layer(x, pattern, angles, cache.layers[number] if cache else None)
+        numbers = self.layers.numbers() if stage is None else stage.layers
+
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, pattern, angles, cache.layers[number] if cache else None)
+
+        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
         if stage is not None and not stage.last:
             return x
         assert self.final_layernorm is not None

@@ -18,7 +18,6 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderCache, DecoderStack, ScaledQueryAttention
-from mt_models.blocks.decoder import recomputed_layers
 from mt_models.blocks.relative_bias import RelativeBias
 from mt_models.blocks.tables import LearnedTable, like_word_vectors
 from mt_models.blocks.tied_output import TiedOutput
@@ -170,7 +169,7 @@ def build_encoder(config: T5Config, environment: ModelEnvironment) -> Transforme
         )
         for number in range(config.num_layers)
     }
-    return TransformerStack(layers, config, ctx, recomputed_layers(config.num_layers, environment))
+    return TransformerStack(layers, config, ctx, environment.recompute)
 
 
 def build_decoder(config: T5Config, environment: ModelEnvironment) -> DecoderStack:
@@ -183,7 +182,7 @@ def build_decoder(config: T5Config, environment: ModelEnvironment) -> DecoderSta
         )
         for number in range(config.decoder_layers)
     ]
-    return DecoderStack(layers, config, ctx, recomputed_layers(config.decoder_layers, environment))
+    return DecoderStack(layers, config, ctx, environment.recompute)
 
 
 def build_output(config: T5Config, ctx: ParallelContext) -> TiedOutput | VocabParallelOutput:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
@@ -17,7 +16,6 @@ from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.decoder import recomputed_layers
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.vision.config import VisionEncoderConfig
 
@@ -50,11 +48,11 @@ class PatchEmbedding(LayoutModule):
 
 
 class VisionLayers(nn.Module):
-    """Bidirectional pre-norm layers. The first `recomputed` keep only their input for backward."""
+    """Bidirectional pre-norm layers."""
 
     def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
         super().__init__()
-        self.recomputed = recomputed_layers(config.num_layers, environment)
+        self.recompute = environment.recompute
         core = attention_core(config, environment)
         self.layers = nn.ModuleList(
             TransformerLayer(config, core, environment.feed_forward("dense", config, number), environment.parallel)
@@ -66,10 +64,7 @@ class VisionLayers(nn.Module):
         pattern = AttentionPattern(causal=False)
         yield x
         for index, layer in enumerate(self.layers):
-            if self.training and index < self.recomputed:
-                x = checkpoint(layer, x, pattern, use_reentrant=False)
-            else:
-                x = layer(x, pattern)
+            x = self.recompute.group(index, [(index, layer)], x, lambda number, layer, x: layer(x, pattern))
             yield x
 
 

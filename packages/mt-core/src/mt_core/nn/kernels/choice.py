@@ -20,6 +20,7 @@ class Choice:
     kernel: KernelName
     implementation: Implementation
     reason: str
+    automatic: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function; imports what it is made of."""
@@ -63,11 +64,11 @@ def _automatic(kernel: KernelName, request: KernelRequest) -> Choice:
     the next, so a run uses them only where its configuration names them."""
     known = {implementation.name: implementation for implementation in KERNELS[kernel]}
     if request.device_type != "cuda":
-        return Choice(kernel, known["torch"], f"auto on {request.device_type}")
+        return Choice(kernel, known["torch"], f"auto on {request.device_type}", automatic=True)
     answer = known["triton"].supports(request)
     if answer is True:
-        return Choice(kernel, known["triton"], f"auto: {request}")
-    return Choice(kernel, known["torch"], f"auto: triton cannot serve ({request}), {answer}")
+        return Choice(kernel, known["triton"], f"auto: {request}", automatic=True)
+    return Choice(kernel, known["torch"], f"auto: triton cannot serve ({request}), {answer}", automatic=True)
 
 
 def _either(names: list[str]) -> str:
@@ -84,14 +85,31 @@ class Kernels:
         self.dtype = dtype
         self._choices: dict[str, Choice] = {}
 
-    def pick(self, kernel: KernelName, *features: Feature, width: int = 0) -> Callable[..., Any]:
-        """The function for this use of a kernel. Raises ConfigError as `choose` does."""
+    def pick(
+        self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """The function for this use of a kernel. Raises ConfigError as `choose` does.
+
+        plain: what a caller has in plain torch, to be used in place of the reference where torch is chosen.
+        """
         request = KernelRequest(
             device_type=self.device_type, dtype=self.dtype, width=width, features=frozenset(features)
         )
         choice = choose(kernel, self.wanted.get(kernel, AUTO), request)
         self._choices[str(choice)] = choice
+        if plain is not None and choice.implementation.name == "torch":
+            return plain
         return choice.load()
+
+    def require_used(self) -> None:
+        """Raises ConfigError for a kernel that was named and that nothing picked."""
+        picked = {choice.kernel for choice in self._choices.values()}
+        for kernel, wanted in self.wanted.items():
+            if wanted != AUTO and kernel not in picked:
+                use = _either(sorted(picked)) if picked else "none"
+                raise ConfigError(
+                    f"kernels.{kernel}={wanted}: nothing in this run uses that kernel; remove the key (what it uses: {use})"
+                )
 
     @property
     def choices(self) -> list[Choice]:

@@ -1,0 +1,33 @@
+"""Giving the parts of a run their kernels: models, losses and optimizers are built first, then told which to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from mt_core.config.schema import Config
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.parallel.context import ParallelContext
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@runtime_checkable
+class UsesKernels(Protocol):
+    """A module, loss or optimizer with a part that has several implementations. Until told, it uses plain torch."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Pick what it needs. Raises ConfigError when a named implementation cannot serve."""
+        ...
+
+
+def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
+    """What the section `kernels` asks for, on the device and in the number format of the run."""
+    return Kernels(config.kernels.model_dump(), ctx.device.type, DTYPES[config.precision.dtype])
+
+
+def use_kernels(parts: Iterable[object], kernels: Kernels) -> None:
+    """Tell each part that uses kernels; the others are passed over."""
+    for part in parts:
+        if isinstance(part, UsesKernels):
+            part.use_kernels(kernels)

@@ -1,0 +1,100 @@
+"""Activations that backward computes again instead of keeping (Chen et al., 2016; Korthikanti et al., 2022), or that
+wait in host memory.
+
+Random state is restored for the second computation, so dropout drops the same elements. Collectives inside run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.config.schema import RecomputeConfig
+from mt_core.parallel.collectives import gather_copies, split_to
+from mt_core.parallel.context import ParallelContext
+
+HIDDEN_DIM = 2
+"""Of activations [B, S, H]: the one that saved inputs are divided along."""
+Layers = Sequence[tuple[int, nn.Module]]
+Call = Callable[[int, nn.Module, Tensor], Tensor]
+"""(number, layer, [B, S, H]) -> [B, S, H]"""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Runs a stack of layers as [recompute] says."""
+
+    config: RecomputeConfig
+    ctx: ParallelContext
+
+    def run(self, layers: Layers, x: Tensor, call: Call) -> Tensor:
+        """x through the layers of a stage, each by `call`."""
+        if not torch.is_grad_enabled():
+            return _through(layers, x, call)
+        for place, group in enumerate(self._groups(layers)):
+            x = self.group(place, group, x, call)
+        return x
+
+    def group(self, place: int, layers: Layers, x: Tensor, call: Call) -> Tensor:
+        """x through layers that keep one input together, or all they need. place: of the group in its stage."""
+        with self._offloading(place):
+            return self._keep_input_only(layers, x, call) if self._recomputes(place) else _through(layers, x, call)
+
+    def module(self, name: str, module: nn.Module) -> nn.Module:
+        """The module, whose forward is recomputed when recompute_modules names it."""
+        if self.selects(name):
+            module.forward = recomputed(module.forward)
+        return module
+
+    def selects(self, name: str) -> bool:
+        return self.config.recompute_granularity == "selective" and name in self.config.recompute_modules
+
+    def _groups(self, layers: Layers) -> list[Layers]:
+        """Layers that keep one input together."""
+        config = self.config
+        if config.recompute_granularity != "full" or config.recompute_method == "block":
+            return [[layer] for layer in layers]
+        size = config.recompute_num_layers or 1
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
+
+    def _recomputes(self, place: int) -> bool:
+        config = self.config
+        if config.recompute_granularity != "full":
+            return False
+        return config.recompute_method == "uniform" or place < (config.recompute_num_layers or place + 1)
+
+    def _keep_input_only(self, group: Layers, x: Tensor, call: Call) -> Tensor:
+        if not self.config.distribute_saved_activations or self.ctx.tp.size == 1:
+            return recomputed(_through)(group, x, call)
+        # The ranks have the same input; each keeps a part of it, and backward gathers them.
+        part = split_to(x, HIDDEN_DIM, self.ctx.tp)
+        return recomputed(lambda kept: _through(group, gather_copies(kept, HIDDEN_DIM, self.ctx.tp), call))(part)
+
+    def _offloading(self, place: int) -> AbstractContextManager[object]:
+        if place >= self.config.cpu_offloading_num_layers:
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.ctx.device.type == "cuda")
+
+
+def recomputed(function: F) -> F:
+    """The function, which keeps its arguments instead of what it computes on the way."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False)
+
+    return run  # type: ignore[return-value]
+
+
+def _through(layers: Layers, x: Tensor, call: Call) -> Tensor:
+    for number, layer in layers:
+        x = call(number, layer, x)
+    return x

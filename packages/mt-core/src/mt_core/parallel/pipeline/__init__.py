@@ -1,0 +1,1 @@
+"""Pipeline parallelism: `docs/pipeline.md` explains the schedules and who runs them."""

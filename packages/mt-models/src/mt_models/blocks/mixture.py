@@ -1,0 +1,136 @@
+"""What families read of `model.moe`: which layers are mixtures, and the sizes that names and FLOPs depend on.
+
+The options belong to the feed-forward "moe" of another distribution, which checks and uses them; here are those that
+change what the weights are or mean, with the same defaults. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mt_core.errors import ConfigError
+
+DEFAULTS: Mapping[str, Any] = {
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_latent_size": None,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_group_score_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+}
+"""Options that change what a model computes, with their defaults. num_experts has none."""
+
+
+class MixtureShape(Protocol):
+    """What is read from the configuration of a model."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+    @property
+    def moe(self) -> dict[str, Any] | None: ...
+
+
+class Mixture:
+    """`model.moe` of a family whose layers are mixtures, as attributes. Raises ConfigError if it is not set."""
+
+    def __init__(self, config: MixtureShape) -> None:
+        if config.moe is None or "num_experts" not in config.moe:
+            raise ConfigError("model.moe.num_experts is not set; the layers of this family are mixtures of experts")
+        self.options: Mapping[str, Any] = {**DEFAULTS, **config.moe}
+        self.num_experts: int = self.options["num_experts"]
+        self.topk: int = self.options["moe_router_topk"]
+        self.ffn_size: int = self.options["moe_ffn_hidden_size"] or config.ffn_size
+        self.shared_size: int | None = self.options["moe_shared_expert_intermediate_size"]
+        self.layers = layers_with_experts(self.options["moe_layer_freq"], config.num_layers)
+
+    def __getitem__(self, key: str) -> Any:
+        """An option, or its default."""
+        return self.options[key]
+
+    @property
+    def first_dense(self) -> int | None:
+        """How many layers before the first mixture are dense; None: dense layers stand elsewhere too."""
+        first = self.layers.index(True) if True in self.layers else len(self.layers)
+        return first if all(self.layers[first:]) else None
+
+    def require(self, architecture: str, **allowed: tuple[Any, ...]) -> None:
+        """Raise ConfigError unless options that a format has no word for are at their defaults.
+
+        allowed: option -> the values that the format can express; none: any.
+        """
+        for key, default in DEFAULTS.items():
+            legal = allowed.get(key, (default,))
+            if legal and self.options[key] not in legal:
+                raise ConfigError(
+                    f"model.moe.{key}={self.options[key]} cannot be written as a Hugging Face {architecture}; "
+                    f"it can be {' or '.join(str(value) for value in legal)}"
+                )
+
+
+ANY: tuple[Any, ...] = ()
+"""For Mixture.require: every value can be expressed."""
+
+
+def layers_with_experts(freq: int | str, num_layers: int) -> list[bool]:
+    """For each layer whether it is a mixture: every freq-th from layer 0 on, or by a pattern such as
+    "([0]*3+[1]*58)", which is read as a tree and never evaluated. Raises ConfigError."""
+    if isinstance(freq, int):
+        return [layer % freq == 0 for layer in range(num_layers)]
+    try:
+        pattern = _list_of(ast.parse(freq.strip(), mode="eval").body)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f'model.moe.moe_layer_freq={freq!r} is no list pattern such as "([0]*1+[1]*23)"') from error
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"model.moe.moe_layer_freq={freq!r} has {len(pattern)} entries; it needs one for each of the "
+            f"model.num_layers={num_layers}"
+        )
+    return [bool(entry) for entry in pattern]
+
+
+def _list_of(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=entries):
+            return [_number_of(entry) for entry in entries]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list_of(left) + _list_of(right)
+        case ast.BinOp(left=ast.Constant() as times, op=ast.Mult(), right=entries):
+            return _list_of(entries) * _number_of(times)
+        case ast.BinOp(left=entries, op=ast.Mult(), right=times):
+            return _list_of(entries) * _number_of(times)
+    raise ValueError(ast.dump(node))
+
+
+def _number_of(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+    raise ValueError(ast.dump(node))
+
+
+def frequency_of(layers: list[bool]) -> int | str:
+    """`moe_layer_freq` for these layers: 1 when all are mixtures, else runs such as "([0]*3+[1]*58)"."""
+    if all(layers):
+        return 1
+    runs: list[tuple[int, int]] = []
+    for layer in layers:
+        kind = int(layer)
+        if runs and runs[-1][0] == kind:
+            runs[-1] = (kind, runs[-1][1] + 1)
+        else:
+            runs.append((kind, 1))
+    return "(" + "+".join(f"[{kind}]*{count}" for kind, count in runs) + ")"

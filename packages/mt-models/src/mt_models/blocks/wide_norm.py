@@ -1,0 +1,31 @@
+"""RMSNorm over all heads of a position together, which tensor parallelism divides by heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, ones
+from mt_core.parallel.collectives import copy_to, reduce_from
+from mt_core.parallel.context import ParallelContext
+
+
+class WideRMSNorm(LayoutModule):
+    """x / sqrt(mean(x^2) + eps) * weight, the mean over heads and channels [..., heads, size] in fp32.
+
+    weight: [heads * size], divided over tp as the heads are.
+    """
+
+    weight: Tensor
+
+    def __init__(self, heads: int, size: int, eps: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.eps, self.width = eps, heads * size
+        self.declare("weight", ParameterLayout((heads * size,), ones, (Split(dim=0, axis="tp"),)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, heads of this rank, size] -> the same"""
+        wide = x.float().flatten(-2)
+        # The sum is used by each rank for its own heads, so that its gradient is the sum of theirs.
+        squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ctx.tp), self.ctx.tp)
+        normed = wide * (squares / self.width + self.eps).rsqrt() * self.weight.float()
+        return normed.to(x.dtype).view_as(x)

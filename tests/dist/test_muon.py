@@ -1,0 +1,137 @@
+"""Optimizers over layouts: whole matrices for Muon, groups with schedules of their own, zeros counted once."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
+
+from mt_core.optim.muon import DividedMatrix
+from mt_core.testing import run_ranks
+from mt_core.train import Callback, Trainer
+from mt_core.verify.compare import compare
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+BASE = ("optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.adam_eps=1e-4")
+MUON = (*BASE, "optimizer.optimizer=muon")
+SHAPES = ("optimizer.muon_nesterov=true", "optimizer.muon_scale_mode=unit_rms_norm")
+WHOLE_QKV = ("optimizer.muon_split_qkv=false",)
+ONE_GROUP = ("model.num_query_groups=1",)
+INSTANCES = "parallel.num_distributed_optimizer_instances=2"
+DECOUPLED = (
+    *BASE,
+    "optimizer.decoupled_lr=1e-4",
+    "optimizer.weight_decay_incr_style=cosine",
+    "optimizer.start_weight_decay=0",
+    "optimizer.end_weight_decay=10",
+)
+
+
+def joined(value: object) -> str:
+    return "+".join(key.split(".")[1] for key in value) if isinstance(value, tuple) else str(value)
+
+
+def run(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
+    record = record_run(config(*options))
+    return record if rank == 0 else None
+
+
+@cache
+def one_process(options: tuple[str, ...]) -> RunRecord:
+    return run_ranks(1, run, options)[0]
+
+
+def too_large(world: int, options: tuple[str, ...], layout: tuple[str, ...]) -> list[str]:
+    found = run_ranks(world, run, (*options, *layout))[0]
+    return [str(difference) for difference in compare(found, one_process(options)) if difference.too_large]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "layout"),
+    [
+        (2, (*MUON, *WHOLE_QKV), (TP2,)),
+        (4, (*MUON, *ONE_GROUP), (TP4,)),
+        (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
+        (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
+        (4, MUON, (FSDP, INSTANCES)),
+        (4, MUON, (CP2, ZERO)),
+        (8, MUON, (PP2, TP2, SP, ZERO)),
+        (4, DECOUPLED, (TP2, ZERO)),
+        (4, DECOUPLED, (PP2, FSDP)),
+    ],
+    ids=joined,
+)
+def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
+    assert too_large(world, options, layout) == []
+
+
+def keep_the_part(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
+    """Each rank makes its own rows or columns orthogonal, as if they were the matrix."""
+    DividedMatrix.whole = lambda self, piece: piece  # type: ignore[method-assign]
+    DividedMatrix.piece = lambda self, whole: whole  # type: ignore[method-assign]
+    return run(rank, world, options)
+
+
+def test_a_part_made_orthogonal_by_itself_is_found() -> None:
+    found = run_ranks(2, keep_the_part, (*MUON, *WHOLE_QKV, TP2))[0]
+    assert any(difference.too_large for difference in compare(found, one_process((*MUON, *WHOLE_QKV))))
+
+
+def resumed(rank: int, world: int, options: tuple[str, ...], folder: Path, steps: int) -> RunRecord | None:
+    changed = [f"parallel.{key}" for key in config().config.parallel.model_dump()]
+    options = (*options, f"checkpoint.accept_changes={json.dumps(changed)}")
+    record = record_run(config(*options), steps, run_dir=folder)
+    return record if rank == 0 else None
+
+
+def test_the_momentum_goes_on_under_another_layout(tmp_path) -> None:
+    """Two steps under one layout and one under another are three of one process."""
+    run_ranks(4, resumed, (*MUON, TP2, SP, ZERO, SMALL_BUCKETS), tmp_path, 2)
+    found = run_ranks(2, resumed, (*MUON, FSDP), tmp_path, 3)[0]
+    reference = one_process(MUON)
+    assert found.losses == pytest.approx(reference.losses[2:], rel=1e-5)
+    found.losses, found.norms, found.gradients = reference.losses, reference.norms, reference.gradients
+    assert [str(difference) for difference in compare(found, reference) if difference.too_large] == []
+
+
+# -- zeros ----------------------------------------------------------------------------------------
+
+
+class Zeros(Callback):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step_end(self, run, metrics) -> None:
+        self.counts.append(metrics["zeros_in_grad"])
+
+
+def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
+    """Word vectors apart from the output layer: rows of ids that no sample has are 0. No padding."""
+    seen = Zeros()
+    model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
+    more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")
+    Trainer(config(*model, *more, *layout), callbacks=[seen]).train()
+    return seen.counts
+
+
+@cache
+def zeros_of_one_process() -> list[int]:
+    return run_ranks(1, count_zeros, ())[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (8, (PP2, TP2, SP, ZERO))],
+    ids=joined,
+)
+def test_zeros_of_the_gradient_are_counted_once(world, layout) -> None:
+    """Exact up to the few elements that are 0 in one order of summing and not in another."""
+    expected = zeros_of_one_process()
+    assert min(expected) > 300 * 32, "rows of ids that do not occur"
+    for found in run_ranks(world, count_zeros, layout):
+        assert found == pytest.approx(expected, abs=32)
