@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import signal
 import time
 import traceback
@@ -12,10 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mt_ckpt.convert.model import expected_parameters
 from mt_ckpt.native.manifest import read_manifest
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.native.verify import find_damage
+from mt_core.config.loading import config_from_dict
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import CheckpointReader
 
 State = dict[str, torch.Tensor]
 VOCAB = b'{"a": 1}' * 100
@@ -85,3 +93,55 @@ def saved(tmp_path: Path, kit: Kit) -> Path:
     path = tmp_path / "run" / "checkpoints" / "iter_0000001"
     kit.save(path, 1)
     return path
+
+
+# -- models of every family, for conversion ---------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def host() -> PluginHost:
+    return load_plugins()
+
+
+@pytest.fixture
+def make_model(host: PluginHost, tmp_path: Path) -> Callable[..., Path]:
+    """A function that saves a model with random weights in mt's own format and returns the checkpoint's path."""
+
+    def make(name: str = "source", *, iteration: int = 3, optimizer: bool = False, dtype=torch.float32, **keys) -> Path:
+        config = config_from_dict({"model": keys, "tokenizer": NULL_TOKENIZER}, host)
+        state = random_weights(expected_parameters(config, host), seed=iteration, dtype=dtype)
+        if optimizer:
+            state |= {
+                name.replace("model.", f"optimizer.{kind}."): 2 * value
+                for name, value in state.items()
+                for kind in ("exp_avg", "exp_avg_sq")
+            }
+        metadata = {"iteration": iteration, "config": config.to_dict()}
+        save_checkpoint(tmp_path / name, state.items(), metadata, {})
+        return tmp_path / name
+
+    return make
+
+
+NULL_TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50}
+
+
+def random_weights(layouts, *, seed: int, dtype: torch.dtype) -> State:
+    """Far from initial values and different everywhere, so that no two tensors can be taken for one another."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"model.{name}": (0.3 * torch.randn(layout.shape, generator=generator)).to(dtype)
+        for name, layout in layouts.items()
+    }
+
+
+def tensors_of(reader: CheckpointReader) -> State:
+    return {name: reader.read(name) for name in reader.shapes()}
+
+
+def assert_same_state(first: State, second: State) -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert set(first) == set(second)
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor, second[name]), name

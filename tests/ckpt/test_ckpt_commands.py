@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from mt_ckpt import plugin
-from mt_ckpt.commands import app
+from mt_ckpt.commands.ckpt import app
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.sizes import format_bytes
 from mt_core.errors import CheckpointError
@@ -94,7 +94,10 @@ def test_registration() -> None:
 
 
 def test_plugin_and_command_import_no_torch() -> None:
-    code = "import sys, mt_ckpt.plugin; assert 'typer' not in sys.modules; import mt_ckpt.commands; "
+    code = (
+        "import sys, mt_ckpt.plugin; assert 'typer' not in sys.modules; "
+        "import mt_ckpt.commands.ckpt, mt_ckpt.commands.convert; "
+    )
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
 
 

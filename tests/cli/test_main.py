@@ -21,7 +21,7 @@ from mt_core.plugins import Plugin, PluginHost
 from mt_core.specs import CommandSpec, Lazy
 
 OWN = ["train", "verify", "generate", "models", "config", "plugins", "doctor"]
-OTHERS = ["ckpt", "data", "moe"]
+OTHERS = ["ckpt", "convert", "data", "moe"]
 
 
 def commands_in(help_text: str) -> list[str]:

@@ -1,8 +1,4 @@
-"""A run that Megatron began goes on here with Megatron's losses, gradient norms and weights.
-
-Its checkpoint is read with torch's own distributed-checkpoint reader, so that this tests the model, the
-loss, the optimizer, the schedule and the clipping, and not our readers of formats.
-"""
+"""A run that Megatron began goes on here with Megatron's losses, gradient norms and weights."""
 
 from __future__ import annotations
 
@@ -13,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+from mt_ckpt.megatron_dist.reader import open_checkpoint
 from mt_core.config.loading import load_config
+from mt_core.specs import CheckpointReader
 from mt_core.train import Callback, Trainer
 
 pytestmark = pytest.mark.skipif(
     "MT_GOLDEN" not in os.environ, reason="MT_GOLDEN does not name the folder of golden files"
 )
-LAYERS = 4
 OVERRIDES = [
     "model.family=gpt",
     "model.num_layers=4",
@@ -71,41 +67,20 @@ class Rows:
         return {"tokens": row[:-1], "labels": row[1:], "loss_mask": mask, "position_ids": np.arange(32)}
 
 
-def megatron_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors by our names: layers unstacked, norms under their own names."""
-    keys = json.loads((folder / "keys.json").read_text())
-    state = {
-        name: torch.empty(value[0]) for name, value in keys.items() if value != "bytes" and value[1] == "torch.float32"
-    }
-    dcp.load(state, checkpoint_id=str(folder / "iter_0000003"), no_dist=True)
-    tensors = {}
-    for name, value in state.items():
-        name = name.replace("linear_qkv.layer_norm_", "input_layernorm.").replace("self_attention.input", "input")
-        name = name.replace("linear_fc1.layer_norm_", "pre_mlp_layernorm.").replace("mlp.pre_mlp", "pre_mlp")
-        if "decoder.layers." not in name:
-            tensors[name] = value
-            continue
-        for i in range(LAYERS):
-            tensors[name.replace("decoder.layers.", f"decoder.layers.{i}.")] = value[i]
-    return tensors
-
-
 @pytest.fixture(scope="module")
 def golden() -> Path:
     return Path(os.environ["MT_GOLDEN"]) / "ckpt/gpt"
 
 
-def take_up(trainer: Trainer, tensors: dict[str, torch.Tensor], with_optimizer: bool) -> None:
+def take_up(trainer: Trainer, reader: CheckpointReader, with_optimizer: bool) -> None:
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
-            parameter.copy_(tensors[name])
+            parameter.copy_(reader.read(f"model.{name}"))
             if with_optimizer:
-                trainer.optimizer.state[parameter] = {
-                    "step": torch.tensor(3.0),
-                    "exp_avg": tensors[f"optimizer.state.exp_avg.{name}"].clone(),
-                    "exp_avg_sq": tensors[f"optimizer.state.exp_avg_sq.{name}"].clone(),
-                }
-    trainer.state.iteration, trainer.state.consumed_samples = 3, 12
+                states = ("step", "exp_avg", "exp_avg_sq")
+                trainer.optimizer.state[parameter] = {s: reader.read(f"optimizer.{s}.{name}") for s in states}
+    trainer.state.iteration = reader.metadata["iteration"]
+    trainer.state.consumed_samples = reader.metadata["consumed_samples"]
 
 
 @pytest.mark.parametrize("continuation", SCHEDULES)
@@ -124,11 +99,8 @@ def test_the_next_three_steps_are_megatrons(golden, continuation, backend, host)
     trainer = Trainer(
         load_config(overrides=options, host=host), train_data=Rows(batches), valid_data={}, callbacks=[Steps()]
     )
-    tensors = megatron_tensors(golden / "dist_tp1_pp1")
-    assert {name for name in tensors if not name.startswith("optimizer")} == {
-        n for n, _ in trainer.model.named_parameters()
-    }
-    take_up(trainer, tensors, with_optimizer="resumed" in continuation)
+    reader = open_checkpoint(golden / "dist_tp1_pp1", host, vocab_size=256)
+    take_up(trainer, reader, with_optimizer="resumed" in continuation)
 
     ids = torch.from_numpy(archive["tokens"].astype(np.int64))
     with torch.no_grad():

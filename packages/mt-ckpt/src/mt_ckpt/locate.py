@@ -28,6 +28,13 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def resolve_run(path: Path) -> Path:
+    """The latest checkpoint of mt's own if `path` is a run directory, else `path`. Raises CheckpointError if absent."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    return find_checkpoint(path) if (path / "checkpoints" / TRACKER).is_file() else path
+
+
 def _tracked(folder: Path) -> Path:
     name = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     path = folder / name

@@ -14,7 +14,55 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="mt's own format: safetensors shards, JSON and checksums in one directory",
             detect=Lazy("mt_ckpt.native.manifest:detect"),
             open=Lazy("mt_ckpt.native.read:open_checkpoint"),
-        )
+        ),
+        CheckpointLoaderSpec(
+            name="hf",
+            doc="Hugging Face: safetensors or .bin files with config.json, whole or in shards",
+            detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
+            open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
+            takes_host=True,
+        ),
+        CheckpointLoaderSpec(
+            name="meta",
+            doc="consolidated weights with params.json: Llama from Meta, Mistral's own layout",
+            detect=Lazy("mt_ckpt.meta.reader:detect"),
+            open=Lazy("mt_ckpt.meta.reader:open_checkpoint"),
+            takes_host=True,
+        ),
+        CheckpointLoaderSpec(
+            name="gguf",
+            doc="GGUF files of llama.cpp: Llama, Qwen 2 and 3; quantized weights are dequantized",
+            detect=Lazy("mt_ckpt.gguf.reader:detect"),
+            open=Lazy("mt_ckpt.gguf.reader:open_checkpoint"),
+            takes_host=True,
+        ),
+        CheckpointLoaderSpec(
+            name="transformers-megatron",
+            doc="GPT-2 from the reshaping tool for Accelerate's Megatron-LM plugin; has to be asked for by name",
+            detect=Lazy("mt_ckpt.transformers_megatron.reader:detect"),
+            open=Lazy("mt_ckpt.transformers_megatron.reader:open_checkpoint"),
+        ),
+        CheckpointLoaderSpec(
+            name="megatron",
+            doc="Megatron-Core, torch format: a file for each tensor, pipeline and expert rank",
+            detect=Lazy("mt_ckpt.megatron.folder:detect"),
+            open=Lazy("mt_ckpt.megatron.reader:open_checkpoint"),
+            takes_host=True,
+        ),
+        CheckpointLoaderSpec(
+            name="megatron-dist",
+            doc="Megatron-Core, torch_dist format: a distributed checkpoint, optimizer included",
+            detect=Lazy("mt_ckpt.megatron_dist.common:detect"),
+            open=Lazy("mt_ckpt.megatron_dist.reader:open_checkpoint"),
+            takes_host=True,
+        ),
+        CheckpointLoaderSpec(
+            name="megatron-legacy",
+            doc="Megatron-LM before Megatron-Core: GPT and BERT, checkpoint versions 0 to 3",
+            detect=Lazy("mt_ckpt.megatron.folder:detect_legacy"),
+            open=Lazy("mt_ckpt.megatron_legacy.reader:open_checkpoint"),
+            takes_host=True,
+        ),
     ]
 
 
@@ -25,10 +73,48 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             name="mt",
             doc="mt's own format, staged, synced and renamed into place",
             save=Lazy("mt_ckpt.native.save:save_checkpoint"),
-        )
+            convert=Lazy("mt_ckpt.native.convert:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="hf",
+            doc="Hugging Face: safetensors in shards, config.json and tokenizer files, for from_pretrained",
+            convert=Lazy("mt_ckpt.hugging_face.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="trtllm",
+            doc="TensorRT-LLM: config.json and a safetensors file for each rank, of GPT and Llama models",
+            convert=Lazy("mt_ckpt.trtllm.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="transformers-megatron",
+            doc="GPT-2 for Accelerate's Megatron-LM plugin, as the reshaping tool writes it",
+            convert=Lazy("mt_ckpt.transformers_megatron.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="megatron",
+            doc="Megatron-Core, torch format, for any tensor, pipeline and expert parallel sizes",
+            convert=Lazy("mt_ckpt.megatron.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="megatron-dist",
+            doc="Megatron-Core, torch_dist format, with a fully reshardable optimizer",
+            convert=Lazy("mt_ckpt.megatron_dist.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
+            name="megatron-legacy",
+            doc="Megatron-LM's names from before Megatron-Core",
+            convert=Lazy("mt_ckpt.megatron_legacy.save:convert_checkpoint"),
+        ),
     ]
 
 
 @hookimpl
 def mt_register_commands() -> list[CommandSpec]:
-    return [CommandSpec(name="ckpt", doc="Inspect and verify checkpoints", app=Lazy("mt_ckpt.commands:app"))]
+    return [
+        CommandSpec(
+            name="ckpt", doc="Inspect, verify, compare and thin out checkpoints", app=Lazy("mt_ckpt.commands.ckpt:app")
+        ),
+        CommandSpec(
+            name="convert", doc="Convert a checkpoint to another format", app=Lazy("mt_ckpt.commands.convert:convert")
+        ),
+    ]

@@ -17,7 +17,7 @@ from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
 
 HELP = "Train, convert, evaluate and serve large transformer models."
-HOMES = {"data": "mt-data", "ckpt": "mt-ckpt"}
+HOMES = {"data": "mt-data", "ckpt": "mt-ckpt", "convert": "mt-ckpt"}
 """Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")
 """Commands that run whatever is wrong with plugins, since they show it."""

@@ -52,7 +52,7 @@ def save_checkpoint(
     """
     path = Path(os.path.abspath(path))
     _refuse_foreign(path)
-    small_files = {METADATA_NAME: _encode_metadata(metadata), **_named_files(files)}
+    small = small_files(metadata, files)
     with _writing(path):
         staging = Staging(path)
     with closing(staging), closing(ShardWriter(staging.content, max_shard_bytes)) as writer:
@@ -61,17 +61,25 @@ def save_checkpoint(
                 writer.add(name, tensor)
         with _writing(path):
             writer.finish()
-            _write_small_files(staging.content, small_files, writer)
+            _write_small_files(staging.content, small, writer)
             staging.commit()
 
 
-def _write_small_files(folder: Path, small_files: Mapping[str, bytes], writer: ShardWriter) -> None:
-    """metadata.json and the files that travel along, then the manifest, which lists them and the shards."""
-    for name, data in small_files.items():
+def small_files(metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """metadata.json and the files that travel along, by their paths in a checkpoint.
+
+    Raises CheckpointError for values that are not JSON's and names that lead out of the checkpoint.
+    """
+    return {METADATA_NAME: _encode_metadata(metadata), **_named_files(files)}
+
+
+def _write_small_files(folder: Path, small: Mapping[str, bytes], writer: ShardWriter) -> None:
+    """The small files, then the manifest, which lists them and the shards."""
+    for name, data in small.items():
         write_file(folder / name, data)
     manifest = Manifest(
         written_by=f"mt-ckpt {version('mt-ckpt')}",
-        files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small_files.items()},
+        files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small.items()},
         shards=writer.shards,
         tensors=writer.tensors,
     )

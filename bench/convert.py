@@ -1,0 +1,111 @@
+"""Converting a Hugging Face checkpoint, against `cp` of the same files.
+
+    python bench/convert.py [--layers 8] [--rounds 5] [--folder DIR]
+
+The source is a Llama in bf16 with random weights (hidden 2048, feed-forward 5632, vocabulary 32000, 16 heads, 4
+key-value heads), cut into shards of 500 MB. In every round each method writes the same weights to new files on the
+same disk, in an order that changes from round to round; everything is fsynced at the end of each (`cp` and then
+`sync` of its files). The source is in the page cache for all of them. The table gives the median time and the median
+over the rounds of the rate relative to that of `cp` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mt_ckpt.convert import convert
+from mt_ckpt.safetensors_files import TensorInfo, split_by_size, write_safetensors
+from mt_core.plugins import PluginHost, load_plugins
+
+HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
+SHARD_BYTES = 500 * 10**6
+
+
+def write_source(folder: Path, layers: int) -> None:
+    keys = HIDDEN // HEADS * GROUPS
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for i in range(layers):
+        parts = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (keys, HIDDEN)}
+        parts |= {"self_attn.v_proj": (keys, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
+        parts |= {"mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN)}
+        norms = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in {**parts, **norms}.items()}
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    places = {}
+    infos = {name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes.items()}
+    for number, group in enumerate(split_by_size(infos, SHARD_BYTES)):
+        file = f"model-{number:05d}.safetensors"
+        write_safetensors(folder / file, group, (torch.randn(info.shape).to(info.dtype) for info in group.values()))
+        places |= dict.fromkeys(group, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "intermediate_size": FFN}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def copy(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "-r", source, target], check=True)
+    for file in [target, *target.iterdir()]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def methods(host: PluginHost) -> dict[str, Callable[[Path, Path], object]]:
+    return {
+        "cp": copy,
+        "hf to mt": lambda source, target: convert(source, target, saver="mt", host=host),
+        "hf to hf": lambda source, target: convert(source, target, saver="hf", host=host),
+    }
+
+
+def timed(method: Callable[[Path, Path], object], source: Path, target: Path) -> float:
+    start = time.perf_counter()
+    method(source, target)
+    elapsed = time.perf_counter() - start
+    shutil.rmtree(target)
+    return elapsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--layers", type=int, default=8, help="102 MB each, and 262 MB for the rest")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
+    options = parser.parse_args()
+    chosen = methods(load_plugins())
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        write_source(source, options.layers)
+        num_bytes = sum(file.stat().st_size for file in source.iterdir())
+        print(f"{num_bytes / 2**20:.0f} MiB in bf16, {options.rounds} rounds after one to warm up, all fsynced")
+        print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs")
+        seconds: dict[str, list[float]] = {name: [] for name in chosen}
+        for number in range(options.rounds + 1):
+            order = list(chosen)[number % len(chosen) :] + list(chosen)[: number % len(chosen)]
+            for name in order:
+                elapsed = timed(chosen[name], source, Path(folder) / "target")
+                if number:
+                    seconds[name].append(elapsed)
+    print(f"\n{'method':10} {'median s':>9} {'MiB/s':>7} {'rate / cp':>10}")
+    for name, times in seconds.items():
+        ratio = statistics.median(cp / own for cp, own in zip(seconds["cp"], times, strict=True))
+        median = statistics.median(times)
+        print(f"{name:10} {median:9.2f} {num_bytes / 2**20 / median:7.0f} {ratio:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands `mt ckpt` and `mt convert`."""

@@ -1,0 +1,121 @@
+"""`mt convert`: from one checkpoint format to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mt_ckpt.sizes import format_bytes, parse_bytes
+from mt_core.plugins import load_plugins
+from mt_core.specs import ConvertOptions
+
+if TYPE_CHECKING:
+    from mt_ckpt.convert import Report
+
+LoadDir = Annotated[Path, typer.Option(help="The checkpoint, or a run directory for its latest one.")]
+SaveDir = Annotated[Path, typer.Option(help="The directory to write; it must not exist, or be empty.")]
+Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
+Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]
+
+
+def convert(
+    load_dir: LoadDir,
+    save_dir: SaveDir,
+    saver: Saver,
+    loader: Loader = "auto",
+    target_tensor_parallel_size: Parallel = 1,
+    target_pipeline_parallel_size: Parallel = 1,
+    target_virtual_pipeline_parallel_size: Parallel = 1,
+    target_expert_parallel_size: Parallel = 1,
+    target_expert_tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Default: as the tensor parallel size.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: as the weights are.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of formats that cut by size, such as 5GB (the default of hf).")
+    ] = None,
+    make_vocab_size_divisible_by: Annotated[
+        int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the result again; compare tensors, then both models' outputs.")
+    ] = False,
+) -> None:
+    """Convert a checkpoint to another format, a tensor at a time on the CPU."""
+    from mt_ckpt.convert import convert as run
+
+    options = ConvertOptions(
+        target_tensor_parallel_size=target_tensor_parallel_size,
+        target_pipeline_parallel_size=target_pipeline_parallel_size,
+        target_virtual_pipeline_parallel_size=target_virtual_pipeline_parallel_size,
+        target_expert_parallel_size=target_expert_parallel_size,
+        target_expert_tensor_parallel_size=target_expert_tensor_parallel_size,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        dtype=dtype,
+        max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
+    )
+    with _progress_bar() as bar:
+        task = bar.add_task("converting", total=None)
+        report = run(
+            load_dir,
+            save_dir,
+            saver=saver,
+            loader=loader,
+            options=options,
+            dry_run=dry_run,
+            verify=verify,
+            host=load_plugins(),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for line in describe(report, save_dir, saver, dry_run=dry_run):
+        typer.echo(line)
+
+
+def _progress_bar() -> Any:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    console = Console(stderr=True)
+    return Progress(
+        *columns,
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def describe(report: Report, save_dir: Path, saver: str, *, dry_run: bool) -> list[str]:
+    """What was done, in sentences."""
+    amount = (
+        f"{report.num_tensors} tensors, {report.num_parameters:,} parameters of a {report.family} model, "
+        f"{format_bytes(report.num_bytes)}"
+    )
+    if dry_run:
+        return [f"nothing written; {saver} can hold it: {amount}"]
+    lines = [f"{save_dir}: written as {saver}: {amount}"]
+    if report.left_out:
+        groups = sorted({_group(name) for name in report.left_out})
+        lines.append(f"left out, since they are not asked for or {saver} has no place for them: {', '.join(groups)}")
+    checked = report.verification
+    if checked is not None:
+        lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
+        lines += [f"  model.{key}: {change}" for key, change in checked.changed_settings.items()]
+    return lines
+
+
+def _outputs(number: int) -> str:
+    if number:
+        return f"and {number} outputs on the way from token ids to logits"
+    return "outputs were not compared: the model takes more than token ids"
+
+
+def _group(name: str) -> str:
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first

@@ -1,0 +1,46 @@
+"""What the configuration of a checkpoint says of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader
+
+BACKEND = "attention_backend"
+
+
+def model_config(source: CheckpointReader, host: PluginHost) -> Config:
+    """The configuration of the checkpoint's model, the other sections at their defaults.
+
+    Raises CheckpointError when the checkpoint has none and ConfigError for one that cannot be.
+    """
+    config = source.metadata.get("config")
+    model = config.get("model") if isinstance(config, Mapping) else None
+    if not isinstance(model, Mapping) or "family" not in model:
+        raise CheckpointError("the checkpoint does not say what its model is: its metadata has no config.model.family")
+    return config_from_dict({"model": model}, host)
+
+
+def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Module:
+    """The whole model in fp32 with uninitialized weights, attention computed by the plain backend."""
+    changes: dict[str, Any] = {BACKEND: "eager"} if BACKEND in type(config.model).model_fields else {}
+    chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    ctx = ParallelContext(device=torch.device(device))
+    spec = host.models.get(chosen.model.family, key="model.family")
+    return spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host))
+
+
+def expected_parameters(config: Config, host: PluginHost) -> dict[str, ParameterLayout]:
+    """Canonical name -> layout of every parameter that the configuration makes. No memory is taken for values."""
+    return parameter_layouts(build_model(config, host, "meta"))

@@ -1,0 +1,156 @@
+"""A directory that is built file by file, gone on with after a kill, and renamed into place when it is whole.
+
+It is built in `.mt-convert-<name>/content` beside its final place. `record.jsonl` in the same folder holds the
+key of the work (what is converted, how) and a line with checksums for each finished file. Another process that
+begins the same work keeps the finished files whose bytes still have those checksums; other work begins anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt.native.checksum import checksum, checksum_range
+from mt_ckpt.native.staging import sync_directory, write_file
+from mt_core.errors import CheckpointError
+
+PREFIX = ".mt-convert-"
+RECORD = "record.jsonl"
+
+
+class ResumableFolder:
+    """Made by `ResumableFolder(path, key)`; write into `content`, tell each file by `finish`, then `commit`.
+
+    `key` says what the content is made of; None: nothing can be gone on with. `close` in any case. What was begun
+    stays for the next process unless it was committed.
+    """
+
+    def __init__(self, path: Path, key: str | None) -> None:
+        """Raises CheckpointError when `path` is taken or another process is at work on it, and OSError."""
+        require_free(path)
+        self.path = path
+        self._folder = path.parent / f"{PREFIX}{path.name}"
+        self.content = self._folder / "content"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self._folder)
+        try:
+            self._finished = self._begun(key)
+            if not self._finished:
+                self._clear()
+            self._write_record(key)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def finished(self, name: str) -> Mapping[str, Any] | None:
+        """What `finish` was told of a file in `content` whose bytes are still those, else None."""
+        entry = self._finished.get(name)
+        file = self.content / name
+        if entry is None or not file.is_file():
+            return None
+        parts = entry["parts"]
+        if file.stat().st_size != sum(num_bytes for num_bytes, _ in parts):
+            return None
+        return entry["about"] if _intact(file, parts) else None
+
+    def finish(self, name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None = None) -> None:
+        """Record that a file is written and synced.
+
+        parts: number of bytes and XXH3 checksum of what the file consists of, in order. about: JSON values that
+        `finished` is to return.
+        """
+        entry = {"name": name, "parts": list(parts), "about": dict(about or {})}
+        with (self._folder / RECORD).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(entry) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """Write and sync a file that is not worth going on with."""
+        (self.content / name).unlink(missing_ok=True)  # of a process that was killed
+        write_file(self.content / name, data)
+
+    def commit(self, names: set[str]) -> None:
+        """Rename the content, which has to consist of the files `names`, to the final path. Raises OSError."""
+        for file in [entry for entry in self.content.rglob("*") if entry.is_file()]:
+            if str(file.relative_to(self.content)) not in names:
+                file.unlink()
+        for folder, _, _ in os.walk(self.content):
+            sync_directory(Path(folder))
+        require_free(self.path)
+        self.content.rename(self.path)
+        sync_directory(self.path.parent)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _begun(self, key: str | None) -> dict[str, dict[str, Any]]:
+        """The finished files of the same work by name."""
+        try:
+            lines = (self._folder / RECORD).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return {}
+        entries = [_parse(line) for line in lines]
+        if key is None or not entries or entries[0] != {"key": key} or not self.content.is_dir():
+            return {}
+        return {entry["name"]: entry for entry in entries[1:] if "name" in entry}
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.content, ignore_errors=True)
+        self.content.mkdir()
+
+    def _write_record(self, key: str | None) -> None:
+        """The record anew, without what a killed process may have left at its end."""
+        lines = [{"key": key}, *self._finished.values()]
+        (self._folder / RECORD).unlink(missing_ok=True)
+        write_file(self._folder / RECORD, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        sync_directory(self._folder)
+
+
+def _intact(file: Path, parts: Sequence[tuple[int, str]]) -> bool:
+    offset = 0
+    for num_bytes, expected in parts:
+        if checksum_range(file, offset, num_bytes, lambda num_bytes: None) != expected:
+            return False
+        offset += num_bytes
+    return True
+
+
+def require_free(path: Path) -> None:
+    """Raises CheckpointError unless nothing, or an empty directory, is at `path`."""
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path}: exists; converting replaces nothing: give another --save-dir or remove it")
+
+
+def work_key(*parts: Any) -> str:
+    """A checksum of JSON values that say what is converted, and how."""
+    return checksum(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """An entry of the record; {} for a line that a killed process left unfinished."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _lock(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"{folder}: another process is converting to the same place") from None
+    except OSError:  # the file system knows no locks
+        return descriptor
+    return descriptor

@@ -1,0 +1,120 @@
+"""The checkpoint that is converted, as its saver sees it: in the wanted number format, with what is read counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.convert.resumable import work_key
+from mt_ckpt.safetensors_files import TensorInfo
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+MODEL = "model."
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BLOCK = 1 << 22
+"""Elements looked at together."""
+Progress = Callable[[int, int], None]
+"""(bytes read so far, bytes of all that will be read)"""
+
+
+class Source:
+    """A `mt_core.specs.CheckpointReader` over another one.
+
+    dtype: of floating-point weights, None: as stored. kept: parameters that keep theirs, since the model declares it.
+    With a dtype only the model is shown: an optimizer's state belongs to the weights as they were.
+    identity: a checksum of where the tensors come from and what is made of them.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        identity: str,
+        *,
+        dtype: str | None = None,
+        kept: Collection[str] = (),
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"--dtype {dtype}: is none of {', '.join(DTYPES)}")
+        self.identity = identity
+        self.read_names: set[str] = set()
+        self._reader, self._progress, self._done = reader, progress, 0
+        self._infos = _infos(reader, DTYPES[dtype] if dtype else None, kept)
+        self._shapes = {name: info.shape for name, info in self._infos.items()}
+        self._dtypes = {name: info.dtype for name, info in self._infos.items()}
+        self._totals = {prefix: _stored_bytes(reader, self.names(prefix)) for prefix in ("", MODEL)}
+        self._total = self._totals[MODEL]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._reader.metadata
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._reader.files()
+
+    def read(self, name: str) -> Tensor:
+        """One full tensor. Raises CheckpointError for a value that the wanted dtype cannot hold."""
+        stored = self._reader.read(name)
+        self.read_names.add(name)
+        self._done += stored.numel() * stored.element_size()
+        if not name.startswith(MODEL):  # a saver reads the model, or everything
+            self._total = self._totals[""]
+        self._progress(self._done, max(self._done, self._total))
+        info = self._infos.get(name)
+        return stored if info is None else _as(name, stored, info.dtype)
+
+    def num_bytes(self, names: Collection[str]) -> int:
+        """Bytes of tensors as they are written."""
+        return sum(self._infos[name].num_bytes for name in names)
+
+    def names(self, prefix: str = "") -> list[str]:
+        return [name for name in self._infos if name.startswith(prefix)]
+
+
+def identity_of(path: Path, options: ConvertOptions) -> str:
+    """A checksum of where a checkpoint lies, of its files' sizes and times, and of what is asked."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return work_key(str(path.resolve()), stats, repr(options))
+
+
+def _stored_bytes(reader: CheckpointReader, names: Collection[str]) -> int:
+    dtypes, shapes = reader.dtypes(), reader.shapes()
+    return sum(TensorInfo(tuple(shapes[name]), dtypes[name]).num_bytes for name in names)
+
+
+def _infos(reader: CheckpointReader, dtype: torch.dtype | None, kept: Collection[str]) -> dict[str, TensorInfo]:
+    dtypes = reader.dtypes()
+    infos = {name: TensorInfo(tuple(shape), dtypes[name]) for name, shape in reader.shapes().items()}
+    if dtype is None:
+        return infos
+    return {
+        name: replace(info, dtype=dtype)
+        if info.dtype.is_floating_point and name.removeprefix(MODEL) not in kept
+        else info
+        for name, info in infos.items()
+        if name.startswith(MODEL)
+    }
+
+
+def _as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    for before, after in zip(tensor.reshape(-1).split(BLOCK), cast.reshape(-1).split(BLOCK), strict=True):
+        if not after.isfinite().all() and before.isfinite().all():
+            largest = before.abs().max().item()
+            raise CheckpointError(f"tensor {name}: holds {largest:g}, which {dtype} cannot; use --dtype bf16 or fp32")
+    return cast

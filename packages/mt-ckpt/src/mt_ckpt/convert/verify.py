@@ -1,0 +1,154 @@
+"""Compares two checkpoints: every tensor bit for bit, then what their models compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.source import MODEL
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader
+from mt_core.train.checkpointing import load_parameters
+
+NUM_TOKENS = 8
+BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared and found equal.
+
+    outputs: module outputs that are equal bit for bit; 0 for a model that takes something else than rows of token ids.
+    changed_settings: keys of [model] that read differently in the target, as "old -> new".
+    """
+
+    num_tensors: int
+    num_outputs: int
+    changed_settings: Mapping[str, str]
+
+
+def verify_conversion(source: CheckpointReader, written: CheckpointReader, host: PluginHost) -> Verification:
+    """Raises CheckpointError that names the first tensors that differ, or the first module whose output does."""
+    num_tensors = _require_same_tensors(source, written)
+    first, second = model_config(source, host), model_config(written, host)
+    settings = changed_settings(first.model.model_dump(), second.model.model_dump())
+    num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
+    return Verification(num_tensors, num_outputs, settings)
+
+
+def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, str]:
+    keys = [*first, *(key for key in second if key not in first)]
+    return {key: f"{first.get(key)} -> {second.get(key)}" for key in keys if first.get(key) != second.get(key)}
+
+
+# -- tensors ----------------------------------------------------------------------------------------
+
+
+def _require_same_tensors(source: CheckpointReader, written: CheckpointReader) -> int:
+    """The number of tensors compared: the model's, and further ones that both sides have."""
+    there = written.shapes()  # all of the model, as the engine has checked
+    names = [name for name in source.shapes() if name in there]
+    different = [f"{name} ({difference})" for name in names if (difference := _difference(name, source, written))]
+    if different:
+        more = f" and {len(different) - 8} more" if len(different) > 8 else ""
+        raise CheckpointError(f"written, but not the same: {', '.join(different[:8])}{more}")
+    return len(names)
+
+
+def _difference(name: str, source: CheckpointReader, written: CheckpointReader) -> str | None:
+    first, second = source.read(name), written.read(name)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return f"{first.dtype} {list(first.shape)} became {second.dtype} {list(second.shape)}"
+    wrong = sum(int((a != b).sum()) for a, b in zip(_blocks(first), _blocks(second), strict=True))
+    return f"{wrong} of {first.nbytes} bytes differ" if wrong else None
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).split(BLOCK_BYTES)
+
+
+# -- outputs ----------------------------------------------------------------------------------------
+
+
+def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict[str, Tensor]:
+    """Module name -> its output for a few token ids, in the order in which they are computed.
+
+    Of the modules that stand in a list (layers), of the top ones, and of the model itself. {} for a model that takes
+    something else than rows of token ids.
+    """
+    model = build_model(config, host).eval()
+    inputs = _inputs(model, config.model.vocab_size or 1)
+    if inputs is None:
+        return {}
+    load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if name.count(".") == 0 or name.rpartition(".")[2].isdigit():
+            module.register_forward_hook(_recorder(name or "the model's output", found))
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    except (RuntimeError, ValueError, IndexError):
+        return {}
+    return found
+
+
+def _inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
+    """The same few ids for every input that must be given; None if something else must be given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if not needed or not all(name.endswith("tokens") for name in needed):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(0, vocab_size, (1, NUM_TOKENS), generator=generator) for name in needed}
+
+
+def _recorder(name: str, found: dict[str, Tensor]) -> Any:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        for i, tensor in enumerate(_tensors(output)):
+            found.setdefault(f"{name}[{i}]" if i else name, tensor.detach().clone())
+
+    return record
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _tensors(part)
+    elif hasattr(output, "__dataclass_fields__"):
+        yield from _tensors([getattr(output, key) for key in output.__dataclass_fields__])
+
+
+def _require_same_outputs(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], settings: Mapping[str, str]
+) -> int:
+    for name, expected in first.items():
+        found = second.get(name)
+        if found is None or found.shape != expected.shape:
+            raise CheckpointError(
+                f"written, but another model: {name} is not there or of another shape{_why(settings)}"
+            )
+        if not torch.equal(found, expected):
+            largest = (found - expected).abs().max().item()
+            raise CheckpointError(
+                f"written, but the models compute different things: the first output that differs is that of {name}, "
+                f"by {largest:g} at most{_why(settings)}"
+            )
+    return len(first)
+
+
+def _why(settings: Mapping[str, str]) -> str:
+    changes = "; ".join(f"model.{key}: {change}" for key, change in settings.items())
+    return f" (settings that changed: {changes})" if changes else ""

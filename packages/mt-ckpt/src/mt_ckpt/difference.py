@@ -1,0 +1,57 @@
+"""How the tensors of two checkpoints differ, whatever formats they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_core.specs import CheckpointReader
+
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same. what: in words. largest: of the absolute differences, None if there are none
+    to take; count: of elements that differ."""
+
+    name: str
+    what: str
+    largest: float | None = None
+    count: int = 0
+
+
+def differences(
+    first: CheckpointReader,
+    second: CheckpointReader,
+    names: list[str],
+    progress: Callable[[str], None] = lambda name: None,
+) -> Iterator[Difference]:
+    """What differs among the tensors `names`, each of which one of the two has. NaN equals NaN."""
+    ours, theirs = first.shapes(), second.shapes()
+    for name in names:
+        if name not in theirs:
+            yield Difference(name, "only in the first")
+        elif name not in ours:
+            yield Difference(name, "only in the second")
+        elif tuple(ours[name]) != tuple(theirs[name]):
+            yield Difference(name, f"shape {list(ours[name])} and {list(theirs[name])}")
+        else:
+            yield from _of_values(name, first.read(name), second.read(name))
+        progress(name)
+
+
+def _of_values(name: str, first: Tensor, second: Tensor) -> Iterator[Difference]:
+    dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}".replace("torch.", "")
+    largest, count = 0.0, 0
+    for a, b in zip(first.reshape(-1).split(BLOCK), second.reshape(-1).split(BLOCK), strict=True):
+        a, b = a.to(torch.float64), b.to(torch.float64)
+        same = (a == b) | (a.isnan() & b.isnan())
+        count += int((~same).sum())
+        gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+        largest = max(largest, gap.max().item() if gap.numel() else 0.0)
+    if count or dtypes:
+        yield Difference(name, dtypes or "values", largest if count else None, count)

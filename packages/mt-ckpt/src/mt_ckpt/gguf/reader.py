@@ -1,0 +1,231 @@
+"""Reads the models of a GGUF file: Llama and its relatives, Qwen 2 and 3."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.gguf.file import GGUFFile
+from mt_ckpt.hugging_face.family import identify
+from mt_ckpt.hugging_face.reader import HuggingFaceReader
+from mt_ckpt.meta.reader import neighbours_to_halves
+from mt_ckpt.safetensors_files import TensorInfo
+from mt_core.config_map import require_known
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.plugins import PluginHost
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+NEIGHBOURS_ROTATED = ("llama",)
+"""Of these llama.cpp has put the rows of queries and keys in the order for rotating neighbours."""
+TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FREQUENCY_FACTORS = "rope_freqs.weight"
+GPT2_SPLITTING = ("gpt-2", "default")
+"""`tokenizer.ggml.pre` of vocabularies that split text as GPT-2 does."""
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a .gguf file, or a directory that holds exactly one."""
+    return _file_at(path) is not None
+
+
+def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
+    """Raises CheckpointError for a file that is damaged or whose tensors do not fit, ConfigError for a model that
+    is none of ARCHITECTURES."""
+    file = _file_at(path)
+    if file is None:
+        raise CheckpointError(f"{path}: neither a .gguf file nor a directory with exactly one")
+    stored = GGUFFile(file)
+    values = stored.metadata
+    architecture = require_known("general.architecture", str(values.get("general.architecture")), ARCHITECTURES)
+    external = _config(architecture, values, stored)
+    tensors = _Renamed(stored, architecture, external)
+    family, config = identify(external, tensors.infos, host)
+    files = _tokenizer_files(values)
+    metadata = {
+        "iteration": 0,
+        "config": {
+            "model": config.model.model_dump(mode="json"),
+            "tokenizer": _tokenizer_config(files, config.model.vocab_size),
+        },
+    }
+    return HuggingFaceReader(tensors, family, config.model, metadata, files)
+
+
+class _Renamed:
+    """The file's tensors under Hugging Face's names and in its order of rows (an ExternalTensors)."""
+
+    def __init__(self, file: GGUFFile, architecture: str, external: Mapping[str, Any]) -> None:
+        self._file = file
+        self._stored = {_renamed(name): name for name in file.tensors if name != FREQUENCY_FACTORS}
+        self.infos: Mapping[str, TensorInfo] = {new: file.tensors[old] for new, old in self._stored.items()}
+        heads = {"q_proj": external["num_attention_heads"], "k_proj": external["num_key_value_heads"]}
+        self._heads = heads if architecture in NEIGHBOURS_ROTATED else {}
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._file.read(self._stored[name])
+        heads = self._heads.get(name.split(".")[-2])
+        return tensor if heads is None else neighbours_to_halves(tensor, heads)
+
+
+def _renamed(name: str) -> str:
+    match = re.fullmatch(r"blk\.([0-9]+)\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in IN_LAYER:
+        return f"model.layers.{match[1]}.{IN_LAYER[match[2]]}.{match[3]}"
+    if name not in TOP:
+        raise CheckpointError(f"tensor {name} is not one of those that {' and '.join(ARCHITECTURES)} have")
+    return TOP[name]
+
+
+def _file_at(path: Path) -> Path | None:
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    found = list(path.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+# -- configuration ----------------------------------------------------------------------------------
+
+
+def _config(architecture: str, values: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """The contents of a config.json."""
+    read = _Values(architecture, values)
+    hidden, heads = read.need("embedding_length"), read.need("attention.head_count")
+    head_dim = values.get(f"{architecture}.attention.key_length") or hidden // heads
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError("tensor token_embd.weight is missing in the checkpoint")
+    return {
+        "model_type": architecture,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": read.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": read.need("feed_forward_length"),
+        "max_position_embeddings": read.need("context_length"),
+        "rms_norm_eps": _shortest(read.need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(read.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _scaling(read, file, head_dim),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **({"attention_bias": "blk.0.attn_q.bias" in file.tensors} if architecture == "llama" else {}),
+    }
+
+
+class _Values:
+    """Metadata under `<architecture>.`."""
+
+    def __init__(self, architecture: str, values: Mapping[str, Any]) -> None:
+        self.architecture, self._values = architecture, values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._values.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"the file has no {self.architecture}.{key}")
+        return value
+
+
+def _shortest(value: float) -> float:
+    """The number that somebody wrote and the file holds in 32 bits: 1e-05, not 9.999999747378752e-06."""
+    return next(x for digits in range(1, 18) if _single(x := float(f"{value:.{digits}g}")) == _single(value))
+
+
+def _single(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _scaling(read: _Values, file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
+    kind = read.get("rope.scaling.type", "none")
+    if FREQUENCY_FACTORS in file.tensors:
+        return _llama3_scaling(read, file.read(FREQUENCY_FACTORS), head_dim)
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(read.need("rope.scaling.factor"))}
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": float(read.need("rope.scaling.factor"))}
+        return {**scaling, "original_max_position_embeddings": read.need("rope.scaling.original_context_length")}
+    raise ConfigError(
+        f"{read.architecture}.rope.scaling.type={kind!r} is not supported; it can be none, linear or yarn"
+    )
+
+
+def _llama3_scaling(read: _Values, factors: Tensor, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, of which llama.cpp stores what each frequency is divided by.
+
+    Raises ConfigError unless the published parameters give exactly these numbers.
+    """
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = _llama3_factors(scaling, read.get("rope.freq_base", 10000.0), head_dim)
+    if expected.shape != factors.shape or not torch.allclose(expected, factors, rtol=1e-4):
+        raise ConfigError(f"{FREQUENCY_FACTORS} holds factors that are not those of Llama 3 with {scaling}")
+    return scaling
+
+
+def _llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> Tensor:
+    """What each of the head_dim / 2 frequencies is divided by (The Llama 3 Herd of Models, 2024)."""
+    factors = []
+    low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    for channel in range(0, head_dim, 2):
+        turns = scaling["original_max_position_embeddings"] / (2 * math.pi * base ** (channel / head_dim))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(factors)
+
+
+# -- tokenizer --------------------------------------------------------------------------------------
+
+
+def _tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """GPT-2's two files, of a byte-level vocabulary that splits text as GPT-2 does; nothing of others.
+
+    The way in which a vocabulary of another kind splits text is known to llama.cpp by a name only.
+    """
+    tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
+    splitting = values.get("tokenizer.ggml.pre", "gpt-2")
+    if values.get("tokenizer.ggml.model") != "gpt2" or splitting not in GPT2_SPLITTING or not tokens or not merges:
+        return {}
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return {
+        "vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
+        "merges.txt": ("#version: 0.2\n" + "\n".join(merges) + "\n").encode(),
+    }
+
+
+def _tokenizer_config(files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
+    if not files:
+        return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+    return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}

@@ -1,0 +1,1 @@
+"""Hugging Face's format: safetensors or torch files beside config.json and the tokenizer's files."""

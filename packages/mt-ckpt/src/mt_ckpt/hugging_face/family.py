@@ -1,0 +1,105 @@
+"""Which model family an external configuration belongs to.
+
+A family is an object that a model plugin registers under `name_maps["hf"]`; mt_models.hugging_face.HuggingFaceFamily
+is the one that mt's own families use. What is asked of it stands in `Family`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.name_map import NameMap
+from mt_core.plugins import PluginHost
+
+FORMAT = "hf"
+
+
+class Family(Protocol):
+    """How a model family stands in Hugging Face's format."""
+
+    family: str
+    model_types: Mapping[str, Any]
+    architectures: Mapping[str, str]
+
+    def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of [model] from config.json."""
+        ...
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """config.json from the model's configuration."""
+        ...
+
+    def name_map(self, config: Any) -> NameMap: ...
+
+    def copies(self, config: Any) -> Mapping[str, str]:
+        """External names that repeat another one: name -> the one it repeats."""
+        ...
+
+    def spelling(self, config: Any, name: str) -> str:
+        """The name that the map uses, from one that some version wrote."""
+        ...
+
+
+def family_named(name: str, host: PluginHost) -> Family:
+    """The map of `model.family=name`. Raises ConfigError when the family has none."""
+    spec = host.models.get(name, key="model.family")
+    if FORMAT not in spec.name_maps:
+        able = ", ".join(sorted(other.name for other in host.models if FORMAT in other.name_maps))
+        raise ConfigError(f"model.family={name} has no names in Hugging Face's format; these have: {able}")
+    return spec.name_maps[FORMAT].load()
+
+
+def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost) -> tuple[Family, Config]:
+    """The family of a config.json, and the configuration of its model.
+
+    A `model_type` that several families know (a base model, the same with a head) goes to the one whose parameters
+    are the given tensors. Raises ConfigError for a type that none knows or a configuration that cannot be, and
+    CheckpointError when the tensors are those of none.
+    """
+    kind, names = str(external.get("model_type")), list(names)
+    families = [spec.name_maps[FORMAT].load() for spec in host.models if FORMAT in spec.name_maps]
+    able = [family for family in families if kind in family.model_types]
+    if not able:
+        known = ", ".join(sorted({kind for family in families for kind in family.model_types}))
+        raise ConfigError(
+            f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}"
+        )
+    if len(able) == 1:
+        return able[0], read_config(able[0], external, host)
+    return _fitting(able, external, names, host)
+
+
+def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:
+    return config_from_dict({"model": family.read_config(external)}, host)
+
+
+def _fitting(
+    able: list[Family], external: Mapping[str, Any], names: list[str], host: PluginHost
+) -> tuple[Family, Config]:
+    reasons: dict[str, Exception] = {}
+    for family in able:
+        try:
+            config = read_config(family, external, host)
+            require_names(family, config.model, names)
+        except (ConfigError, CheckpointError) as error:
+            reasons[family.family] = error
+        else:
+            return family, config
+    meant = external.get("architectures") or [None]
+    best = next((f.family for f in able if meant[0] in f.architectures.values()), able[0].family)
+    raise reasons[best]
+
+
+def require_names(family: Family, config: Any, names: Iterable[str]) -> None:
+    """Raises CheckpointError for external names that are missing, unknown or taken twice."""
+    rules = family.name_map(config)
+    copies = family.copies(config)
+    spelled = {family.spelling(config, name) for name in names}
+    present = {name for name in spelled if name not in copies}
+    # Of two tied tensors some programs store the one, some the other.
+    present |= {original for copy, original in copies.items() if copy in spelled}
+    rules.check([rule.ours for rule in rules.rules], present)

@@ -1,0 +1,205 @@
+"""Reads Hugging Face's format, and whatever else can be put into its names, as a canonical checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.hugging_face.family import Family, identify, require_names
+from mt_ckpt.hugging_face.shapes import infer
+from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles
+from mt_ckpt.hugging_face.tokenizer import read_tokenizer_files, tokenizer_config
+from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo
+from mt_ckpt.torch_files import TorchFile
+from mt_core.errors import CheckpointError, did_you_mean
+from mt_core.name_map import Rule
+from mt_core.plugins import PluginHost
+
+CONFIG = "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""In the order of preference; each may be cut into files that `<name>.index.json` lists."""
+MODEL = "model."
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` has config.json and weights under a name that `save_pretrained` gives."""
+    return (path / CONFIG).is_file() and _weights_of(path) is not None
+
+
+def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
+    """Open a directory that `save_pretrained` wrote.
+
+    Raises CheckpointError for files that are missing or damaged and tensors that do not fit, and ConfigError for a
+    configuration that no installed family can be built from.
+    """
+    external = _read_json(path / CONFIG)
+    tensors = _open_tensors(path)
+    family, config = identify(external, tensors.infos, host)
+    files = read_tokenizer_files(path, external)
+    metadata = {
+        "iteration": 0,
+        "config": {
+            "model": config.model.model_dump(mode="json"),
+            "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
+        },
+    }
+    return HuggingFaceReader(tensors, family, config.model, metadata, files)
+
+
+class HuggingFaceReader:
+    """Tensors under external names, read under canonical ones (a `mt_core.specs.CheckpointReader`)."""
+
+    def __init__(
+        self,
+        tensors: ExternalTensors,
+        family: Family,
+        model: Any,
+        metadata: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """model: the [model] section. Raises CheckpointError for missing, unknown and doubled names."""
+        require_names(family, model, tensors.infos)
+        self.metadata = metadata
+        self._tensors, self._files = tensors, files
+        self._stored = _by_spelling(tensors, family, model)
+        self._copies = _present_copies(family.copies(model), self._stored)
+        self._rules = {MODEL + rule.ours: rule for rule in family.name_map(model).rules}
+
+    @cached_property
+    def _infos(self) -> Mapping[str, TensorInfo]:
+        """Shapes and dtypes, by carrying out the rules on tensors without values."""
+        return {name: _carried_out(name, rule, self._info) for name, rule in self._rules.items()}
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self._infos.items()}
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: info.dtype for name, info in self._infos.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
+
+    def read(self, name: str) -> Tensor:
+        """One canonical tensor. Raises CheckpointError for an unknown name, a damaged file, and a tensor that
+        differs from one that the configuration ties to it."""
+        rule = self._rules.get(name)
+        if rule is None:
+            raise CheckpointError(f"the checkpoint has no tensor {name}{did_you_mean(name, self._rules)}")
+        return rule.to_ours([self._read(source) for source in rule.sources])
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._files
+
+    def _info(self, source: str) -> TensorInfo:
+        return self._tensors.infos[self._stored[source]]
+
+    def _read(self, source: str) -> Tensor:
+        tensor = self._tensors.read(self._stored[source])
+        for copy in self._copies.get(source, ()):
+            if not same_bits(tensor, self._tensors.read(self._stored[copy])):
+                raise CheckpointError(
+                    f"the configuration ties {copy} to {source}, but the two differ in the checkpoint; set "
+                    f"tie_word_embeddings to false in its {CONFIG} if the first is to be used"
+                )
+        return tensor
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two contiguous tensors have one dtype, one shape and the same bytes (NaN equals itself)."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+def _by_spelling(tensors: ExternalTensors, family: Family, model: Any) -> dict[str, str]:
+    """The map's name -> the stored one; an original that is stored only as its copy is found there."""
+    stored: dict[str, str] = {}
+    for name in tensors.infos:
+        spelled = family.spelling(model, name)
+        if spelled in stored:
+            raise CheckpointError(f"{stored[spelled]} and {name} both are {spelled}")
+        stored[spelled] = name
+    for copy, original in family.copies(model).items():
+        if copy in stored:
+            stored.setdefault(original, stored[copy])
+    return stored
+
+
+def _present_copies(copies: Mapping[str, str], stored: Mapping[str, str]) -> dict[str, list[str]]:
+    """Original -> its copies that are stored beside it."""
+    found: dict[str, list[str]] = {}
+    for copy, original in copies.items():
+        if copy in stored and stored[copy] != stored.get(original):
+            found.setdefault(original, []).append(copy)
+    return found
+
+
+def _carried_out(name: str, rule: Rule, info_of: Callable[[str], TensorInfo]) -> TensorInfo:
+    given = [info_of(source) for source in rule.sources]
+    try:
+        (made,) = infer(lambda tensors: [rule.to_ours(tensors)], given)
+    except (RuntimeError, ValueError, IndexError) as error:
+        shapes = ", ".join(f"{source} {list(info.shape)}" for source, info in zip(rule.sources, given, strict=True))
+        raise CheckpointError(f"{shapes}: these shapes do not make {name} of this configuration: {error}") from None
+    return made
+
+
+# -- the directory ----------------------------------------------------------------------------------
+
+
+def _weights_of(path: Path) -> Path | None:
+    candidates = [path / file for name in WEIGHTS for file in (name, f"{name}.index.json")]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _open_tensors(path: Path) -> TensorFiles:
+    weights = _weights_of(path)
+    if weights is None:
+        raise CheckpointError(f"{path}: has none of {', '.join(WEIGHTS)}, nor an index of one")
+    if weights.suffix != ".json":
+        return TensorFiles([_open_file(weights)])
+    listed = _read_json(weights).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise CheckpointError(f"{weights}: has no weight_map from tensors to files")
+    files = [_inside(path, name, weights) for name in sorted(set(listed.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{weights}: lists files that are not there: {', '.join(absent)}")
+    tensors = TensorFiles([_open_file(file) for file in files])
+    if missing := sorted(set(listed) - set(tensors.infos)):
+        raise CheckpointError(f"{weights}: lists tensors that its files do not have: {', '.join(missing[:8])}")
+    if further := sorted(set(tensors.infos) - set(listed)):
+        raise CheckpointError(f"{weights}: its files have tensors that it does not list: {', '.join(further[:8])}")
+    return tensors
+
+
+def _open_file(file: Path) -> TensorFile:
+    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+
+
+def _inside(path: Path, name: str, index: Path) -> Path:
+    if Path(name).name != name:
+        raise CheckpointError(f"{index}: lists the file {name!r}, which is not in {path}")
+    return path / name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return content

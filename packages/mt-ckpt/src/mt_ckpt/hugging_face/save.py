@@ -1,0 +1,157 @@
+"""Writes a checkpoint as `save_pretrained` does: safetensors, config.json, the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mt_ckpt.convert.model import model_config
+from mt_ckpt.convert.options import refuse_layout
+from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.hugging_face.family import Family, family_named
+from mt_ckpt.hugging_face.reader import CONFIG, MODEL
+from mt_ckpt.hugging_face.shapes import infer
+from mt_ckpt.hugging_face.tokenizer import GENERATION, files_to_write, generation_defaults, special_ids
+from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
+from mt_core.name_map import Rule
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.train.build import restore_tokenizer
+
+MAX_SHARD_BYTES = 5 * 1000**3
+INDEX = "model.safetensors.index.json"
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Write `source` so that `from_pretrained` loads it.
+
+    Raises ConfigError for options and models that the format cannot express, CheckpointError for tensors that are not
+    the model's, and OSError. Only the model is written; the format has no place for an optimizer.
+    """
+    refuse_layout("hf", options)
+    config = model_config(source, host)
+    family = family_named(config.model.family, host)
+    tensors = _Outputs(source, family, config.model)
+    shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
+    small = _small_files(source, family, config, tensors, shards, host)
+    key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
+    with closing(ResumableFolder(path, key if hasattr(source, "identity") else None)) as folder:
+        for name, shard in shards.items():
+            if folder.finished(name) is None:
+                infos = align(shard)
+                folder.finish(name, write_safetensors(folder.content / name, infos, tensors.values(infos)))
+        for name, data in small.items():
+            folder.write_small(name, data)
+        folder.commit({*shards, *small})
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One external tensor: which of the parts that `rule` makes of a canonical one."""
+
+    rule: Rule
+    part: int
+
+
+class _Outputs:
+    """External tensors computed from canonical ones, one canonical one at a time."""
+
+    def __init__(self, source: CheckpointReader, family: Family, model: Any) -> None:
+        self._source = source
+        names = family.name_map(model)
+        ours = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
+        names.check(ours, [name for rule in names.rules for name in rule.sources])
+        self._outputs: dict[str, _Output] = {}
+        infos: dict[str, TensorInfo] = {}
+        rules = {rule.ours: rule for rule in names.rules}
+        shapes, dtypes = source.shapes(), source.dtypes()
+        for rule in [rules[name] for name in ours]:  # layer after layer, as the source has them
+            given = TensorInfo(tuple(shapes[MODEL + rule.ours]), dtypes[MODEL + rule.ours])
+            for part, (name, info) in enumerate(_parts(rule, given)):
+                infos[name], self._outputs[name] = info, _Output(rule, part)
+        self.infos: Mapping[str, TensorInfo] = infos
+
+    def values(self, names: Mapping[str, TensorInfo]) -> Iterator[Tensor]:
+        """The tensors `names` in their order. Parts of one canonical tensor that follow one another cost one read."""
+        ours: str | None = None
+        parts: list[Tensor] = []
+        for name in names:
+            output = self._outputs[name]
+            if output.rule.ours != ours:
+                parts = []  # before the next is read
+                ours = output.rule.ours
+                parts = list(output.rule.to_theirs(self._source.read(MODEL + ours)))
+            yield parts[output.part]
+
+
+def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    return zip(rule.sources, infer(lambda tensors: rule.to_theirs(tensors[0]), [given]), strict=True)
+
+
+def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+# -- the files beside the weights -------------------------------------------------------------------
+
+
+def _small_files(
+    source: CheckpointReader,
+    family: Family,
+    config: Config,
+    tensors: _Outputs,
+    shards: Mapping[str, Mapping[str, TensorInfo]],
+    host: PluginHost,
+) -> dict[str, bytes]:
+    files = files_to_write(source.files(), source.metadata["config"].get("tokenizer") or {})
+    if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
+        files[GENERATION] = generation_defaults(ids)
+    external = {**family.write_config(config.model), "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)}
+    files[CONFIG] = _json(external)
+    if len(shards) > 1:
+        files[INDEX] = _index(tensors.infos, shards)
+    return files
+
+
+def _ids_of_tokenizer(source: CheckpointReader, host: PluginHost) -> dict[str, int]:
+    """What the tokenizer calls beginning, end and padding; {} when it cannot be built here."""
+    from mt_core.config.loading import config_from_dict
+
+    stored = source.metadata["config"]
+    if "tokenizer" not in stored:
+        return {}
+    try:
+        config = config_from_dict({"model": stored["model"], "tokenizer": stored["tokenizer"]}, host)
+        special = restore_tokenizer(config, source.files(), host).special
+    except (ConfigError, DataError, PluginError, CheckpointError):
+        return {}
+    ids = {"bos_token_id": special.bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def _dtype_name(infos: Mapping[str, TensorInfo]) -> str:
+    """The number format of most weights."""
+    amounts: dict[str, int] = {}
+    for info in infos.values():
+        name = str(info.dtype).removeprefix("torch.")
+        amounts[name] = amounts.get(name, 0) + info.num_bytes
+    return max(amounts, key=lambda name: amounts[name])
+
+
+def _index(infos: Mapping[str, TensorInfo], shards: Mapping[str, Mapping[str, TensorInfo]]) -> bytes:
+    places = {name: file for file, shard in shards.items() for name in shard}
+    return _json({"metadata": {"total_size": sum(info.num_bytes for info in infos.values())}, "weight_map": places})
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,93 @@
+"""Tokenizer files beside a model's weights: which there are, and which tokenizer of mt reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+GENERATION = "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read_tokenizer_files(path: Path, external: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file)."""
+    files = {name: (path / name).read_bytes() for name in (*FILES, GENERATION) if (path / name).is_file()}
+    if GENERATION not in files:
+        ids = {key: external[key] for key in SPECIAL_IDS if external.get(key) is not None}
+        if ids:
+            files[GENERATION] = generation_defaults(ids)
+    if "spiece.model" in files:  # mt's name for every SentencePiece model
+        files.setdefault("tokenizer.model", files["spiece.model"])
+    return files
+
+
+def generation_defaults(ids: Mapping[str, Any]) -> bytes:
+    """The content of generation_config.json."""
+    return (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
+
+
+def tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
+    """The [tokenizer] section that reads these files; without any, one that takes ids as they are."""
+    if "tokenizer.json" in files:
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
+    if {"vocab.json", "merges.txt"} <= set(files):
+        places = {"vocab_file": str(path / "vocab.json"), "merge_file": str(path / "merges.txt")}
+        return {"tokenizer_type": "GPT2BPETokenizer", **places}
+    if "vocab.txt" in files:
+        kind = "BertWordPieceLowerCase" if _lower_case(files) else "BertWordPieceCase"
+        return {"tokenizer_type": kind, "vocab_file": str(path / "vocab.txt")}
+    for name, kind in (("spiece.model", "SentencePieceTokenizer"), ("tokenizer.model", "Llama2Tokenizer")):
+        if name in files:
+            return {"tokenizer_type": kind, "tokenizer_model": str(path / name)}
+    return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+
+
+def _lower_case(files: Mapping[str, bytes]) -> bool:
+    """What tokenizer_config.json says; BERT's own default is lower case."""
+    try:
+        return bool(json.loads(files.get("tokenizer_config.json", b"{}")).get("do_lower_case", True))
+    except (ValueError, AttributeError):
+        return True
+
+
+# -- the way back -----------------------------------------------------------------------------------
+
+CLASSES = {
+    "GPT2BPETokenizer": {"tokenizer_class": "GPT2Tokenizer"},
+    "BertWordPieceLowerCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
+    "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
+    "Llama2Tokenizer": {"tokenizer_class": "LlamaTokenizer"},
+}
+"""What `AutoTokenizer` has to be told of files that do not say it themselves."""
+
+
+def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer's files under Hugging Face's names, with the tokenizer's class named."""
+    written = {name: data for name, data in files.items() if name in (*FILES, GENERATION)}
+    named = CLASSES.get(str(tokenizer.get("tokenizer_type")))
+    if named and "tokenizer.json" not in written and "tokenizer_config.json" not in written:
+        written["tokenizer_config.json"] = (json.dumps(named, indent=2) + "\n").encode()
+    return written
+
+
+def special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """bos_token_id, eos_token_id and pad_token_id as the defaults of generation have them; None where they do not."""
+    try:
+        stored = json.loads(files.get(GENERATION, b"{}"))
+    except ValueError:
+        stored = {}
+    return {key: stored.get(key) for key in SPECIAL_IDS}

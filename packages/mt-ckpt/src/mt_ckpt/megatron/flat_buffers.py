@@ -1,0 +1,87 @@
+"""Where a parameter stands in the flat buffers of Megatron's distributed optimizer.
+
+A model part keeps its parameters in one buffer, in the reverse of the order in which they were made, each beginning at
+a multiple of 64 elements. The buffer is cut into buckets, which end at a multiple of 128 and of the data-parallel size.
+What is stored is the buckets one after another without the padding at their ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mt_ckpt.megatron.arguments import Arguments
+
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+HIGH_BANDWIDTH_ALIGNMENT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Bucketing:
+    """size: elements after which a bucket is closed; None: one bucket. alignment: of the buckets' ends."""
+
+    size: int | None
+    alignment: int
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """alone: it has a bucket for itself, as a matrix has that two pipeline stages share."""
+
+    name: str
+    numel: int
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """first: of each of its parameters, in elements from the beginning of the bucket. numel: without padding."""
+
+    first: dict[str, int]
+    numel: int
+
+
+def bucketing(args: Arguments, stage: int, part: int) -> Bucketing:
+    """How the run cut the buffer of part `part` of pipeline stage `stage`.
+
+    Only the very first part has several buckets, and only when gradients are reduced while others are computed.
+    """
+    data_parallel = int(args.get("data_parallel_size", 1)) * int(args.get("context_parallel_size", 1))
+    alignment = math.lcm(BUCKET_ALIGNMENT, data_parallel)
+    if args.get("ddp_pad_buckets_for_high_nccl_busbw", False):
+        alignment = math.lcm(alignment, HIGH_BANDWIDTH_ALIGNMENT)
+    several = args.get("overlap_grad_reduce", False) and stage == 0 and part == 0
+    default = max(40_000_000, 1_000_000 * data_parallel)
+    return Bucketing(int(args.get("ddp_bucket_size", default)) if several else None, alignment)
+
+
+def buckets_of(parameters: Sequence[FlatParameter], cut: Bucketing) -> list[Bucket]:
+    """The buckets of parameters given in the order in which they were made."""
+    buckets: list[Bucket] = []
+    first: dict[str, int] = {}
+    begin = end = 0
+
+    def close() -> None:
+        nonlocal first, begin, end
+        buckets.append(Bucket(first, end - begin))
+        begin = end = _up(end, cut.alignment)
+        first = {}
+
+    for parameter in reversed(parameters):
+        start = _up(end, PARAMETER_ALIGNMENT)
+        if parameter.alone and first:
+            close()
+            start = end
+        first[parameter.name] = start - begin
+        end = start + parameter.numel
+        if parameter.alone or (cut.size is not None and end - begin >= cut.size):
+            close()
+    if first:
+        close()
+    return buckets
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

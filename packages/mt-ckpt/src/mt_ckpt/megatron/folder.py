@@ -1,0 +1,96 @@
+"""The folders of a Megatron `--save` directory: the tracker file, iterations, ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_ckpt.pickles.storages import pickled_text
+from mt_core.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+RANK_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LEGACY_MARK = b"language_model"
+_SCANNED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class RankSuffix:
+    """The numbers in the name of a rank's folder: of tensor parallelism, then of pipeline and expert parallelism as
+    far as each is used."""
+
+    tensor: int
+    others: tuple[int, ...]
+
+
+def iteration_name(iteration: int) -> str:
+    """The folder of an iteration; weights that no training step belongs to are a release."""
+    return f"iter_{iteration:07d}" if iteration else RELEASE
+
+
+def rank_name(tensor: int, pipeline: int | None, expert: int | None) -> str:
+    """None: that axis is not divided."""
+    others = [f"_{number:03d}" for number in (pipeline, expert) if number is not None]
+    return f"mp_rank_{tensor:02d}{''.join(others)}"
+
+
+def find_iteration(path: Path) -> Path:
+    """The folder of one iteration: `path` itself, or the one that the tracker in `path` names.
+
+    Raises CheckpointError when there is none.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such directory")
+        return path
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != RELEASE and not text.isdecimal():
+        raise CheckpointError(
+            f"{tracker}: holds {text[:40]!r}, expected the number of an iteration or the word release"
+        )
+    folder = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{tracker}: names {text}, but {folder} does not exist")
+    return folder
+
+
+def rank_folders(folder: Path) -> Mapping[RankSuffix, Path]:
+    """The folders of ranks in that of an iteration, in order."""
+    found = {}
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if (match := _RANK.fullmatch(entry.name)) and entry.is_dir():
+            numbers = [int(group) for group in match.groups() if group is not None]
+            found[RankSuffix(numbers[0], tuple(numbers[1:]))] = entry
+    return found
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` holds ranks with Megatron-Core's names."""
+    return (file := _first_rank(path)) is not None and not mentions_legacy_names(file)
+
+
+def detect_legacy(path: Path) -> bool:
+    """Whether `path` holds ranks with the names from before Megatron-Core."""
+    return (file := _first_rank(path)) is not None and mentions_legacy_names(file)
+
+
+def mentions_legacy_names(file: Path) -> bool:
+    """Whether the pickle of a rank's file has the name that every old parameter has. Nothing is unpickled."""
+    try:
+        return _LEGACY_MARK in pickled_text(file, _SCANNED_BYTES)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _first_rank(path: Path) -> Path | None:
+    try:
+        folders = rank_folders(find_iteration(path))
+    except (CheckpointError, OSError):
+        return None
+    return next((file for folder in folders.values() if (file := folder / RANK_FILE).is_file()), None)

@@ -1,0 +1,105 @@
+"""The parameters of a configured model, and how Megatron's ranks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.parallel.context import Axis, AxisName, ParallelContext
+from mt_core.plugins import PluginHost
+
+AXES: tuple[AxisName, ...] = ("tp", "ep", "etp")
+BACKEND = "attention_backend"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a pipeline stage is divided: over tensor-parallel ranks, and its experts over `ep` and `etp` ranks.
+
+    A process has a place on each axis: process r of a stage has tensor rank r mod tp, expert tensor rank r mod etp,
+    expert rank (r div etp) mod ep.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp % self.etp:
+            raise ConfigError(
+                f"expert_tensor_parallel_size={self.etp} does not divide tensor_model_parallel_size={self.tp}; "
+                "Megatron's torch format has one file for a tensor rank and an expert rank, which would be several then"
+            )
+
+    def places(self) -> Iterator[Mapping[AxisName, int]]:
+        """The place of each file: each pair of a tensor rank and an expert rank that processes can have."""
+        seen = set()
+        for process in range(self.tp * self.etp * self.ep):
+            place = {"tp": process % self.tp, "ep": process // self.etp % self.ep, "etp": process % self.etp}
+            if (pair := (place["tp"], place["ep"])) not in seen:
+                seen.add(pair)
+                yield place  # type: ignore[misc]
+
+    def context(self, place: Mapping[AxisName, int] | None = None) -> ParallelContext:
+        """For layouts: the context of a process at `place`. It has no process groups."""
+        sizes = {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+        return ParallelContext(axes={name: Axis(sizes[name], (place or {}).get(name, 0)) for name in AXES})
+
+    def combinations(self, layout: ParameterLayout) -> Iterator[Mapping[AxisName, int]]:
+        """Ranks on the axes that divide a parameter, in the order that `ParameterLayout.gather` takes."""
+        ctx = self.context()
+        axes = [split.axis for split in layout.splits]
+        for ranks in product(*(range(ctx.axis(axis).size) for axis in axes)):
+            yield dict(zip(axes, ranks, strict=True))
+
+
+def load_model_config(section: Mapping[str, Any], host: PluginHost) -> Config:
+    """The configuration with this [model] section and the defaults of all others. Raises ConfigError."""
+    return config_from_dict({"model": section}, host)
+
+
+def layouts_of(config: Config, host: PluginHost, vocab_size: int) -> dict[str, ParameterLayout]:
+    """Canonical name -> layout of every parameter, for a vocabulary of exactly `vocab_size` rows, without memory."""
+    changes: dict[str, Any] = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1}
+    if BACKEND in type(config.model).model_fields:
+        changes[BACKEND] = "eager"  # serves every request; attention has no parameters
+    chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    ctx = ParallelContext(device=torch.device("meta"))
+    spec = host.models.get(chosen.model.family, key="model.family")
+    return parameter_layouts(spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host)))
+
+
+def require_divisible(layouts: Mapping[str, ParameterLayout], grid: Grid, asked: Mapping[AxisName, str]) -> None:
+    """Raises ConfigError when a parameter cannot be cut over the grid. asked: axis -> the option that set its size."""
+    ctx = grid.context()
+    for name, layout in layouts.items():
+        sizes = [layout.padded.get(dim, size) for dim, size in enumerate(layout.shape)]
+        for split in layout.splits:
+            parts = ctx.axis(split.axis).size
+            blocks = split.block_sizes(sizes[split.dim])
+            if any(block % parts for block in blocks):
+                raise ConfigError(
+                    f"{asked[split.axis]}={parts} does not divide dimension {split.dim} of {name}, "
+                    f"{' + '.join(map(str, sorted(set(blocks))))}"
+                )
+            sizes[split.dim] //= parts
+
+
+def offsets_of(counts: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """For each of consecutive parts of a model, stack -> number of its first layer."""
+    total: dict[str, int] = {}
+    offsets = []
+    for count in counts:
+        offsets.append({stack: total.get(stack, 0) for stack in count})
+        for stack, number in count.items():
+            total[stack] = total.get(stack, 0) + number
+    return offsets

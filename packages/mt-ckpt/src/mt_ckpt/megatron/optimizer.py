@@ -1,0 +1,238 @@
+"""The optimizer's state in Megatron's `torch` format, tied to the parameters' names.
+
+Without the distributed optimizer a rank's file has torch's own state: numbers stand for parameters, counted over
+groups (with weight decay, without, experts', ...), in each group in the order of the model. With it, `distrib_optim.pt`
+beside the file has flat buffers (see `flat_buffers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of
+from mt_ckpt.megatron.folder import OPTIMIZER_FILE
+from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
+from mt_ckpt.megatron.pieces import Entry, FlatPart
+from mt_ckpt.megatron.rank_files import Iteration, Parameter, RankFile
+from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
+from mt_core.errors import CheckpointError
+from mt_core.nn.layout import ParameterLayout
+
+MAIN, STEP = "main", "step"
+FLAT_STATES: Mapping[str, str] = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+COMPARED_ELEMENTS = 1 << 16
+"""Parameters up to this size are compared with their fp32 copies, which shows whether buffers are understood."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """entries: state ("exp_avg", "main") -> the ranks' pieces. step: updates done, the same for all parameters."""
+
+    entries: Mapping[str, Sequence[Entry]]
+    step: float | None
+
+
+def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> OptimizerState:
+    """The optimizer's state of all ranks; empty when it was not saved.
+
+    Raises CheckpointError when it cannot be tied to the parameters.
+    """
+    entries: dict[str, list[Entry]] = {}
+    steps: list[float] = []
+    for file in iteration.files:
+        reader = _RankOptimizer(file, iteration, layouts)
+        for state, entry in reader.entries():
+            if not _is_copy(entry.name, iteration):
+                entries.setdefault(state, []).append(entry)
+        steps += reader.steps()
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"{iteration.folder}: its ranks' optimizers made {sorted(set(steps))} steps")
+    if not any(parameter.tensor.dtype != torch.float32 for f in iteration.files for p in f.parts for parameter in p):
+        entries.pop(MAIN, None)  # of fp32 training the copies are the weights themselves
+    return OptimizerState(entries, steps[0] if steps and entries else None)
+
+
+def _is_copy(name: str, iteration: Iteration) -> bool:
+    """The output matrix of a last stage that is a copy of the word vectors."""
+    return name == OUTPUT and not iteration.args.untied
+
+
+class _RankOptimizer:
+    """The optimizers of one rank: one, or one for the dense parameters and one for the experts'."""
+
+    def __init__(self, file: RankFile, iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> None:
+        self._file, self._args = file, iteration.args
+        self._alone = EMBEDDING if iteration.stages > 1 and not iteration.args.untied else None
+        trained = {name for name, layout in layouts.items() if layout.trained} | {OUTPUT}
+        self._parts = [[p for p in part if p.name in trained] for part in file.parts]
+        stored = file.value.get("optimizer")
+        self._optimizers = [entry for entry in (stored if isinstance(stored, list) else [stored]) if entry]
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        for optimizer in self._optimizers:
+            yield from self._of_torch(optimizer)
+        distributed = self._file.file.parent / OPTIMIZER_FILE
+        if distributed.is_file():
+            yield from self._of_buffers(distributed)
+
+    def steps(self) -> list[float]:
+        """What the groups, or the parameters' states, say."""
+        found: list[Any] = []
+        for optimizer in self._optimizers:
+            inner = _inner(optimizer)
+            found += [group.get(STEP) for group in inner.get("param_groups", [])]
+            found += [state.get(STEP) for state in inner.get("state", {}).values() if isinstance(state, dict)]
+        return [_number(step) for step in found if step is not None]
+
+    # -- torch's own state ---------------------------------------------------------------------------
+
+    def _of_torch(self, optimizer: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
+        inner = _inner(optimizer)
+        states = inner.get("state") or {}
+        copies = optimizer.get("fp32_from_fp16_params") or optimizer.get("fp32_from_fp16") or []
+        for number, group in enumerate(inner.get("param_groups", [])):
+            indices = group.get("params", [])
+            if not indices:
+                continue
+            members = self._members(group, len(indices))
+            for index, parameter in zip(indices, members, strict=True):
+                for state, tensor in states.get(index, {}).items():
+                    if isinstance(tensor, StoredTensor) and state != STEP:
+                        yield state, self._entry(parameter, tensor)
+            if number < len(copies):
+                yield from self._main(copies[number], members)
+
+    def _main(self, copies: Sequence[StoredTensor], members: Sequence[Parameter]) -> Iterator[tuple[str, Entry]]:
+        rounded = [parameter for parameter in members if parameter.tensor.dtype != torch.float32]
+        if len(copies) != len(rounded):
+            raise self._unmatched(f"a group has {len(copies)} fp32 copies for {len(rounded)} parameters")
+        for parameter, tensor in zip(rounded, copies, strict=True):
+            yield MAIN, self._entry(parameter, tensor)
+
+    def _members(self, group: Mapping[str, Any], count: int) -> list[Parameter]:
+        """The parameters of a group, by the rules with which Megatron makes groups."""
+        decayed = group["wd_mult"] != 0 if "wd_mult" in group else group.get("weight_decay", 0.0) != 0
+        of_experts = bool(group.get("is_expert_parallel", group.get("is_expert", False)))
+        decoupled = group.get("is_decoupled_lr", False) if self._args.get("decoupled_lr") else None
+        members = [
+            p
+            for part in self._parts
+            for p in part
+            if _decays(p) == decayed
+            and (p.expert is not None) == of_experts
+            and (decoupled is None or (p.name in (EMBEDDING, OUTPUT)) == decoupled)
+        ]
+        if len(members) != count:
+            raise self._unmatched(
+                f"a group {'with' if decayed else 'without'} weight decay has {count} parameters, "
+                f"the model {len(members)}"
+            )
+        return members
+
+    # -- flat buffers --------------------------------------------------------------------------------
+
+    def _of_buffers(self, file: Path) -> Iterator[tuple[str, Entry]]:
+        content = open_torch_file(file).value
+        optimizers = content if isinstance(content, list) else [content]
+        kinds: list[Callable[[Parameter], bool]] = [lambda p: p.expert is None, lambda p: p.expert is not None]
+        present = [kind for kind in kinds if any(kind(p) for part in self._parts for p in part)]
+        optimizers = [entry for entry in optimizers if entry]
+        if len(optimizers) != len(present):
+            raise self._unmatched(f"{file.name} has {len(optimizers)} optimizers, the model calls for {len(present)}")
+        for optimizer, kind in zip(optimizers, present, strict=True):
+            yield from self._of_buffer_set(file, optimizer, kind)
+
+    def _of_buffer_set(
+        self, file: Path, optimizer: Mapping[Any, Any], kind: Callable[[Parameter], bool]
+    ) -> Iterator[tuple[str, Entry]]:
+        if not optimizer.get("buckets_coalesced", False):
+            raise CheckpointError(f"{file}: written by a Megatron before 0.6, whose buckets are not read")
+        parts = [[p for p in part if kind(p)] for part in self._parts]
+        buffers = [optimizer[number] for number in range(len(parts)) if number in optimizer]
+        if len(buffers) != len(parts) or any(len(by_dtype) != 1 for by_dtype in buffers):
+            raise self._unmatched(f"{file.name} has other buffers than one for each of {len(parts)} model parts")
+        for number, (part, by_dtype) in enumerate(zip(parts, buffers, strict=True)):
+            (states,) = by_dtype.values()
+            yield from self._of_buffer(file, part, states, number)
+
+    def _of_buffer(
+        self, file: Path, part: Sequence[Parameter], states: Mapping[str, Any], number: int
+    ) -> Iterator[tuple[str, Entry]]:
+        buckets = buckets_of(flat_parameters(part, self._alone), bucketing(self._args, self._file.stage, number))
+        total = sum(bucket.numel for bucket in buckets)
+        found = states.get("numel_unpadded", total)
+        if found != total:
+            raise self._unmatched(f"{file.name} has a buffer of {found} elements, the model makes {total}")
+        first = flat_positions(buckets)
+        for stored, state in FLAT_STATES.items():
+            if stored in states:
+                for parameter in part:
+                    piece = FlatPart(states[stored], first[key_of(parameter)], parameter.tensor.shape)
+                    yield state, self._entry(parameter, piece)
+        require_same_weights(file, part, states.get("param"), first)
+
+    def _entry(self, parameter: Parameter, piece: Any) -> Entry:
+        if piece.shape != parameter.tensor.shape:
+            raise self._unmatched(
+                f"{parameter.name} has shape {list(parameter.tensor.shape)}, its state {list(piece.shape)}"
+            )
+        return Entry(self._file.place, parameter.name, parameter.expert, piece)
+
+    def _unmatched(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.file}: the optimizer's state does not fit the model: {reason}")
+
+
+def key_of(parameter: Parameter) -> str:
+    """A name that no other parameter of the rank has."""
+    return parameter.name if parameter.expert is None else f"{parameter.name}:{parameter.expert}"
+
+
+def flat_parameters(part: Iterable[Parameter], alone: str | None) -> list[FlatParameter]:
+    """alone: the matrix that the first and the last pipeline stage share; on the last it is the output's."""
+    shared = () if alone is None else (alone, OUTPUT)
+    return [FlatParameter(key_of(p), math.prod(p.tensor.shape), p.name in shared) for p in part]
+
+
+def flat_positions(buckets: Iterable[Bucket]) -> dict[str, int]:
+    """Parameter -> its first element in the buckets laid end to end."""
+    positions: dict[str, int] = {}
+    begin = 0
+    for bucket in buckets:
+        positions |= {name: begin + first for name, first in bucket.first.items()}
+        begin += bucket.numel
+    return positions
+
+
+def require_same_weights(
+    file: Path, part: Iterable[Parameter], copies: StoredTensor | None, first: Mapping[str, int]
+) -> None:
+    """Raises CheckpointError when a small parameter is not its fp32 copy rounded: the buffer is laid out otherwise."""
+    for parameter in part if copies is not None else ():
+        if math.prod(parameter.tensor.shape) > COMPARED_ELEMENTS:
+            continue
+        copy = FlatPart(copies, first[key_of(parameter)], parameter.tensor.shape).read()  # type: ignore[arg-type]
+        if not torch.equal(copy.to(parameter.tensor.dtype), parameter.tensor.read()):
+            raise CheckpointError(
+                f"{file}: the fp32 copy of {parameter.name} is not where the arguments of the run put it, or not that "
+                "of the weights beside it"
+            )
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torch's state dictionary, which mixed precision wraps."""
+    inner = optimizer.get("optimizer", optimizer)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _decays(parameter: Parameter) -> bool:
+    return len(parameter.tensor.shape) > 1 and not parameter.name.endswith(".bias")
+
+
+def _number(step: Any) -> float:
+    return float(step.read()) if isinstance(step, StoredTensor) else float(step)

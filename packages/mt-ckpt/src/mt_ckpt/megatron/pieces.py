@@ -1,0 +1,156 @@
+"""What ranks hold of parameters, and how their pieces are read as canonical tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.megatron.model import Grid
+from mt_ckpt.pickles.torch_file import StoredTensor
+from mt_core.errors import CheckpointError
+from mt_core.nn.layout import ParameterLayout
+from mt_core.parallel.context import AxisName
+
+
+class Piece(Protocol):
+    """A rank's part of a tensor, in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def read(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Pieces of one shape on a new leading axis: a rank's experts."""
+
+    parts: Sequence[Piece]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read(self) -> Tensor:
+        stacked = torch.empty(self.shape, dtype=self.dtype)
+        for target, part in zip(stacked, self.parts, strict=True):
+            target.copy_(part.read())
+        return stacked
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """Elements [first, ...) of a flat buffer, as a tensor of `shape`."""
+
+    buffer: StoredTensor
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buffer.dtype
+
+    def read(self) -> Tensor:
+        return self.buffer.read_flat(self.first, math.prod(self.shape)).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that the file holds once for many parameters."""
+
+    value: float
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def read(self) -> Tensor:
+        return torch.tensor(self.value, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A piece in the file of the rank at `place`. name: canonical. expert: its number on the rank, if it is one's."""
+
+    place: Mapping[AxisName, int]
+    name: str
+    expert: int | None
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's whole part of a parameter."""
+
+    place: Mapping[AxisName, int]
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter (or a state of its shape) in pieces.
+
+    layout: as Megatron stores it, the vocabulary padded. shape: canonical, at most as large.
+    """
+
+    layout: ParameterLayout
+    grid: Grid
+    pieces: Sequence[Piece]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    def read(self) -> Tensor:
+        whole = self.layout.gather([piece.read() for piece in self.pieces], self.grid.context())
+        return cropped(whole, self.shape)
+
+
+def cropped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first rows of a table whose padding is left out."""
+    for dim, size in enumerate(shape):
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor.contiguous()
+
+
+def hold(entries: Iterable[Entry]) -> dict[str, list[Held]]:
+    """Canonical name -> what each rank holds of it, a rank's experts stacked by their numbers.
+
+    Raises CheckpointError when an expert is missing among a rank's.
+    """
+    held: dict[str, list[Held]] = {}
+    experts: dict[tuple[str, tuple[int, ...]], dict[int, Entry]] = {}
+    for entry in entries:
+        if entry.expert is None:
+            held.setdefault(entry.name, []).append(Held(entry.place, entry.piece))
+        else:
+            experts.setdefault((entry.name, tuple(entry.place.values())), {})[entry.expert] = entry
+    for (name, _), found in experts.items():
+        if sorted(found) != list(range(len(found))):
+            raise CheckpointError(
+                f"{name}: a rank has the experts {sorted(found)}, which are not the first {len(found)}"
+            )
+        parts = [found[number].piece for number in range(len(found))]
+        held.setdefault(name, []).append(Held(found[0].place, Stack(parts)))
+    return held
+
+
+def choose(layout: ParameterLayout, grid: Grid, held: Iterable[Held]) -> list[Piece] | None:
+    """One piece for each combination of ranks that a parameter is divided over; None when one is missing."""
+    holders = list(held)
+    chosen: list[Piece] = []
+    for ranks in grid.combinations(layout):
+        match = next((h.piece for h in holders if all(h.place[axis] == rank for axis, rank in ranks.items())), None)
+        if match is None:
+            return None
+        chosen.append(match)
+    return chosen

@@ -1,0 +1,127 @@
+"""An open checkpoint of Megatron's `torch` format, as canonical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.megatron import arguments
+from mt_ckpt.megatron.metadata import metadata_of, true_vocab_size
+from mt_ckpt.megatron.model import layouts_of, load_model_config
+from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT
+from mt_ckpt.megatron.optimizer import STEP, OptimizerState, read_optimizer
+from mt_ckpt.megatron.pieces import Gathered, Held, Number, choose, hold
+from mt_ckpt.megatron.rank_files import Iteration, open_iteration
+from mt_ckpt.pickles.torch_file import StoredTensor, tensors_in
+from mt_core.errors import CheckpointError, did_you_mean
+from mt_core.nn.layout import ParameterLayout
+from mt_core.plugins import PluginHost
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+SHOWN = 6
+DERIVED = ("inv_freq",)
+"""Ends of names of buffers that are computed from the configuration."""
+
+
+def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None) -> MegatronReader:
+    """Open the iteration at `path`, or the one that the tracker in `path` names.
+
+    vocab_size: true number of ids, as Megatron's own converter asks for by --true-vocab-size; a larger number keeps so
+    much of the padding. Default: what the checkpoint's args say, else all rows.
+
+    Raises CheckpointError for a missing or damaged file and for tensors that do not fit the args, and ConfigError for
+    a model that is none of ours.
+    """
+    iteration = open_iteration(Path(path), core_tensors)
+    return MegatronReader(iteration, host, vocab_size, with_optimizer=True)
+
+
+def core_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]:
+    """The weights of a state dictionary of Megatron-Core."""
+    return {name: tensor for name, tensor in tensors_in(part).items() if EXTRA_STATE not in name}
+
+
+class MegatronReader:
+    """A `mt_core.specs.CheckpointReader`. Threads may read from it at the same time."""
+
+    def __init__(self, iteration: Iteration, host: PluginHost, vocab_size: int | None, *, with_optimizer: bool) -> None:
+        self.folder = iteration.folder
+        weights = _weights(iteration)
+        padded = _padded_vocab_size(iteration, weights)
+        true = true_vocab_size(iteration.args, padded, vocab_size)
+        section = arguments.model_section(iteration.args, weights.keys(), true)
+        config = load_model_config(section, host)
+        self._iteration, self._stored = iteration, layouts_of(config, host, padded)
+        self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
+        require_same_names(iteration.folder, self._stored, weights)
+        self._tensors: dict[str, Gathered | Number] = {
+            MODEL + name: self._gathered(name, weights[name]) for name in self._stored
+        }
+        if with_optimizer:
+            self._add_optimizer(read_optimizer(iteration, self._stored))
+        self.metadata: Mapping[str, Any] = metadata_of(iteration.args, iteration.common, section)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.folder}: has no tensor {name}{did_you_mean(name, self._tensors)}")
+        return self._tensors[name].read()
+
+    def files(self) -> Mapping[str, bytes]:
+        """None: the format carries no tokenizer."""
+        return {}
+
+    def _gathered(self, name: str, held: Sequence[Held]) -> Gathered:
+        layout, grid = self._stored[name], self._iteration.grid
+        pieces = choose(layout, grid, held)
+        if pieces is None:
+            raise CheckpointError(f"{self.folder}: {name} is not in the files of all ranks that share it")
+        expected = layout.local_shape(grid.context())
+        for piece in pieces:
+            if tuple(piece.shape) != expected:
+                raise CheckpointError(
+                    f"{self.folder}: a rank's part of {name} has shape {list(piece.shape)}, by the args it is "
+                    f"{list(expected)}"
+                )
+        return Gathered(layout, grid, pieces, self._shapes[name])
+
+    def _add_optimizer(self, optimizer: OptimizerState) -> None:
+        for state, entries in optimizer.entries.items():
+            for name, held in hold(entries).items():
+                self._tensors[f"{OPTIMIZER}{state}.{name}"] = self._gathered(name, held)
+        if optimizer.step is not None:
+            for name in hold(optimizer.entries["exp_avg"]) if "exp_avg" in optimizer.entries else ():
+                self._tensors[f"{OPTIMIZER}{STEP}.{name}"] = Number(optimizer.step)
+
+
+def _weights(iteration: Iteration) -> dict[str, list[Held]]:
+    """Without the last stage's copy of the word vectors, and without what follows from the configuration."""
+    held = hold(entry for entry in iteration.weights() if not entry.name.endswith(DERIVED))
+    if not iteration.args.untied:
+        held.pop(OUTPUT, None)
+    return held
+
+
+def _padded_vocab_size(iteration: Iteration, weights: Mapping[str, Sequence[Held]]) -> int:
+    if EMBEDDING not in weights:
+        raise CheckpointError(f"{iteration.folder}: has no {EMBEDDING}")
+    return weights[EMBEDDING][0].piece.shape[0] * iteration.grid.tp
+
+
+def require_same_names(origin: Path | str, layouts: Mapping[str, ParameterLayout], weights: Collection[str]) -> None:
+    """Raises CheckpointError unless the stored parameters are those of the model."""
+    problems = [f"{name} is missing" for name in layouts if name not in weights]
+    problems += [f"{name} is there and unknown" for name in weights if name not in layouts]
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(f"{origin}: the tensors are not those of its model: {'; '.join(problems[:SHOWN])}{more}")

@@ -1,0 +1,186 @@
+"""Writes a checkpoint in Megatron-Core's `torch` format, for any tensor, pipeline and expert parallel sizes.
+
+Random streams are not written: Megatron is told so by --no-load-rng, and a checkpoint without an optimizer's state is
+loaded with --no-load-optim (or both by --finetune).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.megatron.folder import RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
+from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.names import DUPLICATES, EMBEDDING, OUTPUT
+from mt_ckpt.megatron.rank_plan import Naming, RankEntry, extra_states
+from mt_ckpt.megatron.target import Plan, plan
+from mt_ckpt.megatron.write_optimizer import optimizer_value, scheduler_value
+from mt_ckpt.megatron.written_file import WrittenFile
+from mt_ckpt.pickles.encode import Call, OrderedItems, namespace
+from mt_ckpt.pickles.torch_writer import TorchWriter
+from mt_core.nn.layout import ParameterLayout
+from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+CHECKPOINT_VERSION = 3.0
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Write `source` as a Megatron `--save` folder: the tracker file and one iteration (a release if it has none).
+
+    An Adam's state is written if the source has one for all parameters. Raises ConfigError for options and models that
+    Megatron cannot have, CheckpointError for tensors that are not the model's, and OSError.
+    """
+    made = plan(source, options, host, "torch")
+    save_ranks(path, made, options, host, _core_model)
+
+
+@dataclass
+class RankParts:
+    """What has been written of a rank. parts: for each model part, the entries in order; encoded: (part, stored name)
+    -> state (None: the weights) -> the tensor in the pickle, with its number of dimensions."""
+
+    writer: TorchWriter
+    ctx: ParallelContext
+    parts: list[list[RankEntry]] = field(default_factory=list)
+    encoded: dict[tuple[int, str], dict[str | None, Call]] = field(default_factory=dict)
+    dims: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def weights(self, part: int) -> dict[str, Call]:
+        return {entry.stored: self.encoded[part, entry.stored][None] for entry in self.parts[part]}
+
+
+class MakeModel(Protocol):
+    """Makes the value under `model`. weights: of a part, by stored name. last: whether it is the last of the model."""
+
+    def __call__(self, weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> Any: ...
+
+
+def save_ranks(path: Path, made: Plan, options: ConvertOptions, host: PluginHost, model_value: MakeModel) -> None:
+    """Write the files of all ranks, a pipeline stage at a time, and the tracker; see `convert_checkpoint`."""
+    identity = getattr(made.source, "identity", None)
+    key = work_key("megatron", made.args["ckpt_format"], identity, repr(options)) if identity else None
+    folder_name = iteration_name(made.iteration)
+    with closing(ResumableFolder(path, key)) as folder:
+        written: set[str] = set()
+        for stage in range(made.target.pipeline.stages):
+            files = _stage_files(made, folder_name, stage)
+            if not all(folder.finished(name) is not None for name in files):
+                _write_stage(folder, files, made, stage, host, model_value)
+            written |= set(files)
+        text = str(made.iteration) if folder_name != RELEASE else RELEASE
+        folder.write_small(TRACKER, text.encode())
+        folder.commit({*written, TRACKER})
+
+
+def _stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[AxisName, int]]:
+    """File -> the place of its rank."""
+    grid, stages = made.target.grid, made.target.pipeline.stages
+    return {
+        f"{folder_name}/{rank_name(place['tp'], stage if stages > 1 else None, place['ep'] if grid.ep > 1 else None)}/"
+        f"{RANK_FILE}": place
+        for place in grid.places()
+    }
+
+
+def _write_stage(
+    folder: ResumableFolder,
+    files: Mapping[str, Mapping[AxisName, int]],
+    made: Plan,
+    stage: int,
+    host: PluginHost,
+    model_value: MakeModel,
+) -> None:
+    """Every tensor of the stage is read once, and cut into all its files."""
+    with ExitStack() as stack:
+        streams = [stack.enter_context(WrittenFile(folder.content / name)) for name in files]
+        ranks = [
+            RankParts(TorchWriter(stream, Path(RANK_FILE).stem), made.target.grid.context(place))
+            for stream, place in zip(streams, files.values(), strict=True)
+        ]
+        for part in range(made.target.pipeline.parts):
+            _write_part(ranks, made, stage, part)
+        for rank in ranks:
+            rank.writer.finish(_rank_value(rank, made, stage, host, model_value))
+        for name, stream in zip(files, streams, strict=True):
+            folder.finish(name, stream.sync())
+
+
+def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -> None:
+    naming = Naming(made.fused, bool(made.args.get("moe_grouped_gemm", False)) and made.fused, made.layers_with_experts)
+    run = made.runs[made.target.pipeline.run(stage, part)]
+    entries = list(naming.entries(run, _experts_of_a_rank(made)))
+    by_name: dict[str, list[RankEntry]] = {}
+    for entry in entries:
+        by_name.setdefault(entry.name, []).append(entry)
+    for rank in ranks:
+        rank.parts.append(entries)
+    for name, members in by_name.items():
+        for state in (None, *(made.states if made.trained(name) else ())):
+            _write_tensor(ranks, made, part, name, members, state)
+
+
+def _write_tensor(
+    ranks: Sequence[RankParts], made: Plan, part: int, name: str, members: Sequence[RankEntry], state: str | None
+) -> None:
+    source = EMBEDDING if name == OUTPUT and name not in made.layouts else name
+    layout: ParameterLayout = made.layouts[source]
+    tensor = made.read(source, state)
+    for rank in ranks:
+        local = layout.to_local(tensor, rank.ctx)
+        for entry in members:
+            piece = local if entry.expert is None else local[entry.expert]
+            key = (part, entry.stored)
+            rank.encoded.setdefault(key, {})[state] = rank.writer.add(piece)
+            rank.dims[key] = piece.ndim
+
+
+def _experts_of_a_rank(made: Plan) -> int:
+    stacked = [layout.shape[0] for name, layout in made.layouts.items() if ".mlp.experts." in name]
+    return stacked[0] // made.target.grid.ep if stacked else 0
+
+
+def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model_value: MakeModel) -> dict[str, Any]:
+    parts = made.target.pipeline.parts
+    value: dict[str, Any] = {
+        "args": namespace({**made.args, "no_save_optim": not made.states or None, "no_save_rng": True}),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": made.iteration,
+    }
+    for part in range(parts):
+        last = stage == made.target.pipeline.stages - 1 and part == parts - 1
+        model = model_value(rank.weights(part), rank.parts[part], made, last)
+        value["model" if parts == 1 else f"model{part}"] = model
+    if made.states:
+        value["optimizer"] = _optimizer(rank, made)
+        value["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
+    flops = made.source.metadata.get(KEY, {}).get("num_floating_point_operations_so_far", 0)
+    return value | {"num_floating_point_operations_so_far": flops}
+
+
+def _optimizer(rank: RankParts, made: Plan) -> Any:
+    members = [
+        (entry, rank.dims[part, entry.stored], {state: call for state, call in states.items() if state is not None})
+        for part, entries in enumerate(rank.parts)
+        for entry in entries
+        if made.trained(entry.name) and (states := rank.encoded[part, entry.stored])
+    ]
+    updates = made.step()
+    options = made.source.metadata["config"].get("optimizer", {})
+    return optimizer_value(members, options, lambda: rank.writer.add(torch.tensor(updates)))
+
+
+def _core_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
+    """Megatron-Core's state dictionary."""
+    items: dict[str, Any] = dict(weights)
+    if made.config.model.family == "t5":
+        items |= {again: weights[once] for again, once in DUPLICATES.items() if once in weights}
+    has_output = last and made.config.model.family != "t5"
+    return OrderedItems({**items, **dict.fromkeys(extra_states(entries, has_output=has_output))})

@@ -1,0 +1,154 @@
+"""What a conversion into one of Megatron's formats is going to write, checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_divisible
+from mt_ckpt.megatron.names import layer_of
+from mt_ckpt.megatron.optimizer import MAIN
+from mt_ckpt.megatron.order import Pipeline, split_layers
+from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron.write_arguments import Target, megatron_arguments, uses_fused_norms
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.embedding import padded_vocab_size
+from mt_core.nn.layout import ParameterLayout
+from mt_core.parallel.context import AxisName
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIONS: Mapping[AxisName, str] = {
+    "tp": "target_tensor_parallel_size",
+    "ep": "target_expert_parallel_size",
+    "etp": "target_expert_tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """layouts: by canonical name, the vocabulary padded. runs: the parameters of each pipeline run. args: Megatron's.
+
+    states: of the optimizer, that are written with each parameter ("exp_avg", "main"); none: only the model is.
+    """
+
+    source: CheckpointReader
+    config: Config
+    target: Target
+    layouts: Mapping[str, ParameterLayout]
+    runs: list[list[str]]
+    args: Mapping[str, Any]
+    states: tuple[str, ...]
+
+    @property
+    def fused(self) -> bool:
+        return uses_fused_norms(self.args)
+
+    @property
+    def layers_with_experts(self) -> frozenset[int]:
+        return frozenset(found[1] for name in self.layouts if ".mlp.router." in name and (found := layer_of(name)))
+
+    @property
+    def iteration(self) -> int:
+        return int(self.source.metadata.get("iteration", 0))
+
+    def trained(self, name: str) -> bool:
+        """Whether the optimizer has the parameter."""
+        return name not in self.layouts or self.layouts[name].trained
+
+    def read(self, name: str, state: str | None = None) -> Tensor:
+        """A parameter or a state of its shape, the vocabulary padded with zeros."""
+        prefix = MODEL if state is None else f"{OPTIMIZER}{state}."
+        return _padded(self.source.read(prefix + name), self.layouts[name].shape)
+
+    def step(self) -> float:
+        """Updates that the optimizer has made."""
+        name = next((name for name in self.source.shapes() if name.startswith(f"{OPTIMIZER}step.")), None)
+        return float(self.source.read(name)) if name else float(self.iteration)
+
+
+def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ckpt_format: str) -> Plan:
+    """Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
+    model's."""
+    config = load_model_config(_section(source), host)
+    pipeline = _pipeline(options)
+    etp = options.target_expert_tensor_parallel_size
+    tp = options.target_tensor_parallel_size
+    grid = Grid(tp, options.target_expert_parallel_size, tp if etp is None else etp)
+    multiple = options.make_vocab_size_divisible_by or config.model.make_vocab_size_divisible_by
+    assert config.model.vocab_size is not None
+    padded = padded_vocab_size(config.model.vocab_size, multiple * tp)
+    layouts = layouts_of(config, host, padded)
+    stored = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
+    require_same_names("the source", layouts, stored)
+    _require_experts(grid, layouts)
+    require_divisible(layouts, grid, OPTIONS)
+    target = Target(grid, pipeline, padded, multiple, _dtype(source))
+    args = megatron_arguments(config, source.metadata, target, layouts, ckpt_format)
+    states = _states(source, layouts, target.dtype)
+    return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states)
+
+
+def _section(source: CheckpointReader) -> Mapping[str, Any]:
+    config = source.metadata.get("config")
+    model = config.get("model") if isinstance(config, Mapping) else None
+    if not isinstance(model, Mapping):
+        raise CheckpointError("the source does not say what its model is: its metadata has no config.model")
+    return model
+
+
+def _pipeline(options: ConvertOptions) -> Pipeline:
+    stages, parts = options.target_pipeline_parallel_size, options.target_virtual_pipeline_parallel_size
+    if parts > 1 and stages == 1:
+        raise ConfigError(
+            f"--target-virtual-pipeline-parallel-size {parts} needs --target-pipeline-parallel-size of at least 2"
+        )
+    return Pipeline(stages, parts)
+
+
+def _require_experts(grid: Grid, layouts: Mapping[str, ParameterLayout]) -> None:
+    if grid.ep > 1 and not any(split.axis == "ep" for layout in layouts.values() for split in layout.splits):
+        raise ConfigError(f"--target-expert-parallel-size {grid.ep}: the model has no experts; it can be 1")
+
+
+def _dtype(source: CheckpointReader) -> torch.dtype:
+    """The number format of most weights."""
+    counts: dict[torch.dtype, int] = {}
+    for name, dtype in source.dtypes().items():
+        if name.startswith(MODEL):
+            counts[dtype] = counts.get(dtype, 0) + 1
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _states(source: CheckpointReader, layouts: Mapping[str, ParameterLayout], dtype: torch.dtype) -> tuple[str, ...]:
+    """Adam's moments, with the fp32 copies of 16-bit weights, if the source has them for all parameters."""
+    wanted = MOMENTS if dtype == torch.float32 else (*MOMENTS, MAIN)
+    names = source.shapes()
+    trained = [name for name, layout in layouts.items() if layout.trained]
+    missing = [
+        f"{OPTIMIZER}{state}.{name}"
+        for state in wanted
+        for name in trained
+        if f"{OPTIMIZER}{state}.{name}" not in names
+    ]
+    if not missing:
+        return wanted
+    if len(missing) < len(wanted) * len(trained):
+        raise CheckpointError(
+            f"the source has an optimizer without {missing[0]}, one of {len(missing)} tensors that are missing"
+        )
+    return ()
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) == shape:
+        return tensor
+    widths = [wide - narrow for narrow, wide in zip(reversed(tensor.shape), reversed(shape), strict=True)]
+    return F.pad(tensor, [number for width in widths for number in (0, width)])

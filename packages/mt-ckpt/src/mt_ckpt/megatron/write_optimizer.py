@@ -1,0 +1,114 @@
+"""The optimizer's part of a rank's file, as Megatron without the distributed optimizer writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.optimizer import MAIN, STEP
+from mt_ckpt.megatron.rank_plan import RankEntry
+from mt_core.config.checks import global_batch_size
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.data.batch_size import total_train_samples
+from mt_core.optim.schedules import Horizon, span_of
+from mt_core.plugins import PluginHost
+
+Written = Mapping[str, Any]
+"""State ("exp_avg", "main") -> the encoded tensor of an entry."""
+
+
+def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) -> dict[str, Any]:
+    """What Megatron-Core 0.19 keeps of a group, without its parameters. options: of our [optimizer] section."""
+    lr, min_lr = options.get("lr", 0.0), options.get("min_lr", 0.0)
+    return {
+        "is_expert_parallel": of_experts,
+        "default_config": True,
+        "wd_mult": 1.0 if decayed else 0.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": lr,
+        "min_lr": min_lr,
+        "lr": lr,
+        "betas": (options.get("adam_beta1", 0.9), options.get("adam_beta2", 0.999)),
+        "eps": options.get("adam_eps", 1e-8),
+        "weight_decay": options.get("weight_decay", 0.01) if decayed else 0.0,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
+
+
+def optimizer_value(
+    members: Sequence[tuple[RankEntry, int, Written]], options: Mapping[str, Any], step: Callable[[], Any]
+) -> Any:
+    """The value under `optimizer`: a dictionary, or one for dense parameters and one for the experts'.
+
+    members: each parameter with its number of dimensions in the file and its states. step: makes the encoded number of
+    updates, a tensor for each parameter.
+    """
+    kinds = [[m for m in members if (m[0].expert is not None) == of_experts] for of_experts in (False, True)]
+    made = [_one(kind, options, step, of_experts=bool(i)) for i, kind in enumerate(kinds) if kind]
+    return made[0] if len(made) == 1 else made
+
+
+def _one(
+    members: Sequence[tuple[RankEntry, int, Written]],
+    options: Mapping[str, Any],
+    step: Callable[[], Any],
+    *,
+    of_experts: bool,
+) -> dict[str, Any]:
+    groups, states, copies = [], {}, []
+    count = 0
+    for decayed in (True, False):
+        chosen = [written for entry, dims, written in members if _decays(entry, dims) == decayed]
+        if not chosen:
+            continue
+        numbers = list(range(count, count + len(chosen)))
+        count += len(chosen)
+        groups.append({**param_group(options, decayed=decayed, of_experts=of_experts), "params": numbers})
+        for number, written in zip(numbers, chosen, strict=True):
+            moments = {state: tensor for state, tensor in written.items() if state != MAIN}
+            states[number] = {STEP: step(), **moments}
+        copies.append([written[MAIN] for written in chosen if MAIN in written])
+    inner = {"state": states, "param_groups": groups}
+    return {"optimizer": inner, "fp32_from_fp16_params": copies} if any(copies) else inner
+
+
+def _decays(entry: RankEntry, dims: int) -> bool:
+    return dims > 1 and not entry.name.endswith(".bias")
+
+
+def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
+    """The value under `opt_param_scheduler`: as it came from Megatron, else from our schedule. Times are in samples."""
+    carried = metadata.get(KEY, {}).get("opt_param_scheduler")
+    if carried is not None:
+        return dict(carried)
+    config, consumed = config_from_dict(metadata["config"], host), int(metadata.get("consumed_samples", 0))
+    span = span_of(config.lr_schedule, _horizon(config, consumed))
+    decay = config.optimizer.weight_decay
+    return {
+        "max_lr": config.optimizer.lr,
+        "lr_warmup_steps": span.warmup,
+        "num_steps": consumed,
+        "lr_decay_style": config.lr_schedule.lr_decay_style,
+        "lr_decay_steps": span.decay,
+        "min_lr": config.optimizer.min_lr,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": span.decay,
+    }
+
+
+def _horizon(config: Config, consumed: int) -> Horizon:
+    """A checkpoint that does not say how long its training is has a schedule as long as it got."""
+    known = config.train.train_iters is not None or config.train.train_samples is not None
+    total = total_train_samples(config) if known else consumed
+    return Horizon(total, global_batch_size(config), config.optimizer.lr, config.optimizer.min_lr)

@@ -1,0 +1,175 @@
+"""The index of a PyTorch distributed checkpoint (DCP), read without torch's unpickler.
+
+`.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: for each key a tensor's whole shape and the
+chunks in which it was saved, or that it is bytes; and for each chunk the file, offset and length of what torch.save
+wrote. Data files are such pieces end to end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.pickles.inert import Inert
+from mt_ckpt.pickles.storages import Extent
+from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
+from mt_ckpt.pickles.unpickler import SafeUnpickler
+from mt_core.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """What one call of torch.save wrote, in a data file."""
+
+    file: Path
+    extent: Extent
+
+    def value(self) -> Any:
+        """The object, tensors not read. Raises CheckpointError."""
+        return open_torch_file(self.file, self.extent).value
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it begins and its sizes, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blob: Blob
+
+    def stored(self) -> StoredTensor:
+        value = self.blob.value()
+        if not isinstance(value, StoredTensor) or value.shape != self.sizes:
+            raise CheckpointError(
+                f"{self.blob.file}: damaged: at byte {self.blob.extent.offset} is no tensor of shape {list(self.sizes)}"
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """A whole tensor, in chunks that cover it."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Sequence[Chunk]
+
+    def read(self) -> Tensor:
+        return self.read_box((0,) * len(self.shape), self.shape)
+
+    def read_box(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+        """Elements [begin, end) in every dimension. Only chunks that reach into the box are read."""
+        target = torch.empty([high - low for low, high in zip(begin, end, strict=True)], dtype=self.dtype)
+        for chunk in self.chunks:
+            low = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
+            high = [min(a, b + size) for a, b, size in zip(end, chunk.offsets, chunk.sizes, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
+                target[place] = _read_part(chunk, low, high)
+        return target
+
+
+@dataclass(frozen=True)
+class Index:
+    """A DCP folder: its tensors and its pickled objects, by key."""
+
+    folder: Path
+    tensors: Mapping[str, ChunkedTensor]
+    objects: Mapping[str, Blob]
+
+
+def read_index(folder: Path) -> Index:
+    """Raises CheckpointError when the index is missing or damaged, or when what it lists is not all there."""
+    file = folder / METADATA_FILE
+    try:
+        with file.open("rb") as stream:
+            metadata = SafeUnpickler(stream, str(file)).load()
+    except OSError as error:
+        raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
+    try:
+        return _parse(folder, metadata)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged, or not the index of a distributed checkpoint: {error!r}") from None
+
+
+def _parse(folder: Path, metadata: Inert) -> Index:
+    entries = metadata.attributes["state_dict_metadata"]
+    blobs: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
+    sizes: dict[Path, int] = {}
+    for index, info in metadata.attributes["storage_data"].items():
+        offset = index.attributes.get("offset")  # absent for objects, in newer versions of torch
+        key = (str(index.attributes["fqn"]), None if offset is None else tuple(offset))
+        blobs[key] = _blob(folder, info.attributes, sizes)
+    tensors, objects = {}, {}
+    for key, entry in entries.items():
+        if type(entry).__name__ == "TensorStorageMetadata":
+            tensors[key] = _tensor(folder, key, entry.attributes, blobs)
+        elif (key, None) in blobs:
+            objects[key] = blobs[key, None]
+        else:
+            raise CheckpointError(f"{folder / METADATA_FILE}: does not say where {key} is")
+    return Index(folder, tensors, objects)
+
+
+def _blob(folder: Path, info: Mapping[str, Any], sizes: dict[Path, int]) -> Blob:
+    name = str(info["relative_path"])
+    file = folder / name
+    if Path(name).name != name:
+        raise CheckpointError(f"{folder / METADATA_FILE}: refers to {name!r}, which is not a file beside it")
+    if file not in sizes:
+        try:
+            sizes[file] = file.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
+    extent = Extent(int(info["offset"]), int(info["length"]))
+    if extent.offset + extent.num_bytes > sizes[file]:
+        raise CheckpointError(f"{file}: truncated: {sizes[file]} bytes instead of {extent.offset + extent.num_bytes}")
+    return Blob(file, extent)
+
+
+def _tensor(
+    folder: Path, key: str, entry: Mapping[str, Any], blobs: Mapping[tuple[str, tuple[int, ...] | None], Blob]
+) -> ChunkedTensor:
+    shape = tuple(entry["size"])
+    chunks = []
+    for chunk in entry["chunks"]:
+        offsets, sizes = tuple(chunk.attributes["offsets"]), tuple(chunk.attributes["sizes"])
+        if (key, offsets) not in blobs:
+            raise CheckpointError(f"{folder / METADATA_FILE}: does not say where the chunk {list(offsets)} of {key} is")
+        chunks.append(Chunk(offsets, sizes, blobs[key, offsets]))
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if covered != math.prod(shape):
+        raise CheckpointError(
+            f"{folder / METADATA_FILE}: the chunks of {key} have {covered} elements, the tensor {math.prod(shape)}: a "
+            "part was not saved"
+        )
+    return ChunkedTensor(key, shape, _dtype(entry["properties"]), chunks)
+
+
+def _dtype(properties: Inert) -> torch.dtype:
+    """TensorProperties writes a tuple that begins with the dtype; older versions of torch its attributes."""
+    found = properties.attributes.get("dtype") or properties.arguments[0]
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {found!r}")
+    return found
+
+
+def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
+    """Elements [low, high) of the whole tensor, all within `chunk`; full rows of it are read by themselves."""
+    stored = chunk.stored()
+    begin = [a - o for a, o in zip(low, chunk.offsets, strict=True)]
+    size = [b - a for a, b in zip(low, high, strict=True)]
+    if tuple(size[1:]) == chunk.sizes[1:] and size:
+        row = math.prod(chunk.sizes[1:])
+        return stored.read_flat(begin[0] * row, size[0] * row).view(size)
+    part = stored.read()
+    return part[tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))]

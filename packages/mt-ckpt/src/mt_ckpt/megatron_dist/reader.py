@@ -1,0 +1,154 @@
+"""An open checkpoint of Megatron's `torch_dist` format, as canonical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.megatron import arguments
+from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.folder import find_iteration
+from mt_ckpt.megatron.metadata import KEY, metadata_of, true_vocab_size
+from mt_ckpt.megatron.model import layouts_of, load_model_config
+from mt_ckpt.megatron.names import EMBEDDING
+from mt_ckpt.megatron.optimizer import MAIN, STEP
+from mt_ckpt.megatron.pieces import Entry, Number, Piece, cropped, hold
+from mt_ckpt.megatron.rank_files import namespace_attributes
+from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron_dist.common import read_common, require_backend
+from mt_ckpt.megatron_dist.index import METADATA_FILE, Index, read_index
+from mt_ckpt.megatron_dist.keys import entries_of, parse
+from mt_ckpt.megatron_dist.reshardable import flat_optimizer, has_flat_optimizer, reason_not_read
+from mt_ckpt.pickles.torch_file import StoredTensor
+from mt_core.errors import CheckpointError, did_you_mean
+from mt_core.plugins import PluginHost
+
+
+def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None) -> DistReader:
+    """Open the iteration at `path`, or the one that the tracker in `path` names.
+
+    vocab_size: see `mt_ckpt.megatron.reader.open_checkpoint`. Raises CheckpointError and ConfigError as that does.
+    """
+    folder = find_iteration(Path(path))
+    require_backend(folder)
+    return DistReader(read_index(folder), host, vocab_size)
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """A tensor without the padding of its vocabulary."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.piece.dtype
+
+    def read(self) -> Tensor:
+        return cropped(self.piece.read(), self.shape)
+
+
+class DistReader:
+    """A `mt_core.specs.CheckpointReader`. Threads may read from it at the same time."""
+
+    def __init__(self, index: Index, host: PluginHost, vocab_size: int | None) -> None:
+        self.folder = index.folder
+        common = read_common(index)
+        args = Arguments(namespace_attributes(common, index.folder), index.folder)
+        weights, states = _sorted_tensors(index)
+        if EMBEDDING not in weights:
+            raise CheckpointError(f"{index.folder}: has no {EMBEDDING}")
+        padded = weights[EMBEDDING].shape[0]
+        true = true_vocab_size(args, padded, vocab_size)
+        section = arguments.model_section(args, weights.keys(), true)
+        config = load_model_config(section, host)
+        self._stored = layouts_of(config, host, padded)
+        self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
+        require_same_names(index.folder, self._stored, weights)
+        self._tensors: dict[str, Piece] = {MODEL + name: self._cropped(name, weights[name]) for name in self._stored}
+        self.metadata: dict[str, Any] = metadata_of(args, common, section)
+        step = _step(common, index)
+        if has_flat_optimizer(index):
+            if (reason := reason_not_read(args)) is None:
+                states = flat_optimizer(index, args, self._stored, weights)
+            else:
+                self.metadata[KEY]["optimizer_left_out"] = reason
+        if all(piece.dtype == torch.float32 for piece in weights.values()):
+            states.pop(MAIN, None)  # of fp32 training the copies are the weights themselves
+        self._add_optimizer(states, step)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.folder}: has no tensor {name}{did_you_mean(name, self._tensors)}")
+        return self._tensors[name].read()
+
+    def files(self) -> Mapping[str, bytes]:
+        """None: the format carries no tokenizer."""
+        return {}
+
+    def _cropped(self, name: str, piece: Piece) -> Cropped:
+        expected = self._stored[name].shape
+        if tuple(piece.shape) != expected:
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(piece.shape)}, by the args it is {list(expected)}"
+            )
+        return Cropped(piece, self._shapes[name])
+
+    def _add_optimizer(self, states: Mapping[str, Mapping[str, Piece]], step: float | None) -> None:
+        for state, pieces in states.items():
+            for name, piece in pieces.items():
+                if name not in self._stored:
+                    raise CheckpointError(
+                        f"{self.folder}: the optimizer has {state} of {name}, which the model does not have"
+                    )
+                self._tensors[f"{OPTIMIZER}{state}.{name}"] = self._cropped(name, piece)
+        if step is not None:
+            for name in states.get("exp_avg", ()):
+                self._tensors[f"{OPTIMIZER}{STEP}.{name}"] = Number(step)
+
+
+def _sorted_tensors(index: Index) -> tuple[dict[str, Piece], dict[str, dict[str, Piece]]]:
+    """Canonical name -> weights, and state -> name -> the optimizer's."""
+    entries: dict[str | None, list[Entry]] = {}
+    for key, tensor in index.tensors.items():
+        if (parsed := parse(key)) is not None:
+            entries.setdefault(parsed.state, []).extend(entries_of(parsed.model_key, tensor))
+    pieces = {
+        state: {name: held[0].piece for name, held in hold(found).items() if not name.endswith("inv_freq")}
+        for state, found in entries.items()
+    }
+    return pieces.pop(None, {}), {state: found for state, found in pieces.items() if state is not None}
+
+
+def _step(common: Mapping[str, Any], index: Index) -> float | None:
+    """Updates done: a number of all parameters, or of each group."""
+    optimizer = common.get("optimizer")
+    candidates = list(optimizer) if isinstance(optimizer, list) else [optimizer]
+    candidates += [index.objects[key].value() for key in index.objects if key.startswith("optimizer.distributed.")]
+    steps = {number for candidate in candidates for number in _steps_in(candidate)}
+    if len(steps) > 1:
+        raise CheckpointError(f"{index.folder / METADATA_FILE}: its optimizers made {sorted(steps)} steps")
+    return steps.pop() if steps else None
+
+
+def _steps_in(value: Any) -> list[float]:
+    if isinstance(value, list):
+        return [number for entry in value for number in _steps_in(entry)]
+    if not isinstance(value, dict):
+        return []
+    found = [value[name] for name in ("step", "common_step") if value.get(name) is not None]
+    numbers = [float(entry.read()) if isinstance(entry, StoredTensor) else float(entry) for entry in found]
+    return numbers + [number for entry in value.values() for number in _steps_in(entry)]

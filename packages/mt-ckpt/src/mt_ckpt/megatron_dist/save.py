@@ -1,0 +1,148 @@
+"""Writes a checkpoint in Megatron's `torch_dist` format, as Megatron-Core 0.19 does.
+
+The format does not depend on the parallel layout; the target sizes are what the arguments inside say, and the
+vocabulary is padded for them. An Adam's state is written as the fully reshardable one of the distributed optimizer
+(--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable). Random streams are not written: load with
+--no-load-rng.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
+from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.optimizer import MAIN, STEP
+from mt_ckpt.megatron.save import CHECKPOINT_VERSION
+from mt_ckpt.megatron.target import Plan, plan
+from mt_ckpt.megatron.write_optimizer import param_group, scheduler_value
+from mt_ckpt.megatron.written_file import WrittenFile
+from mt_ckpt.megatron_dist.common import BACKEND, COMMON_KEY, MARK_FILE
+from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
+from mt_ckpt.megatron_dist.index import METADATA_FILE
+from mt_ckpt.megatron_dist.write_index import WrittenBlob, encode_index
+from mt_ckpt.pickles.encode import namespace
+from mt_ckpt.pickles.torch_writer import TorchWriter, write_object
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+MAX_FILE_BYTES = 4 << 30
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Write `source` as a Megatron `--save` folder with one iteration (a release if it has none).
+
+    Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
+    model's, and OSError.
+    """
+    made = plan(source, options, host, "torch_dist")
+    items = dist_plan(made)
+    groups = split_by_bytes(items.chunks, options.max_shard_size or MAX_FILE_BYTES)
+    identity = getattr(source, "identity", None)
+    key = work_key("megatron-dist", identity, repr(options)) if identity else None
+    name = iteration_name(made.iteration)
+    objects = {COMMON_KEY: [_common_state(made, host)], **{key: [None] for key in items.objects}}
+    with closing(ResumableFolder(path, key)) as folder:
+        blobs: list[WrittenBlob] = []
+        for number, group in enumerate(groups):
+            blobs += _data_file(folder, f"{name}/__0_{number}.distcp", made, group, objects if number == 0 else {})
+        small = {
+            f"{name}/{METADATA_FILE}": encode_index(items.tensors, blobs),
+            f"{name}/{MARK_FILE}": json.dumps(BACKEND).encode(),
+            TRACKER: (str(made.iteration) if name != RELEASE else RELEASE).encode(),
+        }
+        for file, data in small.items():
+            folder.write_small(file, data)
+        folder.commit({*small, *(f"{name}/__0_{number}.distcp" for number in range(len(groups)))})
+
+
+def _data_file(
+    folder: ResumableFolder, name: str, made: Plan, group: Sequence[ChunkItem], objects: dict[str, Any]
+) -> list[WrittenBlob]:
+    """Write one data file, or find what a process that was killed finished."""
+    done = folder.finished(name)
+    if done is None:
+        with WrittenFile(folder.content / name) as stream:
+            blobs = list(_write_data(stream, Path(name).name, made, group, objects))
+            folder.finish(name, stream.sync(), {"blobs": [_as_json(blob) for blob in blobs]})
+        return blobs
+    return [_from_json(entry) for entry in done["blobs"]]
+
+
+def _write_data(
+    stream: WrittenFile, name: str, made: Plan, group: Sequence[ChunkItem], objects: Mapping[str, Any]
+) -> Iterator[WrittenBlob]:
+    """Write objects, then chunks; name: of the file. Chunks of one tensor that follow one another cost one read."""
+    for key, value in objects.items():
+        begin = stream.tell()
+        write_object(stream, value)
+        yield WrittenBlob(key, None, (), name, begin, stream.tell() - begin)
+    read: tuple[Source, Tensor] | None = None
+    for item in group:
+        if read is None or read[0] != item.source:
+            read = None  # before the next is read
+            read = (item.source, _read(made, item.source))
+        begin = stream.tell()
+        writer = TorchWriter(stream)
+        part = read[1] if item.expert is None else read[1][item.expert]
+        writer.finish(writer.add(part.reshape(item.sizes)))
+        yield WrittenBlob(item.key, item.offsets, item.sizes, name, begin, stream.tell() - begin)
+
+
+def _read(made: Plan, source: Source) -> Tensor:
+    if source.state == MAIN and MAIN not in made.states:
+        return made.read(source.name).float()  # the copies of fp32 weights are the weights
+    return made.read(source.name, source.state)
+
+
+def _common_state(made: Plan, host: PluginHost) -> dict[str, Any]:
+    """What is neither a tensor nor belongs to one rank."""
+    args = {**made.args, "use_distributed_optimizer": bool(made.states), "dist_ckpt_optim_fully_reshardable": True}
+    state: dict[str, Any] = {
+        "args": namespace({**args, "no_save_optim": not made.states or None, "no_save_rng": True}),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": made.iteration,
+        "num_floating_point_operations_so_far": made.source.metadata.get(KEY, {}).get(
+            "num_floating_point_operations_so_far", 0
+        ),
+    }
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if made.states:
+        state["optimizer"] = common_optimizer(_groups(made))
+        state["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
+        content |= {"distrib_optim_sharding_type": "fully_reshardable"}
+        content |= {"distrib_optim_fully_reshardable_mem_efficient": False}
+    return state | {"content_metadata": content}
+
+
+def _groups(made: Plan) -> list[dict[str, Any]]:
+    options = made.source.metadata["config"].get("optimizer", {})
+    step = made.step()
+    kinds = {
+        (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts)
+        for name, layout in made.layouts.items()
+        for of_experts in [".mlp.experts." in name]
+        if layout.trained
+    }
+    ordered = sorted(kinds, key=lambda kind: (kind[1], not kind[0]))
+    return [
+        {**param_group(options, decayed=decayed, of_experts=of_experts), STEP: step} for decayed, of_experts in ordered
+    ]
+
+
+def _as_json(blob: WrittenBlob) -> dict[str, Any]:
+    return {**blob.__dict__, "offsets": None if blob.offsets is None else list(blob.offsets), "sizes": list(blob.sizes)}
+
+
+def _from_json(entry: dict[str, Any]) -> WrittenBlob:
+    offsets = entry["offsets"]
+    return WrittenBlob(
+        **{**entry, "offsets": None if offsets is None else tuple(offsets), "sizes": tuple(entry["sizes"])}
+    )

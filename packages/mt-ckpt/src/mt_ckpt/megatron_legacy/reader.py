@@ -1,0 +1,91 @@
+"""An open checkpoint of Megatron-LM from before Megatron-Core, as canonical tensors: GPT and BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt.megatron.folder import rank_folders
+from mt_ckpt.megatron.names import EMBEDDING, layer_counts
+from mt_ckpt.megatron.rank_files import Iteration, Parameter, RankFile, namespace_attributes, open_iteration
+from mt_ckpt.megatron.reader import MegatronReader
+from mt_ckpt.megatron_legacy.names import STACK, as_encoder, is_bert, to_core
+from mt_ckpt.megatron_legacy.qkv import GROUPED_SINCE, LATEST, Regrouped
+from mt_ckpt.pickles.torch_file import StoredTensor, tensors_in
+from mt_core.errors import CheckpointError
+from mt_core.plugins import PluginHost
+
+HEAD_SIZE = 64
+"""Of the models that were published without their arguments: BERT and GPT-2 with 345 million parameters."""
+_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+
+
+def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None) -> MegatronReader:
+    """Open the iteration at `path`, or the one that the tracker in `path` names; only the model is read.
+
+    vocab_size: see `mt_ckpt.megatron.reader.open_checkpoint`. Raises CheckpointError and ConfigError as that does.
+    """
+    iteration = open_iteration(Path(path), legacy_tensors, arguments_of)
+    return MegatronReader(_as_core(iteration), host, vocab_size, with_optimizer=False)
+
+
+def legacy_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]:
+    """A model of nested dictionaries, under Megatron-Core's names. Raises CheckpointError for one name twice."""
+    found: dict[str, StoredTensor] = {}
+    for old, tensor in tensors_in(part).items():
+        name = to_core(old)
+        if name in found:
+            raise CheckpointError(f"{file}: {old} and another tensor are both {name}")
+        found[name] = tensor
+    return found
+
+
+def arguments_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    """The stored arguments, or for the models that were published without any, what their tensors' shapes say."""
+    return namespace_attributes(content, file) if content.get("args") is not None else _inferred(content, file)
+
+
+def _inferred(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    tensors = legacy_tensors(content["model"], file)
+    ranks = len(rank_folders(file.parent.parent))
+    try:
+        vocabulary, hidden = tensors[EMBEDDING].shape
+        positions = tensors["embedding.position_embeddings.weight"].shape[0]
+        inner = tensors[f"{STACK}.layers.0.mlp.linear_fc1.weight"].shape[0]
+    except (KeyError, ValueError):
+        raise CheckpointError(f"{file}: has neither args nor the tensors that would say what they were") from None
+    return {
+        "num_layers": layer_counts(tensors)[STACK],
+        "hidden_size": hidden,
+        "num_attention_heads": max(hidden // HEAD_SIZE, 1),
+        "ffn_hidden_size": inner * ranks,
+        "max_position_embeddings": positions,
+        "padded_vocab_size": vocabulary * ranks,
+        "tensor_model_parallel_size": ranks,
+        "bias_gelu_fusion": True,
+        "inferred_from_shapes": True,
+    }
+
+
+def _as_core(iteration: Iteration) -> Iteration:
+    version = float(iteration.common.get("checkpoint_version") or 0)
+    if not 0 <= version <= LATEST:
+        raise CheckpointError(f"{iteration.folder}: checkpoint_version={version} is not known; it can be 0 to {LATEST}")
+    bert = is_bert(entry.name for entry in iteration.weights())
+    heads = int(iteration.args.need("num_attention_heads")) // iteration.grid.tp
+
+    def convert(parameter: Parameter) -> Parameter:
+        tensor = parameter.tensor
+        if version < GROUPED_SINCE and parameter.name.endswith(_QKV):
+            return replace(parameter, name=rename(parameter.name), tensor=Regrouped(tensor, heads, version))
+        return replace(parameter, name=rename(parameter.name))
+
+    def rename(name: str) -> str:
+        return as_encoder(name) if bert else name
+
+    def converted(file: RankFile) -> RankFile:
+        return replace(file, parts=[[convert(parameter) for parameter in part] for part in file.parts])
+
+    return replace(iteration, files=[converted(file) for file in iteration.files])

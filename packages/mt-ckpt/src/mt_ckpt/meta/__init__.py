@@ -1,0 +1,1 @@
+"""The layout in which Meta publishes Llama and Mistral its own models."""

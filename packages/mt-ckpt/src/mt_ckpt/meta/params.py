@@ -1,0 +1,93 @@
+"""`params.json` of Meta's Llama and of Mistral's own layout, as the contents of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_ckpt.safetensors_files import TensorInfo
+from mt_core.errors import CheckpointError, ConfigError
+
+NEEDED = ("dim", "n_layers", "n_heads", "norm_eps")
+OF_META = {
+    "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "rope_theta", "use_scaled_rope",
+    "rope_scaling_factor", "max_seq_len", "max_batch_size",
+}  # fmt: skip
+OF_MISTRAL = {
+    "n_kv_heads", "vocab_size", "head_dim", "hidden_dim", "rope_theta", "sliding_window", "max_seq_len",
+    "max_position_embeddings", "model_type", "tied_embeddings", "max_batch_size",
+}  # fmt: skip
+EMBEDDING, OUTPUT, GATE = "tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w1.weight"
+LLAMA_3_BASE = 500000.0
+
+
+def to_hugging_face(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """config.json of the model. Widths that params.json leaves to code are taken from the tensors' shapes.
+
+    Raises ConfigError for parameters that are missing or unknown, CheckpointError for missing tensors.
+    """
+    mistral = "hidden_dim" in params
+    known = {*NEEDED, *(OF_MISTRAL if mistral else OF_META)}
+    if missing := [key for key in NEEDED if key not in params]:
+        raise ConfigError(f"params.json: {', '.join(missing)} is missing")
+    if unknown := sorted(set(params) - known):
+        given = ", ".join(f"{key}={params[key]!r}" for key in unknown)
+        raise ConfigError(f"params.json: {given} is not known; known are {', '.join(sorted(known))}")
+    for name in (EMBEDDING, GATE):
+        if name not in tensors:
+            raise CheckpointError(f"tensor {name} is missing in the checkpoint")
+    return {**_common(params, tensors), **(_mistral(params) if mistral else _llama(params))}
+
+
+def _common(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    vocab_size = tensors[EMBEDDING].shape[0]
+    if params.get("vocab_size", -1) not in (-1, vocab_size):
+        raise CheckpointError(f"params.json: vocab_size={params['vocab_size']}, but {EMBEDDING} has {vocab_size} rows")
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": params["dim"],
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": params["n_heads"],
+        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+        "head_dim": params.get("head_dim") or params["dim"] // params["n_heads"],
+        "intermediate_size": tensors[GATE].shape[0],
+        "rms_norm_eps": params["norm_eps"],
+        "tie_word_embeddings": OUTPUT not in tensors,
+    }
+
+
+def _mistral(params: Mapping[str, Any]) -> dict[str, Any]:
+    window = params.get("sliding_window")
+    positions = params.get("max_position_embeddings") or params.get("max_seq_len") or 32768
+    base = params.get("rope_theta") or (10000.0 if window else 1000000.0)
+    return {
+        "model_type": "mistral",
+        "sliding_window": window,
+        "max_position_embeddings": positions,
+        "rope_theta": base,
+    }
+
+
+def _llama(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions are not in the file: those with which the generation of this rotary base was published."""
+    base = float(params.get("rope_theta", 10000.0))
+    scaled = bool(params.get("use_scaled_rope"))
+    positions = 131072 if scaled else 8192 if base == LLAMA_3_BASE else 16384 if base > 10000.0 else 4096
+    return {
+        "model_type": "llama",
+        "max_position_embeddings": params.get("max_seq_len") or positions,
+        "rope_theta": base,
+        "rope_scaling": _scaling(params) if scaled else None,
+    }
+
+
+def _scaling(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 3.1 stretches by 8; the small models of 3.2 (hidden size below 4096) by 32."""
+    factor = params.get("rope_scaling_factor") or (8 if params["dim"] >= 4096 else 32)
+    return {
+        "rope_type": "llama3",
+        "factor": float(factor),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }

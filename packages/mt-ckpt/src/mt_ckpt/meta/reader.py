@@ -1,0 +1,179 @@
+"""Reads `consolidated.NN.pth` (or `consolidated.safetensors`) with `params.json`: Llama from Meta, Mistral's own.
+
+Both multiply neighbouring channels of a head by the rotary angles; here, as in Hugging Face's format, the two halves
+of a head are rotated, so that the rows of queries and keys change their order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.hugging_face.family import identify
+from mt_ckpt.hugging_face.reader import HuggingFaceReader
+from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile
+from mt_ckpt.meta.params import to_hugging_face
+from mt_ckpt.meta.shards import MergedShards
+from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo
+from mt_ckpt.torch_files import TorchFile
+from mt_core.errors import CheckpointError
+from mt_core.plugins import PluginHost
+
+PARAMS = "params.json"
+SAFETENSORS = "consolidated.safetensors"
+PTH = re.compile(r"consolidated\.([0-9]{2})\.pth")
+TOKENIZERS = ("tokenizer.model", "tokenizer.model.v3")
+LLAMA_3_SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
+"""The first of its ids after the merged ones; the others have no meaning to a base model."""
+
+TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+IN_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+CUT_ALONG_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
+FREQUENCIES = "rope.freqs"
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` has params.json and consolidated weights."""
+    return (path / PARAMS).is_file() and bool(_weight_files(path))
+
+
+def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
+    """Raises CheckpointError for missing and damaged files and tensors that do not fit, ConfigError for unknown
+    parameters."""
+    params = _read_params(path / PARAMS)
+    shards = [_open_file(file) for file in _weight_files(path)]
+    if not shards:
+        raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
+    merged = MergedShards(shards, lambda name, shape: _cut_along(name, shape, params))
+    external = to_hugging_face(params, merged.infos)
+    tensors = HalvesRotated(merged, external)
+    family, config = identify(external, tensors.infos, host)
+    files = _tokenizer_files(path)
+    metadata = {
+        "iteration": 0,
+        "config": {
+            "model": config.model.model_dump(mode="json"),
+            "tokenizer": _tokenizer_config(path, files, config.model.vocab_size),
+        },
+    }
+    return HuggingFaceReader(tensors, family, config.model, metadata, files)
+
+
+class HalvesRotated:
+    """The tensors under Hugging Face's names, rows of queries and keys in its order (an ExternalTensors)."""
+
+    def __init__(self, tensors: ExternalTensors, external: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+        self._heads = {
+            "q_proj": int(external["num_attention_heads"]),
+            "k_proj": int(external["num_key_value_heads"]),
+        }
+        self._stored = {_renamed(name): name for name in tensors.infos if name != FREQUENCIES}
+        self.infos: Mapping[str, TensorInfo] = {new: tensors.infos[old] for new, old in self._stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensors.read(self._stored[name])
+        heads = self._heads.get(name.split(".")[-2])
+        return tensor if heads is None else neighbours_to_halves(tensor, heads)
+
+
+def neighbours_to_halves(rows: Tensor, heads: int) -> Tensor:
+    """[heads * D, ...]: the row of channel 2 j + p of a head becomes that of channel p D / 2 + j."""
+    pairs = rows.unflatten(0, (heads, -1, 2))
+    return torch.movedim(pairs, 2, 1).flatten(0, 2)
+
+
+def _renamed(name: str) -> str:
+    match = re.fullmatch(r"layers\.([0-9]+)\.(.+)\.(weight|bias)", name)
+    if match and match[2] in IN_LAYER:
+        return f"model.layers.{match[1]}.{IN_LAYER[match[2]]}.{match[3]}"
+    if name not in TOP:
+        raise CheckpointError(f"tensor {name} is not one of Llama's or Mistral's layout")
+    return TOP[name]
+
+
+def _cut_along(name: str, shape: tuple[int, ...], params: Mapping[str, Any]) -> int | None:
+    """Meta's layers: columns of what goes back to the residual stream, rows of the rest; vectors are whole.
+
+    Embeddings are cut along the hidden size up to Llama 2, along the vocabulary since Llama 3.
+    """
+    if len(shape) < 2:
+        return None
+    if name == "tok_embeddings.weight":
+        return 0 if shape[1] == params["dim"] else 1
+    return 1 if name.endswith(CUT_ALONG_COLUMNS) else 0
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / SAFETENSORS).is_file():
+        return [path / SAFETENSORS]
+    found = sorted(file for file in path.glob("consolidated.*.pth") if PTH.fullmatch(file.name))
+    numbers = [int(PTH.fullmatch(file.name)[1]) for file in found]  # type: ignore[index]
+    if numbers != list(range(len(numbers))):
+        raise CheckpointError(f"{path}: of the consolidated files some are missing; there are numbers {numbers}")
+    return found
+
+
+def _open_file(file: Path) -> TensorFile:
+    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+
+
+def _read_params(file: Path) -> dict[str, Any]:
+    try:
+        params = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return params
+
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """`tokenizer.model`, which stands beside the weights or, in Meta's downloads, one folder above."""
+    for name in TOKENIZERS:
+        for folder in (path, path.parent):
+            if (folder / name).is_file():
+                return {"tokenizer.model": (folder / name).read_bytes()}
+    return {}
+
+
+def _tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
+    data = files.get("tokenizer.model")
+    if data is None:
+        return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+    model = {"tokenizer_model": str(path / "tokenizer.model")}
+    # A SentencePiece model is a protocol buffer that begins with a field of pieces; Llama 3's is lines of base64.
+    if data[:1] == b"\n":
+        return {"tokenizer_type": "Llama2Tokenizer", **model}
+    return {
+        "tokenizer_type": "TikTokenizer",
+        "tiktoken_pattern": "cl100k",
+        "tokenizer_special_tokens": list(LLAMA_3_SPECIAL_TOKENS),
+        "tiktoken_num_special_tokens": (vocab_size or 0) - len(data.splitlines()),
+        **model,
+    }

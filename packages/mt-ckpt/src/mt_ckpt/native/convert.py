@@ -1,0 +1,93 @@
+"""Writes another format's checkpoint in mt's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt.convert.options import refuse_layout
+from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.native import manifest as manifests
+from mt_ckpt.native.checksum import checksum
+from mt_ckpt.native.dtypes import format_name
+from mt_ckpt.native.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
+from mt_ckpt.native.save import MAX_SHARD_BYTES, small_files
+from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+TENSOR_CHECKSUMS, HEADER_BYTES, HEADER_CHECKSUM = "tensors", "header_bytes", "header_checksum"
+"""What the record of a finished shard keeps for the manifest."""
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Everything that `source` has: the model, the optimizer and random streams if they are there, metadata, files.
+
+    Raises ConfigError for options that cut tensors, CheckpointError, and OSError.
+    """
+    refuse_layout("mt", options)
+    shapes, dtypes = source.shapes(), source.dtypes()
+    infos = align({name: TensorInfo(tuple(shape), dtypes[name]) for name, shape in shapes.items()})
+    groups = split_by_size(infos, options.max_shard_size or MAX_SHARD_BYTES)
+    shards = {f"tensors-{number:05d}.safetensors": group for number, group in enumerate(groups, 1)}
+    metadata = {"iteration": 0, **source.metadata, "converted_by": _writer()}
+    small = small_files(metadata, source.files())
+    identity = getattr(source, "identity", None)
+    key = work_key("mt", identity, {file: list(group) for file, group in shards.items()}) if identity else None
+    with closing(ResumableFolder(path, key)) as folder:
+        finished = {file: folder.finished(file) or _write(folder, file, shards[file], source) for file in shards}
+        for name, data in {**small, MANIFEST_NAME: _manifest(folder, shards, finished, small)}.items():
+            folder.write_small(name, data)
+        folder.commit({*shards, *small, MANIFEST_NAME})
+
+
+def _write(
+    folder: ResumableFolder, file: str, group: Mapping[str, TensorInfo], source: CheckpointReader
+) -> Mapping[str, Any]:
+    (header_bytes, header_checksum), *tensors = parts = write_safetensors(
+        folder.content / file, group, map(source.read, group)
+    )
+    about = {
+        TENSOR_CHECKSUMS: {name: digest for name, (_, digest) in zip(group, tensors, strict=True)},
+        HEADER_BYTES: header_bytes,
+        HEADER_CHECKSUM: header_checksum,
+    }
+    folder.finish(file, parts, about)
+    return about
+
+
+def _manifest(
+    folder: ResumableFolder,
+    shards: Mapping[str, Mapping[str, TensorInfo]],
+    finished: Mapping[str, Mapping[str, Any]],
+    small: Mapping[str, bytes],
+) -> bytes:
+    stored: dict[str, StoredTensor] = {}
+    for file, group in shards.items():
+        offset = finished[file][HEADER_BYTES]
+        for name, info in group.items():
+            dtype = format_name(info.dtype) or ""  # the writer has refused what has none
+            digest = finished[file][TENSOR_CHECKSUMS][name]
+            stored[name] = StoredTensor(shard=file, offset=offset, dtype=dtype, shape=info.shape, checksum=digest)
+            offset += info.num_bytes
+    manifest = Manifest(
+        written_by=_writer(),
+        files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small.items()},
+        shards={
+            file: StoredShard(
+                num_bytes=(folder.content / file).stat().st_size,
+                header_bytes=about[HEADER_BYTES],
+                header_checksum=about[HEADER_CHECKSUM],
+            )
+            for file, about in finished.items()
+        },
+        tensors=stored,
+    )
+    return manifests.to_bytes(manifest)
+
+
+def _writer() -> str:
+    return f"mt-ckpt {version('mt-ckpt')}"

@@ -1,0 +1,55 @@
+"""Writes files as torch.save does, a tensor at a time: each is written before the next is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.pickles.archive import ArchiveWriter, ByteSink
+from mt_ckpt.pickles.encode import STORAGE_NAMES, Call, Storage, encode, tensor_call
+from mt_ckpt.pickles.torch_file import contiguous_stride
+from mt_core.errors import CheckpointError
+
+
+class TorchWriter:
+    """Writes one saved object at the present end of `stream`; several may follow one another in a stream.
+
+    `add` each tensor, then `finish` with the object, which holds what `add` returned in the tensors' places. name: of
+    the archive within the file.
+    """
+
+    def __init__(self, stream: ByteSink, name: str = "archive") -> None:
+        self._archive, self._name, self._count = ArchiveWriter(stream), name, 0
+
+    def add(self, tensor: Tensor) -> Call:
+        """Write the elements of a dense tensor on CPU.
+
+        Raises OSError, and CheckpointError for a dtype that has no storage of its own in torch's format.
+        """
+        if tensor.dtype not in STORAGE_NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_NAMES)
+            raise CheckpointError(f"a tensor of {tensor.dtype} cannot be written in this format; these can: {known}")
+        dense = tensor.detach().contiguous()
+        shape = tuple(dense.shape)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        key = str(self._count)
+        self._count += 1
+        self._write(f"data/{key}", flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
+        return tensor_call(Storage(key, dense.dtype, dense.numel()), shape, contiguous_stride(shape))
+
+    def finish(self, value: Any) -> None:
+        """Write the object and the end of the archive; the stream stays open."""
+        self._write("data.pkl", memoryview(encode(value)))
+        self._write("byteorder", memoryview(b"little"))
+        self._write("version", memoryview(b"3\n"))
+        self._archive.finish()
+
+    def _write(self, member: str, data: memoryview) -> None:
+        self._archive.add(f"{self._name}/{member}", data)
+
+
+def write_object(stream: ByteSink, value: Any) -> None:
+    """Write one object without tensors."""
+    TorchWriter(stream).finish(value)

@@ -1,0 +1,241 @@
+"""Safetensors files, read and written a tensor at a time.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the
+header (JSON: name -> dtype, shape, byte range after the header), then the tensors without gaps. Files are read
+by ordinary reads, not mapped, so that memory stays at one tensor whatever the file's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mt_ckpt.native.checksum import BLOCK_BYTES
+from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
+from mt_core.errors import CheckpointError
+
+METADATA = "__metadata__"
+MAX_HEADER_BYTES = 100 << 20
+"""The limit that the safetensors library sets."""
+ALIGNMENT = 8
+PENDING_BYTES = 64 << 20
+Part = tuple[int, str]
+"""Bytes that follow one another in a file: their number and XXH3 checksum."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file says of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Place:
+    info: TensorInfo
+    offset: int
+
+
+class SafetensorsFile:
+    """An existing file. Raises CheckpointError when its header is not one, or contradicts its size."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            self._places, self.metadata = _read_header(file)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: place.info for name, place in self._places.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on CPU, contiguous, in memory of its own."""
+        place = self._places[name]
+        tensor = torch.empty(place.info.shape, dtype=place.info.dtype)
+        target, offset = _bytes_of(tensor), place.offset
+        with self.file.open("rb", buffering=0) as stream:
+            while target:
+                count = os.preadv(stream.fileno(), [target[:BLOCK_BYTES]], offset)
+                if not count:
+                    raise CheckpointError(f"{self.file}: truncated: it ends at byte {offset}, within tensor {name}")
+                target, offset = target[count:], offset + count
+        return tensor
+
+
+class SafetensorsWriter:
+    """A new file that holds `tensors`, whose values are added in that order. Close it in any case.
+
+    A thread writes and computes checksums while the caller makes the next values ready. An element must not be larger
+    than the one before, so that every tensor is aligned: see `align`.
+    """
+
+    def __init__(self, file: Path, tensors: Mapping[str, TensorInfo], pending_bytes: int = PENDING_BYTES) -> None:
+        """pending_bytes: of values that may wait to be written.
+
+        Raises OSError, and CheckpointError for a dtype that the format cannot hold.
+        """
+        self._file, self._pending_bytes = file, pending_bytes
+        self._left = iter(tensors.items())
+        header = _header(tensors)
+        self._stream = file.open("wb", buffering=0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-write")
+        self._parts: list[Future[Part]] = []
+        self._waiting: deque[tuple[Future[Part], int]] = deque()
+        self._submit(memoryview(header))
+
+    def add(self, value: Tensor) -> None:
+        """Take the next tensor, which must not change any more.
+
+        Raises OSError, and ValueError when it is not the one that is due.
+        """
+        name, info = next(self._left)
+        if tuple(value.shape) != info.shape or value.dtype != info.dtype:
+            raise ValueError(f"{name}: got {value.dtype} {list(value.shape)}, planned {info}")
+        self._submit(_bytes_of(value.contiguous()))
+        while sum(size for _, size in self._waiting) > self._pending_bytes:
+            self._waiting.popleft()[0].result()
+
+    def finish(self) -> list[Part]:
+        """Sync the file, whose values must all be there; returns its parts, first the header, then each tensor."""
+        if missing := [name for name, _ in self._left]:
+            raise ValueError(f"{self._file}: no value was added for {', '.join(missing[:8])}")
+        parts = [part.result() for part in self._parts]
+        os.fsync(self._stream.fileno())
+        return parts
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._stream.close()
+
+    def _submit(self, data: memoryview) -> None:
+        part = self._thread.submit(self._write, data)
+        self._parts.append(part)
+        self._waiting.append((part, len(data)))
+
+    def _write(self, data: memoryview) -> Part:
+        hasher = xxhash.xxh3_128()
+        try:
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                hasher.update(block)
+                while block:
+                    block = block[self._stream.write(block) :]
+        except OSError as error:
+            error.filename = str(self._file)
+            raise
+        return len(data), hasher.hexdigest()
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterable[Tensor]) -> list[Part]:
+    """Write and sync a whole file; `values` come in the order of `tensors`. Returns its parts as `finish` does."""
+    with closing(SafetensorsWriter(file, tensors)) as writer:
+        for value in values:
+            writer.add(value)
+            del value  # else it is held while the next one is made
+        return writer.finish()
+
+
+def align(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors with larger elements first, as write_safetensors wants them; otherwise in the given order."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+# -- the header -------------------------------------------------------------------------------------
+
+
+def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    position, largest = 0, None
+    for name, info in tensors.items():
+        if largest is not None and info.dtype.itemsize > largest:
+            raise ValueError(f"{name}: elements larger than those before; order the tensors with align()")
+        largest = info.dtype.itemsize
+        entries[name] = {"dtype": _format_name(name, info.dtype), "shape": list(info.shape)}
+        entries[name]["data_offsets"] = [position, position + info.num_bytes]
+        position += info.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(math.ceil(len(text) / ALIGNMENT) * ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _format_name(name: str, dtype: torch.dtype) -> str:
+    found = format_name(dtype)
+    if found is None:
+        raise CheckpointError(f"tensor {name}: dtype {dtype} cannot be stored in a safetensors file")
+    return found
+
+
+def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file}: no safetensors file, or truncated: {size} bytes, header of {length}")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        metadata = dict(header.pop(METADATA, None) or {})
+        places = {name: _place(entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: the header of this safetensors file is damaged: {error}") from None
+    _require_no_gaps(file, places, 8 + length, size)
+    return places, metadata
+
+
+def _place(entry: Mapping[str, Any], start: int) -> _Place:
+    info = TensorInfo(tuple(int(size) for size in entry["shape"]), ELEMENT_TYPES[entry["dtype"]].torch_dtype())
+    begin, end = entry["data_offsets"]
+    if min(info.shape, default=0) < 0 or end - begin != info.num_bytes:
+        raise ValueError(f"{entry} does not fit its bytes")
+    return _Place(info, start + begin)
+
+
+def _require_no_gaps(file: Path, places: Mapping[str, _Place], position: int, size: int) -> None:
+    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].info.num_bytes)):
+        if place.offset != position:
+            raise CheckpointError(f"{file}: damaged: tensor {name} does not begin where the one before it ends")
+        position += place.info.num_bytes
+    if position != size:
+        kind = "truncated" if size < position else "damaged"
+        raise CheckpointError(f"{file}: {kind}: {size} bytes, but its tensors end at {position}")
+
+
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # not reshape: it may keep a stride of 0 or 1 elements
+    return flat.view(torch.uint8).numpy().data
+
+
+def split_by_size(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Sequence[dict[str, TensorInfo]]:
+    """Groups of at most `max_bytes` in the given order; a larger tensor is a group by itself."""
+    groups: list[dict[str, TensorInfo]] = [{}]
+    room = max_bytes
+    for name, info in tensors.items():
+        if groups[-1] and info.num_bytes > room:
+            groups.append({})
+            room = max_bytes
+        groups[-1][name] = info
+        room -= info.num_bytes
+    return groups

@@ -1,0 +1,1 @@
+"""TensorRT-LLM's checkpoints: what `trtllm-build` reads."""

@@ -1,0 +1,132 @@
+"""Writes TensorRT-LLM checkpoints: config.json and a safetensors file for each rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.convert.model import model_config
+from mt_ckpt.convert.options import refuse
+from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.safetensors_files import PENDING_BYTES, SafetensorsWriter, TensorInfo, align
+from mt_ckpt.trtllm.config import GATED, require_expressible, write_config
+from mt_ckpt.trtllm.slices import TOP, Parts, of_layer, output_layer, whole
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
+
+MODEL = "model."
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+UNUSED = (
+    "target_virtual_pipeline_parallel_size", "target_expert_parallel_size", "target_expert_tensor_parallel_size",
+    "make_vocab_size_divisible_by", "max_shard_size",
+)  # fmt: skip
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Write rank0.safetensors and on: rank = stage * tensor parallel size + tensor-parallel rank.
+
+    Raises ConfigError for options and models that have no such checkpoint. The tokenizer's files go along, since
+    `trtllm-build` is given the same directory.
+    """
+    refuse("trtllm", options, *UNUSED, why="its files are one for each rank of tensor and pipeline parallel")
+    model = model_config(source, host).model
+    require_expressible(model, options)
+    dtype = str(source.dtypes()[MODEL + EMBEDDING]).removeprefix("torch.")
+    config = write_config(model, dtype, options)
+    identity = getattr(source, "identity", None)
+    key = work_key("trtllm", identity, config) if identity else None
+    with closing(ResumableFolder(path, key)) as folder:
+        ranks = []
+        for stage in range(options.target_pipeline_parallel_size):
+            ranks += _write_stage(folder, stage, _Stage(source, model, options, stage))
+        small = {"config.json": (json.dumps(config, indent=2) + "\n").encode(), **source.files()}
+        for name, data in small.items():
+            folder.write_small(name, data)
+        folder.commit({*ranks, *small})
+
+
+def _write_stage(folder: ResumableFolder, number: int, stage: _Stage) -> list[str]:
+    """Write the files of one stage together, each tensor read once; returns their names."""
+    files = [f"rank{number * stage.tp + i}.safetensors" for i in range(stage.tp)]
+    if all(folder.finished(file) is not None for file in files):
+        return files
+    planned = [stage.infos(rank) for rank in range(stage.tp)]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(closing(SafetensorsWriter(folder.content / file, infos, PENDING_BYTES // stage.tp)))
+            for file, infos in zip(files, planned, strict=True)
+        ]
+        for parts in stage.values(list(planned[0])):
+            for writer, part in zip(writers, parts, strict=True):
+                writer.add(part)
+        for file, writer in zip(files, writers, strict=True):
+            folder.finish(file, writer.finish())
+    return files
+
+
+class _Stage:
+    """The tensors of one pipeline stage, as each tensor-parallel rank has them."""
+
+    def __init__(self, source: CheckpointReader, model: Any, options: ConvertOptions, number: int) -> None:
+        self.tp = options.target_tensor_parallel_size
+        self._source, self._model = source, model
+        self._gated = getattr(model, "activation", "swiglu") in GATED
+        self._ours = list(self._wanted(number, options.target_pipeline_parallel_size))
+        shapes, dtypes = source.shapes(), source.dtypes()
+        self._empty: dict[str, Parts] = {
+            target: self._parts(ours, target, torch.empty(shapes[ours], dtype=dtypes[ours], device="meta"))
+            for ours, target in self._ours
+        }
+
+    def infos(self, rank: int) -> dict[str, TensorInfo]:
+        """What the file of a rank holds, in the order of writing."""
+        found = {
+            name: TensorInfo(tuple(parts[rank].shape), parts[rank].dtype)
+            for made in self._empty.values()
+            for name, parts in made.items()
+        }
+        return align(found)
+
+    def values(self, order: list[str]) -> Iterator[list[Tensor]]:
+        """For each name in the order of the files, the parts of all ranks."""
+        made_of = {name: (ours, target) for ours, target in self._ours for name in self._empty[target]}
+        last: str | None = None
+        parts: Parts = {}
+        for name in order:
+            ours, target = made_of[name]
+            if target != last:
+                parts = {}  # before the next is read
+                parts, last = self._parts(ours, target, self._source.read(ours)), target
+            yield parts[name]
+
+    def _wanted(self, stage: int, stages: int) -> Iterator[tuple[str, str]]:
+        """(canonical name, what it is written as) of this stage: layers are numbered from 0 in each."""
+        per_stage, further = divmod(self._model.num_layers, stages)
+        first = stage * per_stage + min(stage, further)
+        layers = range(first, first + per_stage + (stage < further))
+        names = [name for name in self._source.shapes() if name.startswith(MODEL)]
+        for name in names:
+            bare = name.removeprefix(MODEL)
+            if bare.startswith("decoder.layers."):
+                layer, _, rest = bare.removeprefix("decoder.layers.").partition(".")
+                if int(layer) in layers:
+                    yield name, f"transformer.layers.{int(layer) - first}.|{rest}"
+            elif bare in TOP and stage == (0 if bare.startswith("embedding.") else stages - 1):
+                yield name, TOP[bare]
+        if stage == stages - 1:
+            untied = MODEL + OUTPUT in names
+            yield MODEL + (OUTPUT if untied else EMBEDDING), "lm_head.weight"
+
+    def _parts(self, ours: str, target: str, tensor: Tensor) -> Parts:
+        if target == "lm_head.weight":
+            return output_layer(tensor, self.tp)
+        prefix, inside, name = target.partition("|")
+        if not inside:
+            return whole(target, tensor, self.tp)
+        return of_layer(name, prefix, tensor, self._model, self._gated, self.tp)

@@ -1,0 +1,135 @@
+"""Models with random weights, seen as open checkpoints, and what Megatron itself wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mt_ckpt.convert.model import expected_parameters
+from mt_core.config.loading import config_from_dict
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import CheckpointReader
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101}
+GPT = {"family": "gpt", **SHAPE, "max_position_embeddings": 16, "ffn_hidden_size": 48}
+LLAMA = {"family": "llama", **SHAPE, "num_query_groups": 2, "ffn_hidden_size": 48}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT,
+    "gpt_untied_odd": {**GPT, "untie_embeddings_and_output_weights": True, "vocab_size": 77, "activation": "gelu_tanh"},
+    "gpt_no_bias": {**GPT, "add_bias_linear": False, "activation": "squared_relu", "num_query_groups": 1},
+    "gpt_partly_rotary": {
+        **{key: value for key, value in GPT.items() if key != "max_position_embeddings"},
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "kv_channels": 12,
+    },
+    "llama": LLAMA,
+    "llama_tied": {**LLAMA, "untie_embeddings_and_output_weights": False, "make_vocab_size_divisible_by": 8},
+    "llama_biased": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "llama_scaled": {
+        **LLAMA,
+        "rope_scaling_type": "llama3",
+        "rope_scaling_factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "mistral": {**LLAMA, "family": "mistral", "sliding_window": 9},
+    "qwen2": {**LLAMA, "family": "qwen", "add_qkv_bias": True, "qk_layernorm": False},
+    "qwen3": {**LLAMA, "family": "qwen", "kv_channels": 12},
+    "bert": {"family": "bert", **SHAPE, "max_position_embeddings": 16},
+    "bert_no_heads": {
+        "family": "bert",
+        **SHAPE,
+        "max_position_embeddings": 16,
+        "num_tokentypes": 0,
+        "add_lm_head": False,
+        "bert_binary_head": False,
+    },
+    "t5": {
+        "family": "t5",
+        **SHAPE,
+        "position_embedding_type": "learned_absolute",
+        "max_position_embeddings": 16,
+        "normalization": "LayerNorm",
+        "norm_epsilon": 1e-5,
+        "activation": "gelu",
+        "add_bias_linear": True,
+        "scale_attention_scores": True,
+        "scale_output": False,
+        "add_output_bias": True,
+        "decoder_num_layers": 2,
+    },
+    "moe": {**LLAMA, "moe": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_enable_expert_bias": True}},
+    "moe_shared": {
+        **LLAMA,
+        "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
+}
+
+
+class RandomCheckpoint:
+    """A `mt_core.specs.CheckpointReader` whose tensors are random and stay the same."""
+
+    def __init__(
+        self, model: Mapping[str, Any], host: PluginHost, *, dtype: torch.dtype = torch.float32, optimizer: bool = False
+    ) -> None:
+        config = config_from_dict({"model": model}, host)
+        layouts = expected_parameters(config, host)
+        generator = torch.Generator().manual_seed(1)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, layout in layouts.items():
+            value = torch.randn(layout.shape, generator=generator)
+            self.tensors[f"model.{name}"] = value.to(layout.dtype or dtype)
+            for state in ("exp_avg", "exp_avg_sq") if optimizer and layout.trained else ():
+                self.tensors[f"optimizer.{state}.{name}"] = torch.randn(layout.shape, generator=generator)
+            if optimizer and layout.trained:
+                self.tensors[f"optimizer.step.{name}"] = torch.tensor(7.0)
+                if dtype != torch.float32:
+                    self.tensors[f"optimizer.main.{name}"] = value
+                    self.tensors[f"model.{name}"] = value.to(dtype)
+        train = {"train_iters": 20, "micro_batch_size": 2, "global_batch_size": 4}
+        self.metadata = {
+            "iteration": 7,
+            "consumed_samples": 28,
+            "config": {"model": dict(model), "train": train, "optimizer": {"optimizer": "adam", "lr": 1e-3}},
+        }
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+
+def assert_same_tensors(found: CheckpointReader, expected: CheckpointReader) -> None:
+    """Names, shapes, dtypes and every bit."""
+    assert dict(found.shapes()) == dict(expected.shapes())
+    assert dict(found.dtypes()) == dict(expected.dtypes())
+    for name in expected.shapes():
+        read, wanted = found.read(name), expected.read(name)
+        assert read.is_contiguous(), name
+        assert read.dtype == wanted.dtype, name
+        assert torch.equal(read, wanted), name
+
+
+@pytest.fixture(scope="session")
+def host() -> PluginHost:
+    torch.set_num_threads(1)
+    return load_plugins()
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    if "MT_GOLDEN" not in os.environ:
+        pytest.skip("MT_GOLDEN does not name the folder of golden files")
+    return Path(os.environ["MT_GOLDEN"]) / "ckpt"

@@ -1,0 +1,85 @@
+"""The formats within `mt convert`: verified, from and to the other formats, and within the bound on memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.ckpt.megatron.conftest import LLAMA, MODELS, RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.test_round_trip import options, through
+
+from mt_ckpt.convert import convert
+from mt_core.train.checkpointing import open_with
+
+FORMATS = ["megatron", "megatron-dist", "megatron-legacy"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_from_our_format_and_back_verified(name, tmp_path, host) -> None:
+    """--verify compares every bit, and the logits of both configurations."""
+    source = RandomCheckpoint(LLAMA, host)
+    through("mt", source, options(), tmp_path / "mt", host)
+    there = convert(tmp_path / "mt", tmp_path / name, saver=name, options=options(2), verify=True, host=host)
+    assert there.num_tensors == len(source.tensors)
+    back = convert(tmp_path / name, tmp_path / "back", saver="mt", verify=True, host=host)
+    assert back.num_parameters == there.num_parameters
+    assert_same_tensors(open_with(host.checkpoint_loaders.get("mt"), tmp_path / "back", host), source)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
+    """A Llama stays one: its configuration is found again in Megatron's arguments."""
+    source = RandomCheckpoint({**LLAMA, "vocab_size": 101}, host, dtype=torch.bfloat16)
+    through("hf", source, options(), tmp_path / "hf", host)
+    convert(tmp_path / "hf", tmp_path / name, saver=name, options=options(2, 2), host=host)
+    convert(tmp_path / name, tmp_path / "again", saver="hf", host=host)
+    assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
+
+
+def test_what_a_dry_run_finds(tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS["gpt"], host)
+    through("mt", source, options(), tmp_path / "mt", host)
+    for name in FORMATS:
+        convert(tmp_path / "mt", tmp_path / "out", saver=name, options=options(2), dry_run=True, host=host)
+        assert not (tmp_path / "out").exists()
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+
+import torch
+
+from mt_ckpt.convert import convert
+from mt_core.plugins import load_plugins
+from mt_core.specs import ConvertOptions
+
+torch.set_num_threads(1)
+host = load_plugins()
+source, target, saver, tp = sys.argv[1:]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(source, target, saver=saver, options=ConvertOptions(target_tensor_parallel_size=int(tp)), host=host)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("first", "second"), [("megatron", "megatron-dist"), ("megatron-dist", "megatron")])
+def test_memory_stays_at_two_of_the_largest_tensors(first, second, tmp_path, host) -> None:
+    """A model of 240 MiB with a tensor of 30 MiB: beside what libraries take, at most twice that and some."""
+    model = {**LLAMA, "hidden_size": 768, "ffn_hidden_size": 2048, "vocab_size": 10240}
+    source = RandomCheckpoint({**model, "num_layers": 1}, host)
+    for name, tensor in list(source.tensors.items()):
+        for layer in range(1, 8):
+            source.tensors[name.replace(".layers.0.", f".layers.{layer}.")] = tensor
+    source.metadata["config"]["model"] = {**model, "num_layers": 8}
+    largest = max(tensor.nbytes for tensor in source.tensors.values())
+    assert largest == 30 * MIB
+    assert sum(tensor.nbytes for tensor in source.tensors.values()) > 7 * largest
+    through(first, source, options(2), tmp_path / "a", host)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b"), second, "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 2 * largest + 60 * MIB, done.stdout
+    assert (tmp_path / "b").is_dir()

@@ -1,0 +1,206 @@
+"""What is written in Megatron's formats is read as it was, bit for bit, whatever the layout it was cut for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ckpt.megatron.conftest import GPT, LLAMA, MODELS, RandomCheckpoint, assert_same_tensors
+
+from mt_ckpt.megatron.folder import detect, detect_legacy
+from mt_core.config.loading import config_from_dict
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.specs import ConvertOptions
+from mt_core.train.checkpointing import open_with
+
+NEVER_OLD = ("moe", "moe_shared", "t5", "qwen3", "bert_no_heads")
+"""Models that Megatron had only after its names changed, or that the old names do not tell apart."""
+GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
+
+
+def options(tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, **more) -> ConvertOptions:
+    return ConvertOptions(
+        target_tensor_parallel_size=tp,
+        target_pipeline_parallel_size=pp,
+        target_virtual_pipeline_parallel_size=vpp,
+        target_expert_parallel_size=ep,
+        **more,
+    )
+
+
+def through(name: str, source, asked: ConvertOptions, path: Path, host):
+    """Written in the format `name` and opened again."""
+    host.checkpoint_savers.get(name).convert.load()(path, source, asked, host)
+    return open_with(host.checkpoint_loaders.get(name), path, host)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_over_grids_of_ranks(model, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host)
+    for number, (tp, pp, vpp) in enumerate(GRIDS):
+        if pp > 1 and model == "t5":
+            continue
+        path = tmp_path / str(number)
+        found = through("megatron", source, options(tp, pp, vpp), path, host)
+        assert_same_tensors(found, source)
+        assert detect(path)
+        assert not detect_legacy(path)
+        assert len(list(path.rglob("model_optim_rng.pt"))) == tp * pp
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_configuration_that_is_read_makes_the_same_parameters(model, tmp_path, host) -> None:
+    """And the keys that were given come back, where the family is the same."""
+    source = RandomCheckpoint(MODELS[model], host)
+    for name in ("megatron", "megatron-dist"):
+        section = through(name, source, options(), tmp_path / name, host).metadata["config"]["model"]
+        read, given = (config_from_dict({"model": m}, host).model for m in (section, MODELS[model]))
+        assert read.family == given.family
+        for key in set(MODELS[model]) - {"moe"}:
+            assert getattr(read, key) == getattr(given, key), key
+
+
+@pytest.mark.parametrize(("ep", "etp", "tp", "pp"), [(2, 1, 1, 1), (4, None, 1, 2), (2, 1, 2, 1), (2, 2, 2, 2)])
+@pytest.mark.parametrize("model", ["moe", "moe_shared"])
+def test_experts_over_ranks(model, ep, etp, tp, pp, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host)
+    asked = options(tp, pp, ep=ep, target_expert_tensor_parallel_size=etp)
+    assert_same_tensors(through("megatron", source, asked, tmp_path / "a", host), source)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_as_a_distributed_checkpoint(model, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host, optimizer=True)
+    asked = options(2, max_shard_size=20_000)
+    found = through("megatron-dist", source, asked, tmp_path / "a", host)
+    assert_same_tensors(found, source)
+    assert len(list((tmp_path / "a").rglob("*.distcp"))) > 1
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in NEVER_OLD])
+def test_every_old_model_under_its_old_names(model, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host)
+    for tp, pp, vpp in GRIDS[:6]:
+        path = tmp_path / f"{tp}{pp}{vpp}"
+        assert_same_tensors(through("megatron-legacy", source, options(tp, pp, vpp), path, host), source)
+        assert detect_legacy(path)
+        assert not detect(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["gpt", "llama", "moe"])
+def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
+    for tp, pp, vpp in GRIDS[:6]:
+        found = through("megatron", source, options(tp, pp, vpp), tmp_path / f"{tp}{pp}{vpp}", host)
+        assert_same_tensors(found, source)
+        assert found.metadata["iteration"] == 7
+        assert found.metadata["consumed_samples"] == 28
+    assert_same_tensors(through("megatron-dist", source, options(2), tmp_path / "dist", host), source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_of_divided_experts(dtype, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS["moe_shared"], host, dtype=dtype, optimizer=True)
+    assert_same_tensors(through("megatron", source, options(2, 2, ep=2), tmp_path / "a", host), source)
+
+
+def test_one_format_after_another(tmp_path, host) -> None:
+    source = RandomCheckpoint(LLAMA, host, dtype=torch.bfloat16, optimizer=True)
+    first = through("megatron", source, options(2, 2), tmp_path / "a", host)
+    second = through("megatron-dist", first, options(), tmp_path / "b", host)
+    third = through("megatron", second, options(4, 1), tmp_path / "c", host)
+    assert_same_tensors(third, source)
+    assert third.metadata["config"]["model"] == first.metadata["config"]["model"]
+
+
+def test_more_tensor_parallel_ranks_than_key_value_groups(tmp_path, host) -> None:
+    """A group's rows are cut through then, as Megatron does."""
+    source = RandomCheckpoint({**GPT, "num_query_groups": 1, "kv_channels": 8}, host)
+    found = through("megatron", source, options(4), tmp_path / "a", host)
+    assert_same_tensors(found, source)
+
+
+@pytest.mark.parametrize(("multiple", "rows"), [(None, 256), (1, 102), (64, 128)])
+def test_the_vocabulary_is_padded_as_megatron_pads_it(multiple, rows, tmp_path, host) -> None:
+    source = RandomCheckpoint(GPT, host)
+    asked = options(2, make_vocab_size_divisible_by=multiple)
+    assert_same_tensors(through("megatron", source, asked, tmp_path / "a", host), source)
+    files = sorted((tmp_path / "a").rglob("model_optim_rng.pt"))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        models = [torch.load(file, weights_only=True)["model"] for file in files]
+    table = torch.cat([model["embedding.word_embeddings.weight"] for model in models])
+    assert len(table) == rows
+    assert torch.equal(table[:101], source.tensors["model.embedding.word_embeddings.weight"])
+    assert not table[101:].any()
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "words"),
+    [
+        ("gpt", {"tp": 3}, "target_tensor_parallel_size=3 does not divide"),
+        ("gpt", {"pp": 3}, "4 layers do not divide evenly into 3 pipeline stages"),
+        ("gpt", {"vpp": 2}, "--target-virtual-pipeline-parallel-size 2 needs --target-pipeline-parallel-size"),
+        ("gpt", {"ep": 2}, "the model has no experts; it can be 1"),
+        ("moe", {"ep": 3}, "target_expert_parallel_size=3 does not divide"),
+        ("moe", {"tp": 2, "target_expert_tensor_parallel_size": 4}, "expert_tensor_parallel_size=4 does not divide"),
+        ("t5", {"pp": 2}, "a model of decoder and encoder is not cut into"),
+    ],
+)
+def test_layouts_that_cannot_be(model, asked, words, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host)
+    with pytest.raises(ConfigError, match=words):
+        through("megatron", source, options(**asked), tmp_path / "a", host)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({**GPT, "parallel_residual": True}, "model.parallel_residual=True cannot be written"),
+        ({**GPT, "embedding_layernorm": True}, "model.embedding_layernorm=True cannot be written"),
+        (
+            {**GPT, "activation": "relu"},
+            "model.activation=relu cannot be written as Megatron's arguments; it can be gelu",
+        ),
+        ({**LLAMA, "attention_bias": True}, "where all linear layers have biases or none"),
+        (
+            {**LLAMA, "rope_scaling_type": "yarn", "rope_scaling_factor": 2.0},
+            "model.rope_scaling_type=yarn cannot be written",
+        ),
+        (
+            {**MODELS["llama_scaled"], "original_max_position_embeddings": 64},
+            "model.original_max_position_embeddings=64 cannot be written as Megatron's arguments, which fix it at 8192",
+        ),
+        ({**MODELS["bert"], "layernorm_placement": "post"}, "model.layernorm_placement=post cannot be written"),
+        (
+            {**LLAMA, "family": "gemma"},
+            "model.family=gemma cannot be written as Megatron's arguments; these can: gpt, llama",
+        ),
+    ],
+)
+def test_models_that_megatron_does_not_have(model, words, tmp_path, host) -> None:
+    source = RandomCheckpoint(model, host)
+    with pytest.raises(ConfigError, match=words):
+        through("megatron", source, options(), tmp_path / "a", host)
+
+
+def test_old_names_do_not_have_experts(tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS["moe"], host)
+    with pytest.raises(CheckpointError, match="router.weight: Megatron's models from before Megatron-Core"):
+        through("megatron-legacy", source, options(), tmp_path / "a", host)
+
+
+def test_old_names_do_not_tell_a_bert_without_heads_from_a_gpt(tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS["bert_no_heads"], host)
+    with pytest.raises(ConfigError, match="has the names of a GPT in the format megatron-legacy; use megatron"):
+        through("megatron-legacy", source, options(), tmp_path / "a", host)
+
+
+def test_half_an_optimizer_is_not_left_out_silently(tmp_path, host) -> None:
+    source = RandomCheckpoint(GPT, host, optimizer=True)
+    del source.tensors["optimizer.exp_avg.decoder.layers.1.mlp.linear_fc1.bias"]
+    with pytest.raises(CheckpointError, match="an optimizer without optimizer.exp_avg.decoder.layers.1.mlp.linear_fc1"):
+        through("megatron", source, options(), tmp_path / "a", host)

@@ -1,0 +1,211 @@
+"""`mt convert` and the commands that compare, average and thin out checkpoints, as a user types them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tests.ckpt.conftest import tensors_of
+from tests.ckpt.convert_cases import GPT2, LLAMA
+from typer.testing import CliRunner, Result
+
+from mt_ckpt.commands.ckpt import app
+from mt_ckpt.commands.convert import convert as convert_command
+from mt_ckpt.convert import convert
+from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.save import save_checkpoint
+from mt_ckpt.retention import checkpoints_of, superfluous
+from mt_ckpt.sizes import parse_bytes
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.specs import ConvertOptions
+
+
+def run(application: typer.Typer, *arguments: str | Path) -> Result:
+    return CliRunner().invoke(application, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def run_convert(*arguments: str | Path) -> Result:
+    application = typer.Typer()
+    application.command()(convert_command)
+    return run(application, *arguments)
+
+
+def test_convert_tells_what_it_did(make_model, tmp_path: Path) -> None:
+    source = make_model(optimizer=True, **LLAMA)
+    target = tmp_path / "hf"
+    result = run_convert(
+        "--load-dir", source, "--save-dir", target, "--saver", "hf", "--max-shard-size", "20KB", "--verify"
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    parameters = sum(t.numel() for n, t in tensors_of(open_checkpoint(source)).items() if n.startswith("model."))
+    assert lines[0] == f"{target}: written as hf: 21 tensors, {parameters:,} parameters of a llama model, 116.1 KiB"
+    assert "optimizer.exp_avg, optimizer.exp_avg_sq" in lines[1]
+    assert lines[2].startswith("verified: 21 tensors are equal bit for bit, and 7 outputs")
+    assert len(list(target.glob("*.safetensors"))) > 4
+
+
+def test_convert_of_a_run_directory(make_model, tmp_path: Path) -> None:
+    make_model("run/checkpoints/iter_0000004", **GPT2)
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("iter_0000004\n")
+    result = run_convert("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf", "--dry-run")
+    assert "nothing written; hf can hold it: 40 tensors" in result.output
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-shard-size", "5 gigs"], "--max-shard-size 5 gigs: not a size; write for instance 500MB, 5GB or 5GiB"),
+        (["--max-shard-size", "0GB"], "--max-shard-size 0GB: a file holds at least one byte"),
+        (["--dtype", "int4"], "--dtype int4: is none of fp32, bf16, fp16"),
+        (["--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size 2 means nothing to the format hf"),
+    ],
+)
+def test_wrong_options(make_model, tmp_path: Path, arguments: list[str], words: str) -> None:
+    source = make_model(**LLAMA)
+    result = run_convert("--load-dir", source, "--save-dir", tmp_path / "x", "--saver", "hf", *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+
+
+def test_sizes() -> None:
+    assert [parse_bytes(text, "") for text in ("7", "1.5KB", "5GB", "5 GiB", "2TB")] == [
+        7, 1500, 5 * 10**9, 5 << 30, 2 * 10**12,
+    ]  # fmt: skip
+
+
+# -- mt ckpt diff -----------------------------------------------------------------------------------
+
+
+def test_diff_across_formats(make_model, host, tmp_path: Path) -> None:
+    source = make_model(**LLAMA)
+    convert(source, tmp_path / "hf", saver="hf", host=host)
+    same = run(app, "diff", source, tmp_path / "hf")
+    assert (same.exit_code, same.output) == (0, "the same: 21 tensors\n")
+
+
+def test_diff_shows_the_largest_first(make_model, tmp_path: Path) -> None:
+    source = make_model(**LLAMA)
+    reader = open_checkpoint(source)
+    state = tensors_of(reader)
+    state["model.decoder.layers.0.mlp.linear_fc2.weight"][0, :3] += 0.5
+    state["model.decoder.layers.1.mlp.linear_fc2.weight"][1, 1] += 2
+    state["model.decoder.layers.2.input_layernorm.weight"][0] = float("nan")
+    state["model.output_layer.weight"] = state["model.output_layer.weight"].bfloat16().float()[:99]
+    state["model.decoder.final_layernorm.weight"] = state["model.decoder.final_layernorm.weight"].double()
+    del state["model.embedding.word_embeddings.weight"]
+    state["extra"] = torch.zeros(2)
+    save_checkpoint(tmp_path / "other", state.items(), reader.metadata, {})
+    result = run(app, "diff", source, tmp_path / "other")
+    assert result.exit_code == 1
+    rows = [line.split() for line in result.output.splitlines()]
+    assert ["model.embedding.word_embeddings.weight", "only", "in", "the", "first"] in rows
+    assert ["extra", "only", "in", "the", "second"] in rows
+    assert ["model.output_layer.weight", "shape", "[101,", "32]", "and", "[99,", "32]"] in rows
+    assert ["model.decoder.final_layernorm.weight", "float32", "and", "float64"] in rows
+    values = [row for row in rows if row[1:2] == ["values"]]
+    assert [(row[0].split(".")[3], row[2], row[3]) for row in values] == [
+        ("2", "inf", "1"),
+        ("1", "2", "1"),
+        ("0", "0.5", "3"),
+    ]
+    assert "7 of 22 tensors differ" in result.output
+    shown = run(app, "diff", source, tmp_path / "other", "--model-only", "--top", "2").output
+    assert "6 of 21 tensors differ; 2 are shown" in shown
+
+
+# -- mt ckpt prune ----------------------------------------------------------------------------------
+
+
+def make_run(folder: Path, iterations: list[int], latest: int | None) -> Path:
+    checkpoints = folder / "checkpoints"
+    for iteration in iterations:
+        save_checkpoint(
+            checkpoints / f"iter_{iteration:07d}", [("model.w", torch.full((4,), float(iteration)))], {}, {}
+        )
+    if latest is not None:
+        (checkpoints / "latest").write_text(f"iter_{latest:07d}\n")
+    return folder
+
+
+def left(run_directory: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoints_of(run_directory)]
+
+
+def test_prune(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [100, 200, 250, 300, 400, 500], 500)
+    (folder / "checkpoints" / "iter_0000150").mkdir()  # not a checkpoint: not ours to remove
+    dry = run(app, "prune", folder, "--keep-last", "2", "--keep-every", "200", "--dry-run")
+    assert [line.rpartition("_")[2] for line in dry.output.splitlines()[:-1]] == ["0000100", "0000250", "0000300"]
+    assert left(folder) == [100, 200, 250, 300, 400, 500]
+    done = run(app, "prune", folder, "--keep-last", "2", "--keep-every", "200")
+    assert done.output.endswith("3 of 6 checkpoints kept\n")
+    assert left(folder) == [200, 400, 500]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "iter_0000150", "iter_0000200", "iter_0000400", "iter_0000500", "latest",
+    ]  # fmt: skip
+
+
+def test_prune_never_removes_the_latest(tmp_path: Path) -> None:
+    """A run that was set back: its latest checkpoint is not the one with the highest number."""
+    folder = make_run(tmp_path / "run", [100, 200, 300], 100)
+    run(app, "prune", folder, "--keep-last", "1")
+    assert left(folder) == [100, 300]
+
+
+def test_prune_of_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        checkpoints_of(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="has no checkpoint iter_"):
+        checkpoints_of(tmp_path)
+    with pytest.raises(ConfigError, match="--keep-last 0: give 1 or more"):
+        superfluous([tmp_path], 0, None)
+
+
+# -- mt ckpt average --------------------------------------------------------------------------------
+
+
+def test_average(make_model, host, tmp_path: Path) -> None:
+    """Across formats; the mean is that of float64, rounded once to the weights' own format."""
+    paths = [make_model(f"c{i}", iteration=i, dtype=torch.bfloat16, optimizer=i == 3, **LLAMA) for i in (1, 2, 3)]
+    convert(paths[0], tmp_path / "hf", saver="hf", host=host)
+    result = run(app, "average", tmp_path / "hf", *paths[1:], "--save-dir", tmp_path / "mean")
+    assert result.exit_code == 0, result.exception
+    mean = open_checkpoint(tmp_path / "mean")
+    assert mean.metadata["iteration"] == 3
+    assert mean.metadata["average_of"] == [str(tmp_path / "hf"), *map(str, paths[1:])]
+    states = [tensors_of(open_checkpoint(path)) for path in paths]
+    assert set(mean.shapes()) == {name for name in states[0] if name.startswith("model.")}
+    for name, tensor in tensors_of(mean).items():
+        expected = sum(state[name].double() for state in states) / 3
+        torch.testing.assert_close(tensor, expected.bfloat16(), rtol=2**-7, atol=0)
+        assert not torch.equal(tensor, states[0][name])
+
+
+def test_average_of_a_runs_last(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [100, 200, 400], 400)
+    run(app, "average", folder, "--last", "2", "--save-dir", tmp_path / "mean")
+    assert tensors_of(open_checkpoint(tmp_path / "mean"))["model.w"].tolist() == [300.0] * 4
+
+
+def test_average_refusals(make_model, tmp_path: Path) -> None:
+    first, second = make_model("a", **LLAMA), make_model("b", **GPT2)
+
+    def refusal(*arguments: str | Path) -> str:
+        return str(run(app, "average", *arguments, "--save-dir", tmp_path / "x").exception)
+
+    assert "are not of one model: model.decoder.layers.0.self_attention.linear_qkv.weight" in refusal(first, second)
+    assert "give two checkpoints or more" in refusal(first)
+    assert "--last 2 takes one run directory, got 2 paths" in refusal(first, second, "--last", "2")
+    assert not (tmp_path / "x").exists()
+
+
+def test_options_have_the_names_of_the_flags() -> None:
+    """Each option of ConvertOptions is a flag of the command, so that none is out of reach."""
+    import inspect
+
+    flags = set(inspect.signature(convert_command).parameters)
+    assert set(ConvertOptions.__dataclass_fields__) <= flags

@@ -1,0 +1,104 @@
+"""Converting holds a tensor or two, whatever the model's size. Files are sparse: their bytes are zeros on no disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+from mt_ckpt import safetensors_files
+from mt_ckpt.convert import convert
+from mt_ckpt.hugging_face import reader, save
+from mt_ckpt.native import convert as native
+from mt_core.plugins import load_plugins
+from mt_core.specs import ConvertOptions
+
+source, target, saver, dtype = sys.argv[1:]
+host = load_plugins()
+[spec.name_maps["hf"].load() for spec in host.models if "hf" in spec.name_maps]
+
+def memory(key):
+    with open("/proc/self/status") as status:  # ru_maxrss would count the process that started this one
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(key))
+
+class Sink(safetensors_files.SafetensorsWriter):
+    '''Everything but the writing.'''
+    def _write(self, data):
+        return len(data), "0" * 32
+
+for module in (safetensors_files, native):
+    module.SafetensorsWriter = Sink
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak starts again from here
+before = memory("VmRSS")
+try:
+    convert(source, target, saver=saver, options=ConvertOptions(dtype=dtype or None), host=host)
+except Exception as error:
+    assert "truncated" in str(error) or "0 bytes" in str(error), error  # what was not written cannot be opened
+print(memory("VmHWM") - before)
+"""
+
+
+def write_sparse_llama(folder: Path, *, hidden: int, ffn: int, layers: int, vocab: int, heads: int, groups: int) -> int:
+    """A Llama in bf16, all zeros, a file for each layer. Returns the bytes of its largest canonical tensor."""
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn}
+    (folder / "config.json").write_text(json.dumps(config))
+    keys = hidden // heads * groups
+    shapes = {
+        "self_attn.q_proj": [hidden, hidden],
+        "self_attn.k_proj": [keys, hidden],
+        "self_attn.v_proj": [keys, hidden],
+        "self_attn.o_proj": [hidden, hidden],
+        "mlp.gate_proj": [ffn, hidden],
+        "mlp.up_proj": [ffn, hidden],
+        "mlp.down_proj": [hidden, ffn],
+        "input_layernorm": [hidden],
+        "post_attention_layernorm": [hidden],
+    }
+    files = {f"{i}": {f"model.layers.{i}.{n}.weight": s for n, s in shapes.items()} for i in range(layers)}
+    ends = {
+        "model.embed_tokens.weight": [vocab, hidden],
+        "model.norm.weight": [hidden],
+        "lm_head.weight": [vocab, hidden],
+    }
+    files["ends"] = ends
+    names = {}
+    for file, tensors in files.items():
+        names |= dict.fromkeys(tensors, f"model-{file}.safetensors")
+        write_sparse(folder / f"model-{file}.safetensors", tensors)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return 2 * hidden * max(2 * ffn, vocab)
+
+
+def write_sparse(file: Path, tensors: dict[str, list[int]]) -> None:
+    header, position = {}, 0
+    for name, shape in tensors.items():
+        size = 2
+        for n in shape:
+            size *= n
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + position)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
+@pytest.mark.parametrize(("saver", "dtype"), [("hf", ""), ("mt", ""), ("hf", "fp32")])
+def test_peak_memory_of_a_hundred_layers(tmp_path: Path, saver: str, dtype: str) -> None:
+    """2.1 GB in 100 layers. In fp32 the largest tensor is that of the output."""
+    largest = write_sparse_llama(tmp_path / "m", hidden=1024, ffn=2048, layers=100, vocab=32_000, heads=16, groups=8)
+    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "m"), str(tmp_path / "out"), saver, dtype]
+    done = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    growth = int(done.stdout)
+    assert growth < 2 * largest * (2 if dtype else 1) + 400 * 10**6
+    assert growth > largest  # so that something was measured

@@ -1,0 +1,115 @@
+"""Models of every family through every format and back, bit for bit; what `transformers` computes from the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ckpt.conftest import assert_same_state, tensors_of
+from tests.ckpt.convert_cases import GPT2, LLAMA, MODELS
+
+from mt_ckpt.convert import convert
+from mt_ckpt.convert.verify import Verification
+from mt_ckpt.native.read import open_checkpoint
+from mt_core.errors import ConfigError
+from mt_core.inference.loading import load_trained_model
+from mt_core.specs import ConvertOptions
+from mt_core.train.checkpointing import open_with
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_through_hugging_face_in_shards(make_model, host, tmp_path: Path, model: str) -> None:
+    source = make_model(**MODELS[model])
+    options = ConvertOptions(max_shard_size=20_000)
+    report = convert(source, tmp_path / "hf", saver="hf", options=options, verify=True, host=host)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    assert isinstance(report.verification, Verification)
+    assert report.verification.num_tensors == report.num_tensors
+    convert(tmp_path / "hf", tmp_path / "back", saver="mt", host=host)
+    assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "back")))
+
+
+CAUSAL = [name for name in MODELS if name not in ("bert", "t5")]
+
+
+@pytest.mark.parametrize("model", CAUSAL)
+def test_transformers_computes_the_same(make_model, host, tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(make_model(**MODELS[model]), tmp_path / "hf", saver="hf", host=host)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(0))
+    ours = load_trained_model(tmp_path / "source", host, device="cpu").model
+    with torch.no_grad():
+        expected, actual = theirs.eval()(tokens).logits, ours(tokens)
+    torch.testing.assert_close(actual, expected, atol=2e-4 * expected.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "loader_class"), [("bert", "AutoModelForPreTraining"), ("t5", "AutoModelForSeq2SeqLM")]
+)
+def test_transformers_takes_every_weight(make_model, host, tmp_path: Path, model: str, loader_class: str) -> None:
+    import transformers
+
+    convert(make_model(**MODELS[model]), tmp_path / "hf", saver="hf", host=host)
+    loaded, info = getattr(transformers, loader_class).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded.save_pretrained(tmp_path / "again")
+    convert(tmp_path / "again", tmp_path / "back", saver="mt", host=host)
+    back = tensors_of(open_checkpoint(tmp_path / "back"))
+    assert_same_state(tensors_of(open_checkpoint(tmp_path / "source")), back)
+
+
+@pytest.mark.parametrize("keys", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_every_pair_of_formats(make_model, host, tmp_path: Path, keys) -> None:
+    """Every format that can be read and written, into every other and back to mt's own."""
+    keys = {**keys, "num_layers": 2}
+    original = tensors_of(open_checkpoint(make_model(**keys)))
+    readable = {spec.name for spec in host.checkpoint_loaders}
+    formats = [spec.name for spec in host.checkpoint_savers if spec.convert is not None and spec.name in readable]
+    held = {name: tmp_path / f"as-{name}" for name in formats if can_hold(name, tmp_path / "source", host, tmp_path)}
+    assert {"mt", "hf"} <= set(held)
+    assert ("transformers-megatron" in held) == (keys["family"] == "gpt")
+    for first in held:
+        for second in held:
+            path = tmp_path / f"{first}-{second}"
+            convert(held[first], path, loader=first, saver=second, host=host)
+            written = open_with(host.checkpoint_loaders.get(second), path, host)
+            model = {name: tensor for name, tensor in tensors_of(written).items() if name.startswith("model.")}
+            assert_same_state(original, model)
+
+
+def can_hold(name: str, source: Path, host, folder: Path) -> bool:
+    try:
+        convert(source, folder / f"as-{name}", saver=name, host=host)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_number_formats(make_model, host, tmp_path: Path) -> None:
+    """bf16 stays bf16; a cast is torch's own; the optimizer, which belongs to the weights as they were, is left out."""
+    source = make_model(optimizer=True, **LLAMA)
+    full = tensors_of(open_checkpoint(source))
+    report = convert(
+        source, tmp_path / "bf16", saver="mt", options=ConvertOptions(dtype="bf16"), host=host, verify=True
+    )
+    half = tensors_of(open_checkpoint(tmp_path / "bf16"))
+    expected = {name: value.to(torch.bfloat16) for name, value in full.items() if name.startswith("model.")}
+    assert_same_state(half, expected)
+    assert set(report.left_out) == {name for name in full if name.startswith("optimizer.")}
+    convert(tmp_path / "bf16", tmp_path / "hf", saver="hf", host=host, verify=True)
+    convert(tmp_path / "hf", tmp_path / "back", saver="mt", host=host)
+    assert_same_state(half, tensors_of(open_checkpoint(tmp_path / "back")))
+
+
+def test_mt_to_mt_keeps_everything(make_model, host, tmp_path: Path) -> None:
+    source = make_model(optimizer=True, **LLAMA)
+    report = convert(source, tmp_path / "copy", saver="mt", host=host, options=ConvertOptions(max_shard_size=30_000))
+    assert report.left_out == ()
+    first, second = open_checkpoint(source), open_checkpoint(tmp_path / "copy")
+    assert_same_state(tensors_of(first), tensors_of(second))
+    assert {key: second.metadata[key] for key in first.metadata} == first.metadata
+    assert len(second.manifest.shards) > 3
