@@ -136,3 +136,15 @@ def test_a_stage_without_anything_to_train_passes_nothing_back(split) -> None:
         graph.backward_weight()
     else:
         assert graph.backward([]) == []
+
+
+def test_a_weight_that_ties_branches_together_loses_none_of_them() -> None:
+    """Each branch has a start and a weight of its own, and one weight is in all: they become one group."""
+    x = torch.randn(3).requires_grad_()
+    own, common = [nn.Parameter(torch.randn(3)) for _ in range(6)], nn.Parameter(torch.randn(3))
+    out = sum(x * (weight + common) for weight in own)
+    _, weights = backward_of_inputs([get_gradient_edge(out)], [torch.ones(3)], [x])
+    weights()
+    for weight in own:
+        assert torch.equal(weight.grad, x.detach())
+    assert torch.allclose(common.grad, 6 * x.detach())

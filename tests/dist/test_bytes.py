@@ -102,7 +102,7 @@ def bytes_held(rank: int, world: int, more: tuple[str, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_distributed_optimizer_holds_megatrons_bytes(ranks) -> None:
+def test_the_distributed_optimizer_holds_megatrons_bytes(ranks: int) -> None:
     """fp32 4 (weight) + 4 (gradient) + 8/d (moments); bf16 2 + 4 + (4 main + 8)/d; fp16 2 + 2 + (4 + 4 + 8)/d."""
     expected = {
         "fp32": PARAMETERS * 8 + PARAMETERS * 8 // ranks,
@@ -148,23 +148,29 @@ class Recorder(Callback):
     def install(self) -> None:
         """In the functions of torch.distributed; the rank's process ends with the test."""
         self._wrap("all_reduce", lambda tensor, *_: [tensor])
-        self._wrap("reduce_scatter_tensor", lambda output, input, *_: [input])
-        self._wrap("all_gather_into_tensor", lambda output_tensor, *_: [output_tensor])
+        self._wrap("reduce_scatter_tensor", lambda output, whole, *_: [whole])
+        self._wrap("all_gather_into_tensor", lambda whole, *_: [whole])
+        # FSDP2 of newer torch calls the same by other names.
+        self._wrap("reduce_scatter_single", lambda output, whole, *_: [whole], noted_as="reduce_scatter_tensor")
+        self._wrap("all_gather_single", lambda whole, *_: [whole], noted_as="all_gather_into_tensor")
         isend = dist.isend
-        self._wrap("batch_isend_irecv", lambda ops: [op.tensor for op in ops if op.op is isend])
-        for refused in ("broadcast", "all_to_all_single", "reduce", "send"):
-            self._wrap(refused, lambda tensor, *_: [tensor])
+        self._wrap(
+            "batch_isend_irecv", lambda messages: [message.tensor for message in messages if message.op is isend]
+        )
+        for unexpected in ("broadcast", "reduce", "send", "all_to_all_single"):
+            self._wrap(unexpected, lambda tensor, *_: [tensor])
 
-    def _wrap(self, name: str, tensors: Callable[..., list[Tensor]]) -> None:
-        function = getattr(dist, name)
+    def _wrap(self, name: str, tensors: Callable[..., list[Tensor]], noted_as: str | None = None) -> None:
+        function = getattr(dist, name, None)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            known = {key: value for key, value in kwargs.items() if isinstance(value, (Tensor, list))}
-            for tensor in tensors(*args, *known.values()):
-                self.note(name, tensor)
+            named = [value for value in kwargs.values() if isinstance(value, (Tensor, list))]
+            for tensor in tensors(*args, *named):
+                self.note(noted_as or name, tensor)
             return function(*args, **kwargs)
 
-        setattr(dist, name, recorded)
+        if function is not None:
+            setattr(dist, name, recorded)
 
 
 def calls_of_a_step(rank: int, world: int, data_parallel: int, micro_batches: int, more: tuple[str, ...]) -> Counter:
@@ -190,7 +196,7 @@ def sent(calls: Mapping[Call, int], ranks: int) -> float:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_data_parallel_sends_each_gradient_once_a_step(micro_batches) -> None:
+def test_data_parallel_sends_each_gradient_once_a_step(micro_batches: int) -> None:
     """However many micro-batches there are."""
     for calls in run_ranks(4, calls_of_a_step, 4, micro_batches, (SMALL_BUCKETS,)):
         assert totals(calls) == {"all_reduce": 4 * PARAMETERS}
@@ -241,15 +247,21 @@ def test_sequence_parallel_sends_the_same_and_gathers_inputs_again() -> None:
         }
 
 
-@pytest.mark.parametrize(("stays", "gathers"), [("true", 2), ("false", 1)], ids=["ZeRO-3", "ZeRO-2"])
-def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once(stays, gathers) -> None:
-    """Of 3 micro-batches: weights before forward, and before backward if they were let go; gradients at the end."""
-    more = (FSDP, f"parallel.fsdp_reshard_after_forward={stays}")
-    for calls in run_ranks(2, calls_of_a_step, 2, 3, more):
+def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once() -> None:
+    """ZeRO-3, 3 micro-batches: weights before each forward and each backward pass, gradients at the end."""
+    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP,)):
         assert totals(calls) == {
-            "all_gather_into_tensor": 3 * gathers * 4 * PARAMETERS,
+            "all_gather_into_tensor": 3 * 2 * 4 * PARAMETERS,
             "reduce_scatter_tensor": 4 * PARAMETERS,
         }
+
+
+def test_layers_that_stay_whole_are_gathered_once_a_micro_batch() -> None:
+    """ZeRO-2."""
+    layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN)
+    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP, "parallel.fsdp_reshard_after_forward=false")):
+        assert calls["all_gather_into_tensor", layer] == 3 * LAYERS
+        assert totals(calls)["reduce_scatter_tensor"] == 4 * PARAMETERS
 
 
 def test_a_pipeline_sends_one_activation_forward_and_its_gradient_back() -> None:

@@ -38,6 +38,8 @@ MOE = (
     "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_load_balancing_type = ['aux_loss'], "
     "moe_aux_loss_coeff = [0.01], moe_z_loss_coeff = 0.001}"
 )
+DROPOUT = ("model.hidden_dropout=0.2", "model.attention_dropout=0.0")
+BOTH_DROPOUTS = ("model.hidden_dropout=0.2", "model.attention_dropout=0.1", "model.attention_backend=eager")
 EP2 = "parallel.expert_model_parallel_size=2"
 PP2, PP4 = "parallel.pipeline_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"
 FULL, SELECTIVE = "recompute.recompute_granularity=full", "recompute.recompute_granularity=selective"
@@ -130,6 +132,15 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (MOE, EP2, FSDP)),
         (4, (MOE, EP2, CP2)),
         (2, (MOE, EP2, SELECTIVE, "recompute.recompute_modules=['moe']")),
+        (2, (*DROPOUT,)),
+        (2, (*DROPOUT, TP2)),
+        (2, (*DROPOUT, CP2)),
+        (4, (*DROPOUT, TP2, SP, PP2)),
+        (4, (*DROPOUT, PP2, FULL, schedule("zbv_zero_bubble"))),
+        (4, (*DROPOUT, CP2, TP2, SP)),
+        (2, (*BOTH_DROPOUTS,)),
+        (2, (*BOTH_DROPOUTS, PP2)),
+        (1, (*BOTH_DROPOUTS, FULL)),
         (2, (TP2, "model.num_query_groups=1")),
         (4, (TP4, SP, "model.num_query_groups=2")),
     ],

@@ -15,6 +15,7 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("train", "train", "Train a model; without arguments a small GPT, in about a minute"),
         _command("verify", "app", "Check that a layout, or a resumed run, computes the same"),
+        _command("plan", "plan", "Say what each rank of a layout holds and sends; find layouts that fit"),
         _command("generate", "generate", "Continue a text with a trained model"),
         _command("models", "models", "List model families, presets and parameter counts"),
         _command("config", "app", "Show, check and explain the configuration"),

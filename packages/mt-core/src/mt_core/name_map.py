@@ -138,7 +138,8 @@ class NameMap:
         problems += [f"{name} is in the checkpoint but unknown" for name in sorted(given - set(sources))]
         problems += [f"{name} has no rule" for name in sorted(wanted - set(self._by_ours))]
         problems += [f"{name} is not a parameter of the model" for name in self._by_ours if name not in wanted]
-        problems += [f"{name} is taken twice" for name in sorted(n for n, count in Counter(sources).items() if count > 1)]
+        twice = sorted(name for name, count in Counter(sources).items() if count > 1)
+        problems += [f"{name} is taken twice" for name in twice]
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"the tensors do not fit the model: {'; '.join(problems[:8])}{more}")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_cli.launching import describe_launch, rank_arguments, world_of_launcher
+from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
 from mt_cli.requirements import need
+from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ DEFAULT_PRESET = "gpt-tiny"
 
 
 MACHINES = "Several processes"
+CONVERSION = "Converting instead of training"
 
 
 def train(
@@ -48,14 +50,29 @@ def train(
         Path | None,
         typer.Option(help="Write what ran when on each pipeline stage: .svg or .json.", rich_help_panel=MACHINES),
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="With --dry-run: draw the layout into this .svg.", rich_help_panel=MACHINES)
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the ranks and each machine's command.", rich_help_panel=MACHINES)
     ] = False,
+    ckpt_convert_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Write the checkpoint that this run would load in this format, and exit.",
+            rich_help_panel=CONVERSION,
+        ),
+    ] = None,
+    ckpt_convert_save: Annotated[
+        Path | None, typer.Option(help="The directory that it is written to.", rich_help_panel=CONVERSION)
+    ] = None,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
+    from mt_core.launch.environment import read_environment
 
     if config is None and preset is None:
         preset = DEFAULT_PRESET
@@ -67,10 +84,16 @@ def train(
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
         loaded = load_config(config, preset=preset, overrides=set_, host=host)
         directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
+        if ckpt_convert_format is not None or ckpt_convert_save is not None:
+            if launched or read_environment().rank == 0:  # one of the processes that a launcher started
+                convert_checkpoint(loaded, directory, ckpt_convert_format, ckpt_convert_save, host)
+            return None
         if not launched:
             return train_as_rank(loaded, directory, host)
     arguments = rank_arguments(config, preset, set_, directory)
     if dry_run:
+        if picture is not None:
+            draw_launch(loaded.config, nnodes * (nproc or 1), picture)
         return typer.echo(describe_launch(loaded.config, nnodes, nproc or 1, arguments))
     from mt_core.launch.local import launch
 
@@ -85,6 +108,26 @@ def train(
             run_dir=directory,
         )
     )
+
+
+def convert_checkpoint(
+    loaded: LoadedConfig, directory: Path, saver: str | None, save_dir: Path | None, host: PluginHost
+) -> None:
+    """What `mt convert` does, for the checkpoint that the run would go on from, or else for checkpoint.load."""
+    from mt_core.train.run_directory import RunDirectory, find_checkpoint
+
+    if saver is None or save_dir is None:
+        missing = "--ckpt-convert-format" if saver is None else "--ckpt-convert-save"
+        raise ConfigError(f"{missing} is missing: --ckpt-convert-format and --ckpt-convert-save go together")
+    load = loaded.config.checkpoint.load
+    source = RunDirectory(directory).latest_checkpoint() or (find_checkpoint(load) if load is not None else None)
+    if source is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint and checkpoint.load is not set: there is nothing to convert; give the "
+            "--run-dir of a run, or --set checkpoint.load=PATH"
+        )
+    convert = host.commands.get("convert", key="--ckpt-convert-format").app.load()
+    convert(load_dir=source, save_dir=save_dir, saver=saver)
 
 
 def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> None:

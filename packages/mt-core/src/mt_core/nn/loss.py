@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.nn.embedding import padded_vocab_size
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import Feature
 from mt_core.parallel.context import Axis, ParallelContext
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -80,10 +82,39 @@ def _logit_of(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(-1, labels.clamp(0, columns - 1)[..., None])[..., 0].masked_fill(~here, 0.0)
 
 
+class CrossEntropy:
+    """cross_entropy or vocab_parallel_cross_entropy, until `use_kernels` picks a kernel for them."""
+
+    def __init__(self, first_id: int, axis: Axis) -> None:
+        self.first_id, self.axis = first_id, axis
+        self.loss: Loss = cross_entropy if axis.size == 1 else vocab_parallel_cross_entropy(first_id, axis)
+
+    def __call__(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.loss(logits, batch)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        features: tuple[Feature, ...] = ("parallel",) if self.axis.size > 1 else ()
+        kernel = kernels.pick("cross_entropy", *features, plain=self.loss)
+        if kernel is not self.loss:
+            self.loss = self._with(kernel)
+
+    def _with(self, kernel: Callable[..., Tensor]) -> Loss:
+        def loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+            columns = seen_labels(batch) - self.first_id
+            return kernel(logits.flatten(0, -2), columns.flatten(), self.axis).view(columns.shape)
+
+        return loss
+
+
 def build_cross_entropy(config: Config, parallel: ParallelContext | None = None) -> Loss:
-    if parallel is None or parallel.tp.size == 1:
+    if parallel is None:
         return cross_entropy
+    return CrossEntropy(first_id_of_rank(config, parallel), parallel.tp)
+
+
+def first_id_of_rank(config: Config, parallel: ParallelContext) -> int:
+    """The id that the first row of this rank's word vectors stands for."""
     model = config.model
-    assert model.vocab_size is not None
+    assert model.vocab_size is not None  # filled in from the tokenizer
     padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by * parallel.tp.size)
-    return vocab_parallel_cross_entropy(parallel.tp.rank * padded // parallel.tp.size, parallel.tp)
+    return parallel.tp.rank * padded // parallel.tp.size

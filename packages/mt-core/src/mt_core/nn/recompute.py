@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.schema import RecomputeConfig
+from mt_core.nn.dropout import SAMPLE, AtSample
 from mt_core.parallel.collectives import gather_copies, split_to
 from mt_core.parallel.context import ParallelContext
 
@@ -89,9 +90,14 @@ def recomputed(function: F) -> F:
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args)
-        return checkpoint(function, *args, use_reentrant=False)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
 
     return run  # type: ignore[return-value]
+
+
+def _contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For the first computation and for the second, which may come when another micro-batch is at hand."""
+    return nullcontext(), AtSample(SAMPLE.get())
 
 
 def _through(layers: Layers, x: Tensor, call: Call) -> Tensor:

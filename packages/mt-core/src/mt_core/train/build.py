@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,12 +17,17 @@ from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.layout import ParameterLayout, initialize
-from mt_core.nn.stage import Stage
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.layout import initialize
+from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
+from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions
-from mt_core.optim.main_weights import MainWeights, build_main_weights
-from mt_core.optim.optimizers import Optimizer, param_groups
+from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
+from mt_core.optim.main_weights import MainWeights, SplitWeights, build_main_weights
+from mt_core.optim.optimizers import Optimizer
+from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, Schedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
 from mt_core.parallel.context_parallel import build_hierarchical_axes
@@ -95,24 +101,70 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def build_model(
-    config: Config, ctx: ParallelContext, host: PluginHost, stages: tuple[Stage, ...] | None = None
+    config: Config,
+    ctx: ParallelContext,
+    host: PluginHost,
+    stages: tuple[Stage, ...] | None = None,
+    kernels: Kernels | None = None,
 ) -> nn.Module:
-    """The model, or some stages of it, with uninitialized weights."""
+    """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if it has some."""
     spec = host.models.get(config.model.family, key="model.family")
-    return spec.build.load()(config.model, ModelEnvironment(config, ctx, host, stages))
+    environment = ModelEnvironment(config, ctx, host, stages, kernels)
+    model = spec.build.load()(config.model, environment)
+    use_kernels(model.modules(), environment.kernels)
+    return model
+
+
+def compile_blocks(model: nn.Module, config: Config) -> None:
+    """Let torch.compile make one graph of each layer, as train.compile asks. Layers of one kind share what is compiled.
+
+    Raises ConfigError for a model without a stack of layers.
+    """
+    if config.train.compile == "none":
+        return
+    stacks = [module for module in model.modules() if isinstance(module, NumberedLayers)]
+    if not stacks:
+        raise ConfigError(
+            f"train.compile={config.train.compile} compiles the layers of a stack, and model.family="
+            f"{config.model.family} has none; set train.compile=none"
+        )
+    for layer in (layer for stack in stacks for layer in stack):
+        layer.compile()
 
 
 def build_initialized_model(
-    config: Config, ctx: ParallelContext, host: PluginHost, stages: tuple[Stage, ...] | None = None
+    config: Config,
+    ctx: ParallelContext,
+    host: PluginHost,
+    stages: tuple[Stage, ...] | None = None,
+    kernels: Kernels | None = None,
 ) -> nn.Module:
-    model = build_model(config, ctx, host, stages)
+    model = build_model(config, ctx, host, stages, kernels)
     initialize(model, config.train.seed, ctx)
     return model
+
+
+def require_options(model: nn.Module, loss: object, config: Config) -> None:
+    """Raises ConfigError when a loss wants of a model what its forward does not offer."""
+    options = getattr(loss, "model_options", {})
+    missing = [name for name in options if name not in signature(model.forward).parameters]
+    refuse = getattr(model, "needs_logits", None)
+    if missing or (options and refuse):
+        reason = refuse or f"its forward takes no {' or '.join(missing)}"
+        raise ConfigError(
+            f"train.loss={config.train.loss} takes hidden states, which model.family={config.model.family} does not "
+            f"hand over: {reason}; use train.loss=cross_entropy"
+        )
 
 
 def divides_state(config: Config) -> bool:
     """Whether ranks with the same weights hold different parts of gradients and optimizer state."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+
+
+def keeps_remainders(config: Config) -> bool:
+    """Whether the optimizer completes bf16 weights by the 16 bits that they leave out."""
+    return getattr(config.optimizer, "main_weights", "copies") == "remainders"
 
 
 def _shares_weights(parallel: ParallelConfig) -> bool:
@@ -129,6 +181,8 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
         )
         return FullyShardedWeights(model, ctx, shards)
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
+    if keeps_remainders(config):
+        return SplitWeights(model)
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_main_weights(model)
     options = BufferOptions(
@@ -143,18 +197,33 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
     return BufferedWeights(model, ctx, options, copies.axes)
 
 
-def build_optimizer(
-    config: Config, weights: MainWeights, layouts: Mapping[str, ParameterLayout], host: PluginHost
-) -> Optimizer:
-    shapes = {name: layout.shape for name, layout in layouts.items()}
-    groups = param_groups(weights.named_parameters(), config.optimizer.weight_decay, shapes)
-    spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
-    return spec.build.load()(config.optimizer, groups)
+def build_optimizer(config: Config, environment: OptimizerEnvironment, host: PluginHost) -> Optimizer:
+    options = config.optimizer
+    groups = param_groups(
+        environment.weights.named_parameters(),
+        options.weight_decay,
+        environment.shapes,
+        decoupled=options.decoupled_lr is not None,
+    )
+    spec = host.optimizers.get(options.optimizer, key="optimizer.optimizer")
+    build = spec.build.load()
+    return build(options, groups, environment) if spec.takes_environment else build(options, groups)
 
 
 def build_schedule(config: Config, host: PluginHost) -> Schedule:
-    horizon = Horizon(
-        total_train_samples(config), global_batch_size(config), config.optimizer.lr, config.optimizer.min_lr
-    )
+    return _build_schedule(config, host, config.optimizer.lr, config.optimizer.min_lr)
+
+
+def build_group_schedules(config: Config, host: PluginHost) -> GroupSchedules:
+    """What some groups of parameters have of their own beside the schedule of the run."""
+    options, decoupled = config.optimizer, None
+    if options.decoupled_lr is not None:
+        lowest = options.min_lr if options.decoupled_min_lr is None else options.decoupled_min_lr
+        decoupled = _build_schedule(config, host, options.decoupled_lr, lowest)
+    return GroupSchedules(decoupled, weight_decay_schedule(options, total_train_samples(config)))
+
+
+def _build_schedule(config: Config, host: PluginHost, max_lr: float, min_lr: float) -> Schedule:
+    horizon = Horizon(total_train_samples(config), global_batch_size(config), max_lr, min_lr)
     spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)

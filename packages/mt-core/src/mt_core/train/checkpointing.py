@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,18 @@ from mt_core.train.state import TrainState
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 MAIN = "main"
+REMAINDER = "remainder"
+"""State of an optimizer that completes 16-bit weights; a checkpoint holds the fp32 weight that the two make up."""
 T = TypeVar("T")
+
+
+@runtime_checkable
+class CompletesWeights(Protocol):
+    """An optimizer that may keep a part of an fp32 weight itself."""
+
+    def main(self, parameter: Tensor) -> Tensor: ...
+
+    def set_main(self, parameter: Tensor, main: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,12 @@ class Checkpointed:
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
             for name, piece in pieces.items():
-                whole = partial(self.weights.whole, name, piece.detach())
+                whole = partial(self.weights.whole, name, self._main(piece))
                 yield Part(f"{OPTIMIZER}{MAIN}.{name}", layouts[name], torch.float32, self.ctx, whole)
         for name, piece in pieces.items():
             for key, value in self.optimizer.state.get(piece, {}).items():
+                if key == REMAINDER:
+                    continue  # a part of the main weight
                 full_name = f"{OPTIMIZER}{key}.{name}"
                 if not isinstance(value, Tensor) or value.shape != piece.shape:
                     scalar = torch.as_tensor(value)
@@ -107,9 +120,17 @@ class Checkpointed:
         for name in layouts:
             self.weights.write(name, layouts[name].to_local(reader.read(MODEL + name), self.ctx))
 
+    def _main(self, piece: nn.Parameter) -> Tensor:
+        """The fp32 weight that the optimizer updates."""
+        return self.optimizer.main(piece) if isinstance(self.optimizer, CompletesWeights) else piece.detach()
+
     @torch.no_grad()
     def _copy_part(self, piece: nn.Parameter, name: str, local: Tensor) -> None:
-        piece.copy_(self.weights.part(name, local))
+        part = self.weights.part(name, local)
+        if isinstance(self.optimizer, CompletesWeights):
+            self.optimizer.set_main(piece, part)
+        else:
+            piece.copy_(part)
 
     def _restore_optimizer(
         self,

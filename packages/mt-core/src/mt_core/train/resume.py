@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
@@ -32,8 +32,16 @@ FREE_KEYS = frozenset(
 FREE_SECTIONS = frozenset({"checkpoint", "logging"})
 
 
-def differences(stored: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, stored value, value now) for each key that could change the run."""
+class Change(NamedTuple):
+    """A key whose value is another one than when the checkpoint was made."""
+
+    key: str
+    then: Any
+    now: Any
+
+
+def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
+    """Each key that could change the run and has another value."""
     now = config.to_dict()
     for section in now:
         if section in FREE_SECTIONS:
@@ -41,28 +49,34 @@ def differences(stored: Mapping[str, Any], config: Config) -> Iterator[tuple[str
         old, new = stored.get(section, {}), now[section]
         for key in sorted({*old, *new}):
             if f"{section}.{key}" not in FREE_KEYS and old.get(key) != new.get(key):
-                yield f"{section}.{key}", old.get(key), new.get(key)
+                yield Change(f"{section}.{key}", old.get(key), new.get(key))
 
 
-def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str) -> list[str]:
-    """Raise CheckpointError for a difference that nobody accepted; returns the accepted ones, as text."""
-    accepted: list[tuple[str, str]] = []
-    refused: list[tuple[str, str]] = []
-    for key, old, new in differences(metadata["config"], config):
-        change = f"{key}: {old} in the checkpoint, {new} now"
-        taken = key in config.checkpoint.accept_changes and not key.startswith("model.")
-        (accepted if taken else refused).append((key, change))
+def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str) -> list[Change]:
+    """Raise CheckpointError for a difference that nobody accepted; returns the accepted ones."""
+    accepted: list[Change] = []
+    refused: list[Change] = []
+    for change in differences(metadata["config"], config):
+        taken = change.key in config.checkpoint.accept_changes and not change.key.startswith("model.")
+        (accepted if taken else refused).append(change)
     if refused:
         raise CheckpointError(_refusal(refused, origin))
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
-    return [change for _, change in accepted]
+    return accepted
 
 
-def _refusal(refused: list[tuple[str, str]], origin: str) -> str:
-    changes = "\n  ".join(change for _, change in refused)
-    model = any(key.startswith("model.") for key, _ in refused)
-    keys = ", ".join(f'"{key}"' for key, _ in refused)
+def change_table(changes: Sequence[Change]) -> str:
+    """Columns key, then, now; a line each."""
+    rows = [("key", "then", "now"), *((change.key, str(change.then), str(change.now)) for change in changes)]
+    key, then = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"  {row[0]:<{key}}  {row[1]:<{then}}  {row[2]}" for row in rows)
+
+
+def _refusal(refused: list[Change], origin: str) -> str:
+    changes = "\n  ".join(f"{key}: {then} in the checkpoint, {now} now" for key, then, now in refused)
+    model = any(change.key.startswith("model.") for change in refused)
+    keys = ", ".join(f'"{change.key}"' for change in refused)
     cure = (
         "A checkpoint goes on with the model it was made with only; use another --run-dir for another model"
         if model

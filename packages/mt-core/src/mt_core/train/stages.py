@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def model_stages(config: Config) -> list[Stage]:
     each = parallel.virtual_pipeline_model_parallel_size or schedule.min_stages_per_rank
     count = parallel.pipeline_model_parallel_size * each
     schedule.stages_per_rank(parallel.pipeline_model_parallel_size, count)
-    num_layers = getattr(config.model, "num_layers", None)
+    num_layers = getattr(config.model, "stacked_layers", None) or getattr(config.model, "num_layers", None)
     if num_layers is None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
@@ -75,12 +75,21 @@ class ThroughStages:
     """Micro-batches through the stages of several processes (see step.MicroBatches)."""
 
     def __init__(
-        self, model: nn.Module, stages: Stages, loss: Loss, ctx: ParallelContext, recorder: ScheduleRecorder | None
+        self,
+        model: nn.Module,
+        stages: Stages,
+        loss: Loss,
+        ctx: ParallelContext,
+        recorder: ScheduleRecorder | None = None,
+        begin: Callable[[Batch], object] = lambda batch: None,
     ) -> None:
         assert isinstance(model, Pipelined)
         self.loss, self.recorder, self.ctx = loss, recorder, ctx
         inputs = getattr(model, "inputs", MODEL_INPUTS)
-        self.pipeline = Pipeline(model, stages.all, stages.schedule, ctx, inputs=inputs, recorder=recorder)
+        options = getattr(loss, "model_options", {})
+        self.pipeline = Pipeline(
+            model, stages.all, stages.schedule, ctx, inputs=inputs, options=options, recorder=recorder, begin=begin
+        )
 
     def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
         return self.pipeline.forward_backward(batches, self._share(share))

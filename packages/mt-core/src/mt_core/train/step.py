@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,13 @@ MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
 
 
 def default_forward_step(loss: Loss) -> ForwardStep:
-    """model(inputs of the batch), then the loss. A model's `inputs` attribute names other inputs."""
+    """model(inputs of the batch), then the loss. A model's `inputs` attribute names other inputs, a loss's
+    `model_options` further arguments of the model."""
+    options = getattr(loss, "model_options", {})
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         names = getattr(model, "inputs", MODEL_INPUTS)
-        return loss(model(**{name: batch[name] for name in names if name in batch}), batch)
+        return loss(model(**{name: batch[name] for name in names if name in batch}, **options), batch)
 
     return forward
 
@@ -56,6 +58,10 @@ class StepOutcome:
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     zeros_in_grad: int | None = None
 
+    def result(self) -> StepOutcome:
+        """What is there already."""
+        return self
+
 
 class MicroBatches(Protocol):
     """Carries micro-batches through the model, forward and backward."""
@@ -69,17 +75,31 @@ class MicroBatches(Protocol):
         ...
 
 
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that multiplies gradients while it reads them."""
+
+    gradient_scale: Tensor | None
+
+
 class OneByOne:
     """The whole model on this rank: each micro-batch goes forward and back before the next."""
 
-    def __init__(self, model: nn.Module, forward_step: ForwardStep, weights: MainWeights | None = None) -> None:
-        self.model, self.forward_step = model, forward_step
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_step: ForwardStep,
+        weights: MainWeights | None = None,
+        begin: Callable[[Batch], object] = lambda batch: None,
+    ) -> None:
+        self.model, self.forward_step, self.begin = model, forward_step, begin
         self.weights = weights or WholeWeights(model)
 
     def forward_backward(self, batches: Sequence[Batch], share: Share) -> Tensor:
         total = torch.zeros(())
         for number, batch in enumerate(batches):
             self.weights.begin_pass(number)
+            self.begin(batch)
             part = share(self.forward_step(self.model, batch), batch)
             part.backward()
             total = total + part.detach()
@@ -160,10 +180,11 @@ class OptimizerStep:
         if overflowed:
             return StepOutcome(loss, norm, tokens, updated=False, auxiliary=auxiliary, zeros_in_grad=zeros)
         factor = clip_factor(norm, self.clip_grad) / scale
-        if factor != 1.0:
+        if isinstance(self.optimizer, ScalesGradients):
+            self.optimizer.gradient_scale = torch.tensor(factor, device=self.ctx.device)
+        elif factor != 1.0:
             scale_all_([p.grad for _, p in self.weights.named_parameters() if p.grad is not None], factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("lr_mult", 1.0)
+        set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.weights.publish()
         for module in self.updated_after:
@@ -183,6 +204,11 @@ class OptimizerStep:
         everyone: list[dict[str, float] | None] = [None] * self.ctx.pp.size
         dist.all_gather_object(everyone, own, group=self.ctx.pp.group)
         return {name: value for held in everyone if held for name, value in held.items()}
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("decoupled_lr", learning_rate) * group.get("lr_mult", 1.0)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from mt_core.data.loader import BatchReader, RankBatch
 from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mt_core.launch.phases import Phases
 from mt_core.nn.auxiliary import ReportsMetrics
+from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -53,10 +53,13 @@ from mt_core.train.checkpointing import (
     shapes_of_all_stages,
 )
 from mt_core.train.evaluation import evaluate
+from mt_core.train.late_step import LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
+from mt_core.train.loss_check import ExpectedLoss, RecentLosses, expected_loss, is_comparable
 from mt_core.train.partial_load import fresh_parameters
 from mt_core.train.random_streams import dropout_stream, gather_rng
-from mt_core.train.resume import require_same_run
+from mt_core.train.resume import change_table, require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
+from mt_core.train.saving import Committed, build_checkpoint_writer
 from mt_core.train.signals import StopSignals
 from mt_core.train.stages import ThroughStages, build_stages, require_pipelined
 from mt_core.train.state import TrainState
@@ -80,6 +83,8 @@ AXES: Mapping[AxisName, str] = {
 }
 
 
+FIRST_SAMPLE = "first_sample"
+"""Of a micro-batch, beside the data set's own fields: the number of its first sample, on the CPU."""
 TRACED_STEP = 2
 """Of this process's steps: the first one also warms up."""
 
@@ -136,6 +141,8 @@ class Trainer:
         self.callbacks = CallbackList([*(self._configured_callbacks() if is_writer() else []), *callbacks])
         self._stop_reason: str | None = None
         self._fresh: list[str] = []
+        self.recent_losses = RecentLosses()
+        self._expected_loss: ExpectedLoss | None = None
         self._resumed_from = self._find_resume()
 
         train = config.config.train
@@ -145,22 +152,28 @@ class Trainer:
         self.tokenizer = building.build_tokenizer(config.config, self.host)
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
+        self.checkpoint_writer = build_checkpoint_writer(
+            self.config.checkpoint, self.host, self.directory, is_writer=self.ctx.is_writer
+        )
         self.stages = build_stages(self.config, self.ctx)
         self.kernels = configured_kernels(self.config, self.ctx)
         self.model = model if model is not None else self._build_model()
+        build.compile_blocks(self.model, self.config)
         self.copies = find_stage_copies([name for name, _ in self.model.named_parameters()], self.ctx)
         self.weights = build.build_weights(self.config, self.model, self.ctx, self.copies)
         layouts = parameter_layouts(self.model)
-        environment = OptimizerEnvironment(self.model, self.weights, layouts, self.ctx)
+        environment = OptimizerEnvironment(self.model, self.weights, layouts, self.ctx, self.kernels)
         self.optimizer = build.build_optimizer(self.config, environment, self.host)
-        use_kernels([self.optimizer], self.kernels)
         self.schedule = build.build_schedule(self.config, self.host)
         self.group_schedules = build.build_group_schedules(self.config, self.host)
         self.batch_size = build_batch_size(self.config)
         self.total_samples = total_train_samples(self.config)
         self.recorder: ScheduleRecorder | None = None
-        self.micro_batches = self._build_micro_batches(loss or self._configured_loss(), forward_step)
-        self.kernels.require_used()
+        use_streams(self.model, DropoutStreams(train.seed))
+        loss = loss or self._configured_loss()
+        build.require_options(self.model, loss, self.config)
+        self.micro_batches = self._build_micro_batches(loss, forward_step)
+        self.kernels.require_used(merged_over_stages(dict.fromkeys(self.kernels.picked, True), self.ctx))
         self.scaler = build_loss_scaler(self.config.precision)
         self.step = OptimizerStep(
             self.model,
@@ -172,6 +185,8 @@ class Trainer:
             GradientSums(layouts, self.ctx, self.copies, divided=build.divides_state(self.config)),
             count_zeros=self.config.logging.log_num_zeros_in_grad,
         )
+        self.late_step = self._build_late_step()
+        self._untold: TakenStep | None = None
         torch.manual_seed(stream_seed(train.seed, dropout_stream(self.ctx)))
         self.phases.enter("load")
         self._restore()
@@ -186,9 +201,14 @@ class Trainer:
         own = self.stages.own if self.stages is not None else None
         return build.build_initialized_model(self.config, self.ctx, self.host, own, self.kernels)
 
+    def _build_late_step(self) -> LateStep | None:
+        if not tells_late(self.config, self.ctx, self.model, self.optimizer):
+            return None
+        return LateStep(self.weights, self.optimizer, self.micro_batches, self.config.optimizer.clip_grad)
+
     def _build_micro_batches(self, loss: Loss, forward_step: ForwardStep | None) -> MicroBatches:
         if self.stages is None:
-            return OneByOne(self.model, forward_step or default_forward_step(loss), self.weights)
+            return OneByOne(self.model, forward_step or default_forward_step(loss), self.weights, self._begin)
         require_pipelined(self.model, self.config)
         if forward_step is not None:
             raise ConfigError(
@@ -197,7 +217,11 @@ class Trainer:
             )
         if self.config.logging.trace_schedule is not None:
             self.recorder = ScheduleRecorder(self.device)
-        return ThroughStages(self.model, self.stages, loss, self.ctx, self.recorder)
+        return ThroughStages(self.model, self.stages, loss, self.ctx, self.recorder, self._begin)
+
+    def _begin(self, batch: Batch) -> None:
+        """What a micro-batch drops follows from the number of its first sample."""
+        SAMPLE.set(int(batch[FIRST_SAMPLE]))
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -216,6 +240,8 @@ class Trainer:
             self.callbacks.on_train_end(self, result)
             return result
         finally:
+            for text in self.checkpoint_writer.close():
+                self.callbacks.on_message(self, text)
             self.callbacks.close()
 
     def stop(self, reason: str) -> None:
@@ -238,24 +264,36 @@ class Trainer:
         return losses
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this step and point `latest` to it; None without a run directory."""
+        """Write a checkpoint of this step and point `latest` to it; None without a run directory.
+
+        With checkpoint.async_save it is copied when this returns; `train` waits for the disk before it ends.
+        """
         if self.directory is None:
             return None
         self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
         state = self.checkpointed()
         tensors = chain(state.tensors(), gather_rng(self.ctx).items())
-        if self.ctx.is_writer:
-            spec = self.host.checkpoint_savers.get(self.config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
-            assert spec.save is not None  # checked when the run was built
-            spec.save.load()(path, tensors, state.metadata(self.config), dict(self.tokenizer.files()))
-            self.directory.set_latest(path)
-        else:
-            deque(tensors, maxlen=0)  # takes part in what the writer collects
+        metadata = {**state.metadata(self.config), "recent_losses": self.recent_losses.to_list()}
+        self.checkpoint_writer.write(path, tensors, metadata, dict(self.tokenizer.files()))
         wait_for_all()
         self._last_saved = self.state.iteration
-        self.callbacks.on_checkpoint(self, path)
+        if self.config.checkpoint.async_save:
+            self.callbacks.on_message(self, f"requested {path.name}, which is written while training goes on")
+        self._tell_committed(self.checkpoint_writer.committed())
         return path
+
+    def _tell_committed(self, checkpoints: Iterable[Committed]) -> None:
+        for committed in checkpoints:
+            if self.config.checkpoint.async_save:
+                self.callbacks.on_message(
+                    self, f"committed {committed.path.name}, written in {committed.seconds:.1f} s"
+                )
+            self.callbacks.on_checkpoint(self, committed.path)
+            if committed.removed:
+                self.callbacks.on_message(self, f"removed {', '.join(path.name for path in committed.removed)}")
+            if committed.problem is not None:
+                self.callbacks.on_message(self, f"warning: {committed.problem}")
 
     @cached_property
     def last_iteration(self) -> int:
@@ -287,30 +325,59 @@ class Trainer:
     def take_step(self, rank_batch: RankBatch, window: LogWindow) -> LogWindow:
         """One optimizer step on a batch, with all that surrounds it: metrics, callbacks, evaluation, saving."""
         self.phases.enter("step", step=self.state.iteration + 1)
+        taken = self._run_step(rank_batch)
+        if self.late_step is None:
+            window = self._tell(taken, window, time.perf_counter())
+        else:
+            window = self._tell_untold(window, taken.started)
+            self._untold = taken
+        if self._evaluates_or_saves():
+            window = self._tell_untold(window, time.perf_counter())
+        self._evaluate_and_save_if_due()
+        return window
+
+    def _run_step(self, rank_batch: RankBatch) -> TakenStep:
         started = time.perf_counter()
         learning_rate = self.schedule(self.state.consumed_samples)
         self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
-        outcome = self._traced_step(self._to_device(rank_batch), learning_rate)
-        self._account(rank_batch, outcome)
+        batches = self._to_device(rank_batch)
+        outcome: StepOutcome | PendingOutcome
+        if self.late_step is None:
+            outcome = self._traced_step(batches, learning_rate)
+        else:
+            outcome = self.late_step(batches, learning_rate, counted_tokens(rank_batch))
+        self.state.iteration += 1
+        self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
+        return TakenStep(
+            rank_batch, outcome, self.state.iteration, self.state.consumed_samples, learning_rate, started
+        )
+
+    def _tell_untold(self, window: LogWindow, until: float) -> LogWindow:
+        """What is left to tell of the step before."""
+        taken, self._untold = self._untold, None
+        return window if taken is None else self._tell(taken, window, until)
+
+    def _tell(self, taken: TakenStep, window: LogWindow, until: float) -> LogWindow:
+        """Judge a step by its loss and norm, and tell callbacks. until: when it ended."""
+        outcome = taken.outcome.result()
+        self._account(taken, outcome)
+        self._check_first_loss(outcome)
         self._verify_replicas_if_due()
-        seconds = time.perf_counter() - started
         metrics = {
-            "iteration": self.state.iteration,
-            "consumed_samples": self.state.consumed_samples,
+            "iteration": taken.iteration,
+            "consumed_samples": taken.consumed_samples,
             "loss": outcome.loss,
             "grad_norm": outcome.grad_norm,
-            "learning_rate": learning_rate,
+            "learning_rate": taken.learning_rate,
             "loss_scale": self.scaler.scale,
             "skipped_iterations": self.state.skipped_iterations,
-            "tokens_per_second": outcome.tokens / seconds,
+            "tokens_per_second": outcome.tokens / (until - taken.started),
             **outcome.auxiliary,
         }
         if outcome.zeros_in_grad is not None:
             metrics["zeros_in_grad"] = outcome.zeros_in_grad
         self.callbacks.on_step_end(self, metrics)
-        window = self._log(metrics, outcome, window)
-        self._evaluate_and_save_if_due()
-        return window
+        return self._log(metrics, outcome, window)
 
     def _traced_step(self, batches: list[Batch], learning_rate: float) -> StepOutcome:
         """The step, recorded if it is the one that the configuration asks for."""
@@ -333,23 +400,33 @@ class Trainer:
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             check_replicas(weights, parameter_layouts(self.model), self.ctx)
 
-    def _account(self, rank_batch: RankBatch, outcome: StepOutcome) -> None:
-        self.state.iteration += 1
-        self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
+    def _account(self, taken: TakenStep, outcome: StepOutcome) -> None:
         if outcome.updated:
+            self.recent_losses.add(outcome.loss)
             return
         self.state.skipped_iterations += 1
         if self.config.precision.dtype != "fp16" or self.scaler.exhausted:
-            raise TrainingError(self._not_finite(rank_batch, outcome))
+            raise TrainingError(self._not_finite(taken, outcome))
 
-    def _not_finite(self, rank_batch: RankBatch, outcome: StepOutcome) -> str:
+    def _check_first_loss(self, outcome: StepOutcome) -> None:
+        """Raise CheckpointError, or warn if that is asked for, when a resumed run does not go on where it stopped."""
+        expected, self._expected_loss = self._expected_loss, None
+        problem = expected.problem(outcome.loss) if expected is not None and outcome.updated else None
+        if problem is None:
+            return
+        if self.config.checkpoint.resume_loss_check == "error":
+            cure = "If the change is meant, add --set checkpoint.resume_loss_check=warn"
+            raise CheckpointError(f"{self._resumed_from}: {problem}. Nothing has been saved since. {cure}")
+        self.callbacks.on_message(self, f"warning: {problem}")
+
+    def _not_finite(self, taken: TakenStep, outcome: StepOutcome) -> str:
         """Which quantity, at which step, from which samples."""
         what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
-        samples = [index for group in rank_batch.samples for index in group]
+        samples = [index for group in taken.rank_batch.samples for index in group]
         places = [self.train_data.describe(index) for index in samples[:4]] if _describes(self.train_data) else []
         more = f"; and {len(samples) - 4} more" if places and len(samples) > 4 else ""
         return (
-            f"the {what} is not finite at iteration {self.state.iteration} (loss {outcome.loss}, gradient norm "
+            f"the {what} is not finite at iteration {taken.iteration} (loss {outcome.loss}, gradient norm "
             f"{outcome.grad_norm}). The batch: samples {samples[0]} to {samples[-1]}"
             + (f", from {'; '.join(places)}{more}" if places else "")
             + ". The last checkpoint is from before this step; lower optimizer.lr, or look at the data"
@@ -361,7 +438,7 @@ class Trainer:
             window.loss += outcome.loss
             window.steps += 1
         window.tokens += outcome.tokens
-        if self.state.iteration % self.config.logging.log_interval and self.state.iteration != 1:
+        if metrics["iteration"] % self.config.logging.log_interval and metrics["iteration"] != 1:
             return window
         seconds = time.perf_counter() - window.started
         averaged = {"loss": window.loss / max(window.steps, 1), "tokens_per_second": window.tokens / seconds}
@@ -378,8 +455,13 @@ class Trainer:
         }
         return merged_over_stages(own, self.ctx)
 
+    def _evaluates_or_saves(self) -> bool:
+        intervals = (self.config.train.eval_interval, self.config.checkpoint.save_interval)
+        return any(interval and self.state.iteration % interval == 0 for interval in intervals)
+
     def _evaluate_and_save_if_due(self) -> None:
         iteration = self.state.iteration
+        self._tell_committed(self.checkpoint_writer.committed())
         if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
             self.evaluate()
             self._last_evaluated = iteration
@@ -387,10 +469,14 @@ class Trainer:
             self.save()
 
     def _finish(self) -> TrainResult:
+        self._tell_untold(LogWindow(), time.perf_counter())
         if self._last_saved != self.state.iteration:
             self.save()
         if self._stop_reason is None and self._last_evaluated != self.state.iteration:
             self.evaluate()
+        self.phases.enter("save")
+        self._tell_committed(self.checkpoint_writer.finish())
+        wait_for_all()
         return TrainResult(self.state, self.last_losses, self._reference_losses(), self._stop_reason)
 
     # -- data -----------------------------------------------------------------------------------
@@ -414,15 +500,15 @@ class Trainer:
 
     def _to_device(self, rank_batch: RankBatch) -> list[Batch]:
         """Tensors, of this rank's tokens alone where ranks share a sequence."""
-        return [
-            {
-                name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, self.ctx.cp).to(
-                    self.device, non_blocking=True
-                )
-                for name, array in arrays.items()
-            }
-            for arrays in rank_batch.micro_batches
-        ]
+        batches: list[Batch] = []
+        for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
+            whole = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            own = {name: shard_sequence(tensor, SEQUENCE_DIM, self.ctx.cp) for name, tensor in whole.items()}
+            if self.device.type == "cuda":
+                own = {name: tensor.pin_memory() for name, tensor in own.items()}  # else the copy is waited for
+            batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in own.items()}
+            batches.append({**batch, FIRST_SAMPLE: torch.tensor(samples.start)})
+        return batches
 
     def _build_datasets(self, split: str) -> Mapping[str, Dataset]:
         return building.build_datasets(self.config, self.tokenizer, split, self.host)  # type: ignore[arg-type]
@@ -463,9 +549,13 @@ class Trainer:
     def _restore(self) -> None:
         if self._resumed_from is not None:
             reader = open_checkpoint(self._resumed_from, self.host)
-            for change in require_same_run(reader.metadata, self.config, str(self._resumed_from)):
-                self.callbacks.on_message(self, f"accepted change: {change}")
+            changes = require_same_run(reader.metadata, self.config, str(self._resumed_from))
+            if changes:
+                self.callbacks.on_message(self, f"accepted changes:\n{change_table(changes)}")
             self.checkpointed().restore(reader)
+            losses = list(reader.metadata.get("recent_losses", []))  # not in checkpoints from before this check
+            self.recent_losses = RecentLosses(losses)
+            self._expected_loss = expected_loss(losses) if is_comparable(change.key for change in changes) else None
             self._last_saved = self.state.iteration
         elif self.config.checkpoint.load is not None:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)

@@ -12,7 +12,7 @@ from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveI
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.blocks.encoder_checks import refuse_divided_sequences
 
 
 class BertConfig(ModelConfig):
@@ -119,7 +119,7 @@ def check_encoder(model: BertConfig, config: Config) -> None:
             f"{model.num_attention_heads}; the number of heads can be {listed(divisors(model.hidden_size))}"
         )
     check_tensor_parallel(config, query_groups=model.num_attention_heads, ffn_size=model.ffn_size)
-    refuse_divided_sequences_and_layers(config)
+    refuse_divided_sequences(config)
     if seq_length > model.max_position_embeddings:
         raise ConfigError(
             f"data.seq_length={seq_length} is longer than model.max_position_embeddings="

@@ -6,22 +6,25 @@ parallelism hidden states between the layers are divided along S.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.norm import build_norm
+from mt_core.nn.stage import Stage, whole
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_models.bert.config import BertConfig
 from mt_models.bert.heads import BinaryHead, MaskedWordHead, Pooler
+from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.post_norm import PostNormLayer, PostNormStack
 from mt_models.blocks.tables import LearnedTable, like_word_vectors
 from mt_models.blocks.tied_output import TiedOutput
@@ -35,7 +38,7 @@ class BertEmbedding(nn.Module):
         super().__init__()
         assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
         self.ctx = ctx
-        self.dropout = config.hidden_dropout
+        self.dropout = Dropout(config.hidden_dropout, ctx)
         width, init = config.hidden_size, normal(config.init_method_std)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, width, ctx, init=init, divisible_by=config.make_vocab_size_divisible_by
@@ -57,7 +60,7 @@ class BertEmbedding(nn.Module):
         x = self.word_embeddings(tokens) + like_word_vectors(added, self.ctx)
         if self.layernorm is not None:
             x = self.layernorm(x)
-        return F.dropout(x, self.dropout, self.training)
+        return self.dropout(x)
 
 
 class BertEncoder(nn.Module):
@@ -69,8 +72,12 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.ctx = environment.parallel
-        self.embedding = BertEmbedding(config, self.ctx)
+        self.embedding = self.build_embedding(environment)
         self.encoder = build_layers(config, environment)
+
+    def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
+        """What this process holds of it."""
+        return BertEmbedding(self.config, self.ctx) if environment.has_first else None
 
     def hidden_states(
         self,
@@ -80,11 +87,26 @@ class BertEncoder(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """[B, S] -> [B, S, H]. padding_mask: 1 for tokens, 0 for padding (default: all are tokens)."""
+        everything = whole(self.config.num_layers)
+        return self.states_of_stage(everything, None, tokens, tokentype_ids, padding_mask, position_ids)
+
+    def states_of_stage(
+        self,
+        stage: Stage,
+        x: Tensor | None,
+        tokens: Tensor,
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """States of the stage before (None for the first) -> those behind the layers of this one: [B, S, H]."""
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         seen = None if padding_mask is None else padding_mask.bool()
-        x = self.embedding(tokens, tokentype_ids, position_ids)
-        return self.encoder(x, AttentionPattern(causal=False, key_padding=seen))
+        if stage.first:
+            assert self.embedding is not None
+            x = self.embedding(tokens, tokentype_ids, position_ids)
+        return self.encoder(x, AttentionPattern(causal=False, key_padding=seen), stage=stage)
 
     @property
     def max_sequence_length(self) -> int:
@@ -106,9 +128,21 @@ class BertModel(BertEncoder):
 
     def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
-        assert config.vocab_size is not None
         self.lm_head: MaskedWordHead | None = None
         self.output_layer: TiedOutput | None = None
+        self.pooler: Pooler | None = None
+        self.binary_head: BinaryHead | None = None
+        if environment.has_last:
+            self._build_heads(config)
+
+    def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
+        if not environment.has_first and environment.has_last and self.config.add_lm_head:
+            # The last stage's copy of the word vectors, which are its output matrix.
+            return TokenEmbedding(self.config, self.ctx)
+        return super().build_embedding(environment)
+
+    def _build_heads(self, config: BertConfig) -> None:
+        assert config.vocab_size is not None
         if config.add_lm_head:
             self.lm_head = MaskedWordHead(config, self.ctx)
             self.output_layer = TiedOutput(
@@ -124,9 +158,32 @@ class BertModel(BertEncoder):
         padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> BertOutput:
-        x = self.hidden_states(tokens, tokentype_ids, padding_mask, position_ids)
+        return self.heads(self.hidden_states(tokens, tokentype_ids, padding_mask, position_ids))
+
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        tokentype_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | BertOutput:
+        """hidden [B, S, H] of the stage before -> that for the next, or the output. See Pipelined."""
+        x = self.states_of_stage(stage, hidden, tokens, tokentype_ids, padding_mask, position_ids)
+        return self.heads(x) if stage.last else x
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        heads = (self.lm_head, self.output_layer, self.pooler, self.binary_head) if stage.last else ()
+        embedding = self.embedding if stage.first or (stage.last and self.lm_head is not None) else None
+        yield from (module for module in (embedding, *heads) if module is not None)
+        yield from self.encoder.stage_modules(stage)
+
+    def heads(self, x: Tensor) -> BertOutput:
+        """[B, S, H] behind the last layer -> the output"""
         logits = None
         if self.lm_head is not None and self.output_layer is not None:
+            assert self.embedding is not None
             logits = self.output_layer(self.lm_head(x), self.embedding.word_embeddings)
         pooled = None if self.pooler is None else self.pooler(first_position(x, self.ctx))
         binary = None if self.binary_head is None or pooled is None else self.binary_head(pooled)
@@ -138,7 +195,7 @@ def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
     return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
 
 
-def build_layers(config: BertConfig, environment: ModelEnvironment) -> nn.Module:
+def build_layers(config: BertConfig, environment: ModelEnvironment) -> PostNormStack | TransformerStack:
     """The layers of the configured placement of norms: (x [B, S, H], pattern) -> [B, S, H]."""
     ctx = environment.parallel
     core = environment.attention(
@@ -152,11 +209,11 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> nn.Module
     layer_type = PostNormLayer if config.layernorm_placement == "post" else TransformerLayer
     layers = {
         number: layer_type(config, core, environment.feed_forward("dense", config, number), ctx)
-        for number in range(config.num_layers)
+        for number in environment.layers(config.num_layers)
     }
     if config.layernorm_placement == "post":
         return PostNormStack(layers, environment.recompute)
-    return TransformerStack(layers, config, ctx, environment.recompute)
+    return TransformerStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
 
 
 def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:

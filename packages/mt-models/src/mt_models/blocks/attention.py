@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -74,7 +75,7 @@ class SelfAttention(nn.Module):
         self.window = window
         self.heads_per_group = config.num_attention_heads // config.query_groups
         self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
+        self.dropout = AttentionDropout(config.attention_dropout, ctx)
         self.rotary_interleaved = config.rotary_interleaved
         self.turn: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
         self.rotary_features = rotary_features(config)
@@ -115,7 +116,7 @@ class SelfAttention(nn.Module):
             q, k = self.turn(q, k, turn.cos, turn.sin, self.rotary_interleaved)
         if cache is not None:
             k, v = cache.extend(k, v)
-        out = self.core(q, k, v, pattern.within(self.window), self.dropout if self.training else 0.0)
+        out = self.core(q, k, v, pattern.within(self.window), self.dropout.begin())
         return self.linear_proj(out.flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

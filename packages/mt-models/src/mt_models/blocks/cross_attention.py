@@ -6,13 +6,17 @@ each rank whole heads; with sequence parallelism S and T are divided between the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import AttentionDropout, Dropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import build_norm
 from mt_core.nn.recompute import Recompute
+from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
@@ -48,7 +52,8 @@ class CrossAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.core, self.query_scale = core, query_scale
-        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
+        self.head_dim = config.head_dim
+        self.dropout = AttentionDropout(config.attention_dropout, ctx)
         hidden, width, bias = config.hidden_size, config.num_attention_heads * config.head_dim, config.add_bias_linear
         init = normal(config.init_method_std)
         self.linear_q = ColumnParallelLinear(hidden, width, ctx, bias=bias, init=init)
@@ -58,7 +63,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, pattern: AttentionPattern, cache: DecoderLayerCache | None) -> Tensor:
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim)) * self.query_scale
         k, v = self._keys_and_values(memory, cache)
-        out = self.core(q, k, v, pattern, self.dropout if self.training else 0.0)
+        out = self.core(q, k, v, pattern, self.dropout.begin())
         return self.linear_proj(out.flatten(2))
 
     def _keys_and_values(self, memory: Tensor, cache: DecoderLayerCache | None) -> tuple[Tensor, Tensor]:
@@ -100,6 +105,7 @@ class CrossAttentionLayer(TransformerLayer):
         super().__init__(config, core, feed_forward, ctx, ScaledQueryAttention(config, core, ctx, query_scale))
         self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.cross_attention = CrossAttention(config, cross_core, ctx, query_scale)
+        self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
 
     def forward(  # type: ignore[override]
         self,
@@ -109,21 +115,30 @@ class CrossAttentionLayer(TransformerLayer):
         memory_pattern: AttentionPattern,
         cache: DecoderLayerCache | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), pattern, None, cache))
-        x = x + self._drop(self.cross_attention(self.pre_cross_attn_layernorm(x), memory, memory_pattern, cache))
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        x = self.residual(x, self.self_attention(self.input_layernorm(x), pattern, None, cache), self.attention_dropout)
+        crossed = self.cross_attention(self.pre_cross_attn_layernorm(x), memory, memory_pattern, cache)
+        x = self.residual(x, crossed, self.cross_attention_dropout)
+        return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
 
 
 class DecoderStack(nn.Module):
-    """Layers and the norm behind them."""
+    """Layers by their numbers, and the norm behind the last."""
 
     def __init__(
-        self, layers: list[CrossAttentionLayer], config: LayerShape, ctx: ParallelContext, recompute: Recompute
+        self,
+        layers: Mapping[int, nn.Module],
+        config: LayerShape,
+        ctx: ParallelContext,
+        recompute: Recompute,
+        *,
+        has_last: bool = True,
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.layers = nn.ModuleList(layers)
-        self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.layers = NumberedLayers(layers.items())
+        self.final_layernorm: nn.Module | None = None
+        if has_last:
+            self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
     def forward(
         self,
@@ -132,9 +147,22 @@ class DecoderStack(nn.Module):
         memory: Tensor,
         memory_pattern: AttentionPattern,
         cache: DecoderCache | None = None,
+        stage: Stage | None = None,
     ) -> Tensor:
+        """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
+        numbers = self.layers.numbers() if stage is None else stage.layers
+
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             return layer(x, pattern, memory, memory_pattern, cache.layers[number] if cache else None)
 
-        x = self.recompute.run(list(enumerate(self.layers)), x, call)
+        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
+        if stage is not None and not stage.last:
+            return x
+        assert self.final_layernorm is not None
         return self.final_layernorm(x)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        """The layers of the stage, and the norm behind the last."""
+        yield from (self.layers[number] for number in stage.layers)
+        if stage.last and self.final_layernorm is not None:
+            yield self.final_layernorm

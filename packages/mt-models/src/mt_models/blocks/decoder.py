@@ -12,6 +12,7 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
+from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.stage import Stage, whole
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import KeyValueCache
@@ -19,13 +20,22 @@ from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import LayerShape, TransformerStack
 
 
-class DecoderShape(LayerShape, Protocol):
-    """What a decoder reads from its configuration, beside what its layers read."""
+class WordShape(Protocol):
+    """What a table of word vectors reads from its configuration."""
 
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def init_method_std(self) -> float: ...
     @property
     def vocab_size(self) -> int | None: ...
     @property
     def make_vocab_size_divisible_by(self) -> int: ...
+
+
+class DecoderShape(LayerShape, WordShape, Protocol):
+    """What a decoder reads from its configuration, beside what its layers read."""
+
     @property
     def untie_embeddings_and_output_weights(self) -> bool: ...
 
@@ -33,7 +43,7 @@ class DecoderShape(LayerShape, Protocol):
 class TokenEmbedding(LayoutModule):
     """A vector for each token."""
 
-    def __init__(self, config: DecoderShape, ctx: ParallelContext) -> None:
+    def __init__(self, config: WordShape, ctx: ParallelContext) -> None:
         super().__init__(ctx)
         assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
         self.word_embeddings = VocabParallelEmbedding(
@@ -100,9 +110,15 @@ class CausalDecoder(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """position_ids [B, S]: default 0 ..., after the cached ones. segment_ids [B, S]: see AttentionPattern."""
-        return self.run_stage(whole(self.config.num_layers), None, tokens, position_ids, segment_ids, cache)
+        *,
+        project: bool = True,
+    ) -> Any:
+        """position_ids [B, S]: default 0 ..., after the cached ones. segment_ids [B, S]: see AttentionPattern.
+
+        project: False gives what logits are made of (`Unprojected`), for a loss that does without them.
+        """
+        stage = whole(self.config.num_layers)
+        return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, project=project)
 
     def run_stage(
         self,
@@ -112,7 +128,9 @@ class CausalDecoder(nn.Module):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+        *,
+        project: bool = True,
+    ) -> Any:
         """hidden [B, S, H] of the stage before -> that for the next, or the logits. See Pipelined."""
         if position_ids is None:
             start = cache.length if cache else 0
@@ -124,14 +142,16 @@ class CausalDecoder(nn.Module):
         pattern = self.pattern(segment_ids, tokens.device)
         angles = self.angles(position_ids, cache.capacity if cache else None)
         x = self.decoder(hidden, pattern, angles, cache, stage)
-        return self.logits(x) if stage.last else x
+        if not stage.last:
+            return x
+        return self.logits(x) if project else self.unprojected(x)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         if (stage.first or (stage.last and self.output_layer is None)) and self.embedding is not None:
             yield self.embedding
-        yield from (self.decoder.layers[number] for number in stage.layers)
-        if stage.last:
-            yield from (module for module in (self.decoder.final_layernorm, self.output_layer) if module is not None)
+        yield from self.decoder.stage_modules(stage)
+        if stage.last and self.output_layer is not None:
+            yield self.output_layer
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
         """Which keys a query sees."""
@@ -142,12 +162,20 @@ class CausalDecoder(nn.Module):
         return None
 
     def logits(self, x: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, vocab]"""
+        """[B, S, H] -> [B, S, vocab]. A family that makes more of them than a product cannot do without them."""
+        rows = self.unprojected(x)
+        return project_to_vocab(x, rows.weight, rows.own, rows.ctx)
+
+    def unprojected(self, x: Tensor) -> Unprojected:
+        """What the logits of x [B, S, H] are made of."""
         if self.output_layer is not None:
-            return self.output_layer(x)
-        assert self.embedding is not None
-        words = self.embedding.word_embeddings
-        return project_to_vocab(x, words.weight, words.range, words.ctx)
+            matrix: VocabParallelEmbedding | VocabParallelOutput = self.output_layer
+        else:
+            assert self.embedding is not None
+            matrix = self.embedding.word_embeddings
+        own = matrix.range
+        weight = matrix.weight if len(matrix.weight) == len(own) else matrix.weight[: len(own)]
+        return Unprojected(x, weight, own, matrix.ctx)
 
     def new_cache(self, capacity: int) -> KeyValueCache:
         """An empty cache for decoding up to `capacity` positions."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.norm import Normalization
 from mt_core.parallel.context_parallel import check_sequence_length
 from mt_models.blocks.cache import LayerCache
@@ -48,8 +49,8 @@ class MixedDecoder(CausalDecoder):
         super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]
         self.dtype = environment.parallel.params_dtype
 
-    def logits(self, x: Tensor) -> Tensor:
-        return super().logits(x.to(self.dtype))
+    def unprojected(self, x: Tensor) -> Unprojected:
+        return super().unprojected(x.to(self.dtype))
 
     def new_cache(self, capacity: int) -> MixedCache:
         layers = [self.layer_cache(number, capacity) for number in range(self.config.num_layers)]

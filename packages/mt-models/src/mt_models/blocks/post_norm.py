@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.norm import build_norm
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import NumberedLayers
+from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.transformer import LayerShape
@@ -21,18 +21,16 @@ class PostNormLayer(nn.Module):
 
     def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
         super().__init__()
-        self.hidden_dropout = config.hidden_dropout
+        self.attention_dropout = Dropout(config.hidden_dropout, ctx)
+        self.mlp_dropout = Dropout(config.hidden_dropout, ctx)
         self.self_attention = SelfAttention(config, core, ctx)
         self.post_attention_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.mlp = feed_forward
         self.post_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
     def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
-        x = self.post_attention_layernorm(x + self._drop(self.self_attention(x, pattern, None, None)))
-        return self.post_mlp_layernorm(x + self._drop(self.mlp(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.hidden_dropout, self.training)
+        x = self.post_attention_layernorm(x + self.attention_dropout(self.self_attention(x, pattern, None, None)))
+        return self.post_mlp_layernorm(x + self.mlp_dropout(self.mlp(x)))
 
 
 class PostNormStack(nn.Module):
@@ -43,6 +41,11 @@ class PostNormStack(nn.Module):
         self.recompute = recompute
         self.layers = NumberedLayers(layers.items())
 
-    def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
-        layers = list(zip(self.layers.numbers(), self.layers, strict=True))
+    def forward(self, x: Tensor, pattern: AttentionPattern, stage: Stage | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
+        numbers = self.layers.numbers() if stage is None else stage.layers
+        layers = [(number, self.layers[number]) for number in numbers]
         return self.recompute.run(layers, x, lambda number, layer, x: layer(x, pattern))
+
+    def stage_modules(self, stage: Stage) -> list[nn.Module]:
+        return [self.layers[number] for number in stage.layers]

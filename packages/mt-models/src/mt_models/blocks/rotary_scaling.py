@@ -36,6 +36,8 @@ class FixedRotary:
         self.frequencies, self.scale = frequencies, scale
 
     def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
+        # Moved once: a copy in each pass would be waited for.
+        self.frequencies = self.frequencies.to(position_ids.device)
         return RotaryAngles(position_ids, self.frequencies, self.scale)
 
 

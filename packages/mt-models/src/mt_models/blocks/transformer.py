@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.residual import bias_dropout_add
 from mt_core.nn.norm import build_norm
@@ -44,7 +44,8 @@ class TransformerLayer(nn.Module):
         attention: SelfAttention | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_dropout = config.hidden_dropout
+        self.attention_dropout = Dropout(config.hidden_dropout, ctx)
+        self.mlp_dropout = Dropout(config.hidden_dropout, ctx)
         self.add = bias_dropout_add
         self.input_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.self_attention = attention or SelfAttention(config, core, ctx)
@@ -58,17 +59,21 @@ class TransformerLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        dropout = self.hidden_dropout if self.training else 0.0
-        x = self.add(self.self_attention(self.input_layernorm(x), pattern, angles, cache), None, x, dropout)
-        return self.add(self.mlp(self.pre_mlp_layernorm(x)), None, x, dropout)
+        x = self.residual(
+            x, self.self_attention(self.input_layernorm(x), pattern, angles, cache), self.attention_dropout
+        )
+        return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
 
     def use_kernels(self, kernels: Kernels) -> None:
         # Without dropout it is a sum, for which torch has a kernel.
-        if self.hidden_dropout > 0.0:
+        if self.mlp_dropout.rate > 0.0:
             self.add = kernels.pick("bias_dropout_add", "dropout")
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.hidden_dropout, self.training)
+    def residual(self, x: Tensor, branch: Tensor, dropout: Dropout) -> Tensor:
+        """x + dropout(branch)"""
+        if dropout.divides_positions:
+            return x + dropout(branch)
+        return self.add(branch, None, x, dropout.begin())
 
 
 class ParallelResidualLayer(TransformerLayer):
@@ -81,8 +86,8 @@ class ParallelResidualLayer(TransformerLayer):
         angles: RotaryAngles | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        attended = self._drop(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
-        return x + attended + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        attended = self.attention_dropout(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
+        return x + attended + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)))
 
 
 class TransformerStack(nn.Module):
@@ -126,3 +131,9 @@ class TransformerStack(nn.Module):
             return x
         assert self.final_layernorm is not None
         return self.final_layernorm(x)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        """The layers of the stage, and the norm behind the last."""
+        yield from (self.layers[number] for number in stage.layers)
+        if stage.last and self.final_layernorm is not None:
+            yield self.final_layernorm

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.norm import build_norm
@@ -24,7 +24,7 @@ class GPTEmbedding(TokenEmbedding):
 
     def __init__(self, config: GPTConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
-        self.dropout = config.hidden_dropout
+        self.dropout = Dropout(config.hidden_dropout, ctx)
         self.position_embeddings: LearnedTable | None = None
         if config.table_size is not None:
             init = normal(config.init_method_std)
@@ -39,7 +39,7 @@ class GPTEmbedding(TokenEmbedding):
             x = x + like_word_vectors(self.position_embeddings(position_ids), self.ctx)
         if self.layernorm is not None:
             x = self.layernorm(x)
-        return F.dropout(x, self.dropout, self.training)
+        return self.dropout(x)
 
 
 class GPTModel(CausalDecoder):
@@ -62,7 +62,11 @@ class GPTModel(CausalDecoder):
         return AttentionPattern(segment_ids=segment_ids, alibi_slopes=slopes)
 
     def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
-        return None if self.frequencies is None else RotaryAngles(position_ids, self.frequencies)
+        if self.frequencies is None:
+            return None
+        # Moved once: a copy in each pass would be waited for.
+        self.frequencies = self.frequencies.to(position_ids.device)
+        return RotaryAngles(position_ids, self.frequencies)
 
     @property
     def max_sequence_length(self) -> int | None:

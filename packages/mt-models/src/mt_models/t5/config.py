@@ -12,7 +12,7 @@ from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability,
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.blocks.encoder_checks import refuse_divided_sequences
 
 
 class T5Config(ModelConfig):
@@ -72,6 +72,11 @@ class T5Config(ModelConfig):
         return self.decoder_num_layers or self.num_layers
 
     @property
+    def stacked_layers(self) -> int:
+        """Layers that pipeline stages divide: the encoder's, then the decoder's."""
+        return self.num_layers + self.decoder_layers
+
+    @property
     def query_groups(self) -> int:
         return self.num_attention_heads
 
@@ -127,7 +132,7 @@ def check_t5(config: Config) -> None:
             "model.kv_channels"
         )
     check_tensor_parallel(config, query_groups=model.num_attention_heads, ffn_size=model.ffn_size)
-    refuse_divided_sequences_and_layers(config)
+    refuse_divided_sequences(config)
     _check_positions(model, config)
 
 

@@ -6,16 +6,19 @@ parallelism). With sequence parallelism hidden states between the layers are div
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
+from mt_core.nn.stage import Stage, whole
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderCache, DecoderStack, ScaledQueryAttention
 from mt_models.blocks.relative_bias import RelativeBias
@@ -26,12 +29,12 @@ from mt_models.t5.config import T5Config
 
 
 class T5Embedding(nn.Module):
-    """Word vectors, plus learned positions if the model has them, then dropout. Encoder and decoder share it."""
+    """Word vectors, plus learned positions if the model has them. Encoder and decoder share it."""
 
     def __init__(self, config: T5Config, ctx: ParallelContext) -> None:
         super().__init__()
         assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
-        self.ctx, self.dropout = ctx, config.hidden_dropout
+        self.ctx = ctx
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -51,7 +54,7 @@ class T5Embedding(nn.Module):
         if self.position_embeddings is not None:
             places = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
             x = x + like_word_vectors(self.position_embeddings(places), self.ctx)
-        return F.dropout(x, self.dropout, self.training)
+        return x
 
 
 class T5Model(nn.Module):
@@ -62,25 +65,82 @@ class T5Model(nn.Module):
     def __init__(self, config: T5Config, environment: ModelEnvironment) -> None:
         super().__init__()
         self.config = config
-        self.ctx = environment.parallel
-        self.embedding = T5Embedding(config, self.ctx)
-        self.encoder_relative_pos_emb = relative_bias(config, self.ctx, bidirectional=True)
-        self.encoder = build_encoder(config, environment)
-        self.decoder_relative_pos_emb = relative_bias(config, self.ctx, bidirectional=False)
-        self.decoder = build_decoder(config, environment)
-        self.output_layer = build_output(config, self.ctx)
+        self.ctx = ctx = environment.parallel
+        held = HeldParts.of(config, environment)
+        self.embedding = T5Embedding(config, ctx) if held.embedding else None
+        self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if held.encoder else None
+        self.encoder = build_encoder(config, environment, held)
+        self.decoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=False) if held.decoder else None
+        self.decoder = build_decoder(config, environment, held)
+        self.output_layer = build_output(config, ctx) if environment.has_last else None
+        self.encoder_input_dropout = Dropout(config.hidden_dropout, ctx)
+        self.encoder_output_dropout = Dropout(config.hidden_dropout, ctx)
+        self.decoder_input_dropout = Dropout(config.hidden_dropout, ctx)
+        self.decoder_output_dropout = Dropout(config.hidden_dropout, ctx)
 
     def forward(self, encoder_tokens: Tensor, decoder_tokens: Tensor, encoder_mask: Tensor | None = None) -> Tensor:
         """encoder_mask [B, S]: 1 for tokens, 0 for padding (default: all are tokens). Padding at the end of the
         decoder's sequences needs no mask: what stands before does not see it."""
         return self.decode(decoder_tokens, self.encode(encoder_tokens, encoder_mask), encoder_mask)
 
-    def encode(self, encoder_tokens: Tensor, encoder_mask: Tensor | None = None) -> Tensor:
-        """[B, S] -> [B, S, H]"""
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | tuple[Tensor, Tensor] | None,
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        encoder_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """A run of layers, those of the encoder counted before those of the decoder. See Pipelined.
+
+        Between stages of the encoder its states [B, S, H] travel, between those of the decoder its states [B, T, H]
+        and what the encoder made (the memory, [B, S, H]). Logits [B, T, V] at the last stage.
+        """
+        encoder, decoder = parts_of_stage(stage, self.config)
+        if encoder is not None:
+            assert not isinstance(hidden, tuple)
+            hidden = self.encode(encoder_tokens, encoder_mask, encoder, hidden)
+        if decoder is None:
+            assert hidden is not None
+            return hidden
+        x, memory = (None, hidden) if not isinstance(hidden, tuple) else hidden
+        assert memory is not None
+        x = self.decoder_states(decoder_tokens, memory, encoder_mask, None, decoder, x)
+        return self.logits(x) if stage.last else (x, memory)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        encoder, decoder = parts_of_stage(stage, self.config)
+        begins = any(part is not None and part.first for part in (encoder, decoder))
+        ties = stage.last and isinstance(self.output_layer, TiedOutput)
+        modules = [
+            self.embedding if begins or ties else None,
+            self.encoder_relative_pos_emb if encoder is not None else None,
+            self.decoder_relative_pos_emb if decoder is not None else None,
+            self.output_layer if stage.last else None,
+        ]
+        yield from (module for module in modules if module is not None)
+        if encoder is not None:
+            yield from self.encoder.stage_modules(encoder)
+        if decoder is not None:
+            yield from self.decoder.stage_modules(decoder)
+
+    def encode(
+        self,
+        encoder_tokens: Tensor,
+        encoder_mask: Tensor | None = None,
+        stage: Stage | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """[B, S] -> [B, S, H]. stage: the encoder's layers to go through, from x on; default: all of them."""
+        stage = stage or whole(self.config.num_layers)
         length = encoder_tokens.shape[1]
         bias = None if self.encoder_relative_pos_emb is None else self.encoder_relative_pos_emb(length, length)
         pattern = AttentionPattern(causal=False, key_padding=seen(encoder_mask), bias=bias)
-        return self._drop(self.encoder(self.embedding(encoder_tokens), pattern))
+        if stage.first:
+            assert self.embedding is not None
+            x = self.encoder_input_dropout(self.embedding(encoder_tokens))
+        x = self.encoder(x, pattern, stage=stage)
+        return self.encoder_output_dropout(x) if stage.last else x
 
     def decode(
         self,
@@ -98,18 +158,27 @@ class T5Model(nn.Module):
         memory: Tensor,
         encoder_mask: Tensor | None = None,
         cache: DecoderCache | None = None,
+        stage: Stage | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, H] behind the decoder's last norm."""
+        """[B, T, H] behind the decoder's last norm. stage: its layers to go through, from x on; default: all."""
+        stage = stage or whole(self.config.decoder_layers)
         first, new = cache.length if cache else 0, decoder_tokens.shape[1]
         bias = None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(new, first + new)
         pattern = AttentionPattern(bias=bias)
         memory_pattern = AttentionPattern(causal=False, key_padding=seen(encoder_mask))
-        x = self.embedding(decoder_tokens, first)
-        return self._drop(self.decoder(x, pattern, memory, memory_pattern, cache))
+        if stage.first:
+            assert self.embedding is not None
+            x = self.decoder_input_dropout(self.embedding(decoder_tokens, first))
+        assert x is not None
+        x = self.decoder(x, pattern, memory, memory_pattern, cache, stage)
+        return self.decoder_output_dropout(x) if stage.last else x
 
     def logits(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, V]"""
+        assert self.output_layer is not None
         if isinstance(self.output_layer, TiedOutput):
+            assert self.embedding is not None
             return self.output_layer(x * self.config.output_scale, self.embedding.word_embeddings)
         return self.output_layer(x)
 
@@ -122,8 +191,50 @@ class T5Model(nn.Module):
         """Longest sequence of encoder and decoder; None when positions are not a table."""
         return self.config.max_position_embeddings
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.config.hidden_dropout, self.training)
+
+@dataclass(frozen=True)
+class HeldParts:
+    """What a process holds of a model that is cut into stages. encoder, decoder: numbers of layers in their stacks."""
+
+    embedding: bool
+    encoder: list[int]
+    decoder: list[int]
+    encoder_end: bool
+    """The norm behind the encoder."""
+
+    @classmethod
+    def of(cls, config: T5Config, environment: ModelEnvironment) -> HeldParts:
+        stages = environment.stages or (whole(config.num_layers + config.decoder_layers),)
+        parts = [parts_of_stage(stage, config) for stage in stages]
+        encoders = [encoder for encoder, _ in parts if encoder is not None]
+        decoders = [decoder for _, decoder in parts if decoder is not None]
+        ties = environment.has_last and not config.untie_embeddings_and_output_weights
+        return cls(
+            embedding=ties or any(part.first for part in (*encoders, *decoders)),
+            encoder=sorted(number for part in encoders for number in part.layers),
+            decoder=sorted(number for part in decoders for number in part.layers),
+            encoder_end=any(part.last for part in encoders),
+        )
+
+
+def parts_of_stage(stage: Stage, config: T5Config) -> tuple[Stage | None, Stage | None]:
+    """A stage of the whole model as stages of its two stacks, by their own numbers; None where it has nothing of one.
+
+    The stage with the encoder's last layer ends the encoder; the one with the decoder's first begins the decoder.
+    """
+    middle, end = config.num_layers, config.num_layers + config.decoder_layers
+    layers, encoder, decoder = stage.layers, None, None
+    if not layers:
+        # A stage without layers: it begins, ends or hands on.
+        encoder = Stage(range(0), last=False) if stage.first else None
+        decoder = Stage(range(end - middle, end - middle), first=False) if stage.last else None
+        return encoder, decoder
+    if layers.start < middle:
+        encoder = Stage(range(layers.start, min(layers.stop, middle)), stage.first, last=layers.stop >= middle)
+    if layers.stop > middle:
+        own = range(max(layers.start, middle) - middle, layers.stop - middle)
+        decoder = Stage(own, first=layers.start <= middle, last=stage.last)
+    return encoder, decoder
 
 
 def seen(mask: Tensor | None) -> Tensor | None:
@@ -156,7 +267,7 @@ def attention_core(config: T5Config, environment: ModelEnvironment, *, causal: b
     )
 
 
-def build_encoder(config: T5Config, environment: ModelEnvironment) -> TransformerStack:
+def build_encoder(config: T5Config, environment: ModelEnvironment, held: HeldParts) -> TransformerStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=False, bias=relative)
     layers = {
@@ -167,22 +278,22 @@ def build_encoder(config: T5Config, environment: ModelEnvironment) -> Transforme
             ctx,
             ScaledQueryAttention(config, core, ctx, config.query_scale),
         )
-        for number in range(config.num_layers)
+        for number in held.encoder
     }
-    return TransformerStack(layers, config, ctx, environment.recompute)
+    return TransformerStack(layers, config, ctx, environment.recompute, has_last=held.encoder_end)
 
 
-def build_decoder(config: T5Config, environment: ModelEnvironment) -> DecoderStack:
+def build_decoder(config: T5Config, environment: ModelEnvironment, held: HeldParts) -> DecoderStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=True, bias=relative)
     cross_core = attention_core(config, environment, causal=False, bias=False)
-    layers = [
-        CrossAttentionLayer(
+    layers = {
+        number: CrossAttentionLayer(
             config, core, cross_core, environment.feed_forward("dense", config, number), ctx, config.query_scale
         )
-        for number in range(config.decoder_layers)
-    ]
-    return DecoderStack(layers, config, ctx, environment.recompute)
+        for number in held.decoder
+    }
+    return DecoderStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
 
 
 def build_output(config: T5Config, ctx: ParallelContext) -> TiedOutput | VocabParallelOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +101,17 @@ class Kernels:
             return plain
         return choice.load()
 
-    def require_used(self) -> None:
-        """Raises ConfigError for a kernel that was named and that nothing picked."""
-        picked = {choice.kernel for choice in self._choices.values()}
+    @property
+    def picked(self) -> set[str]:
+        return {choice.kernel for choice in self._choices.values()}
+
+    def require_used(self, picked: Collection[str]) -> None:
+        """Raises ConfigError for a kernel that was named and that is not among those that a run picked."""
         for kernel, wanted in self.wanted.items():
             if wanted != AUTO and kernel not in picked:
-                use = _either(sorted(picked)) if picked else "none"
+                use = ", ".join(sorted(picked)) or "none"
                 raise ConfigError(
-                    f"kernels.{kernel}={wanted}: nothing in this run uses that kernel; remove the key (what it uses: {use})"
+                    f"kernels.{kernel}={wanted}: nothing in this run uses that kernel; remove the key (used are: {use})"
                 )
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, TorchAdamW, split_halves
+from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, TorchAdamW, join_halves, split_halves
 from mt_core.optim.optimizers import FunctionalOptimizer, ParamGroup
 
 
@@ -55,6 +55,11 @@ class FusedAdamW(FunctionalOptimizer):
                 [state["remainder"] for state in states if "remainder" in state],
             )
             self.engine.step(tensors, options, scale)
+
+    def main(self, parameter: Tensor) -> Tensor:
+        """The fp32 value of a weight, whatever it is kept in."""
+        remainder = self.state[parameter].get("remainder")
+        return parameter.detach().float() if remainder is None else join_halves(parameter.detach(), remainder)
 
     def set_main(self, parameter: Tensor, main: Tensor) -> None:
         """Give a weight its fp32 value (of a checkpoint, of initialization), whatever it is kept in."""

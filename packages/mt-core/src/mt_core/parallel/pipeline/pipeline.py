@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,8 +34,9 @@ class Pipeline:
     """This rank's part of a pipeline over the axis `pp`; every rank of it makes one, and then the same calls.
 
     model: holds this rank's stages (`stages_of_rank` says which). stages: all of them, in order. inputs: the fields of
-    a micro-batch that the model takes; every stage gets all of them. Hidden states may be a tensor or a tuple of
-    tensors; their shapes, dtypes and need of a gradient have to follow from the shapes of the micro-batch.
+    a micro-batch that the model takes; every stage gets all of them, and `options`. Hidden states may be a tensor or
+    a tuple of tensors; their shapes, dtypes and need of a gradient have to follow from the shapes of the micro-batch.
+    begin: called with the micro-batch before each stage of it.
     last_backward: gives, for a stage, a context around the backward pass after which the gradients of its weights are
     complete, where they can begin to be reduced while other stages still work.
 
@@ -50,13 +51,15 @@ class Pipeline:
         ctx: ParallelContext,
         *,
         inputs: Sequence[str],
+        options: Mapping[str, Any] | None = None,
         recorder: Recorder | None = None,
+        begin: Callable[[Batch], object] = lambda batch: None,
         last_backward: Callable[[Stage], AbstractContextManager[object]] = nothing_to_do,
     ) -> None:
         chosen = get_schedule(schedule)
         chosen.stages_per_rank(ctx.pp.size, len(stages))
         self.model, self.stages, self.schedule, self.axis = model, tuple(stages), chosen.name, ctx.pp
-        self.inputs = tuple(inputs)
+        self.inputs, self.options, self.begin = tuple(inputs), dict(options or {}), begin
         self.rank = Rank(
             self._run_stage,
             ranks_of_stages(len(stages), ctx.pp.size, chosen.placement),
@@ -94,5 +97,6 @@ class Pipeline:
         )
 
     def _run_stage(self, stage: int, hidden: Hidden | None, batch: Batch) -> Any:
+        self.begin(batch)
         inputs = {name: batch[name] for name in self.inputs if name in batch}
-        return self.model.run_stage(self.stages[stage], hidden, **inputs)
+        return self.model.run_stage(self.stages[stage], hidden, **inputs, **self.options)

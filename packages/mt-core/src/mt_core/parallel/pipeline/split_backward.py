@@ -151,12 +151,11 @@ def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node
         if weight is None or node in inputs:
             continue
         group = Branches({node: weight}, _nearest(node, users, starts))
-        for start in tuple(group.starts):
-            other = group_of.get(start)
-            if other is not None and other is not group:
-                group.weights.update(other.weights)
-                group.starts.update(other.starts)
-            group_of.update(dict.fromkeys(group.starts, group))
+        # All groups that it touches become one; each has to be taken in before any start is given to the whole.
+        for other in [group_of[start] for start in group.starts if start in group_of]:
+            group.weights.update(other.weights)
+            group.starts.update(other.starts)
+        group_of.update(dict.fromkeys(group.starts, group))
     return list({id(group): group for group in group_of.values()}.values())
 
 

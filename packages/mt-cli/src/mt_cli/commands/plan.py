@@ -1,0 +1,191 @@
+"""`mt plan`: what a layout asks of its ranks, and which layouts there are, without a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_cli.context import host_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mt_core.config.schema import Config
+    from mt_core.plan.layouts import LayoutPlan
+    from mt_core.plan.machines import Machine
+    from mt_core.plugins import PluginHost
+
+GIB = 2.0**30
+
+
+def plan(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file.", show_default=False)] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks.", min=1, show_default=False)] = 1,
+    preset: Annotated[str | None, typer.Option(help="Values to start from.", show_default=False)] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank other layouts of as many ranks.")] = False,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of a rank. Default: the machine's.", show_default=False)
+    ] = None,
+    machine: Annotated[str, typer.Option(help="h100, h200 or a100, in nodes of 8: for estimates of time.")] = "h100",
+    top: Annotated[int, typer.Option(help="Layouts to show of a search.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what each rank holds, sends and computes under the configured layout, or search for layouts that fit."""
+    from mt_core.plan.machines import get_machine
+
+    chosen, host = get_machine(machine), host_of(context)
+    limit = chosen.usable_gib if memory_gib is None else memory_gib
+    loaded = _load(config, preset, set_ or [], world_size, host, search=search)
+    if search:
+        _search(loaded, world_size, host, chosen, limit, top, as_json=as_json)
+    else:
+        _plan(loaded, world_size, host, chosen, limit, as_json=as_json)
+
+
+def _load(
+    config: Path | None, preset: str | None, settings: list[str], world: int, host: PluginHost, *, search: bool
+) -> Config:
+    """Checked for the world; for a search as one copy of the model, since its layouts are checked one by one."""
+    from mt_core.config.checks import as_world
+    from mt_core.config.loading import load_config
+
+    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    single = [f"parallel.{axis}=1" for axis in axes] if search else []
+    single += ["parallel.sequence_parallel=false"] if search else []
+    with as_world(1 if search else world):
+        return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
+
+
+def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit: float, *, as_json: bool) -> None:
+    from mt_core.plan.layouts import Planner
+    from mt_core.plan.report import plan_values
+
+    found = Planner(config, host, machine).plan(config, world)
+    values = plan_values(found, machine)
+    if as_json:
+        typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit}, indent=2))
+        return
+    _print_plan(found, values, machine, limit)
+
+
+def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
+    console.print(f"{found.world} ranks: {layout or 'one process'}; {found.micro_batches} micro-batches a step")
+    console.print(_memory_table(values["ranks"]))
+    console.print()
+    console.print(_message_table(values["ranks"]))
+    if found.ramp_up:
+        (first, _), (last, _) = found.ramp_up[0], found.ramp_up[-1]
+        growing = sum(steps for size, steps in found.ramp_up if size < last)
+        console.print(f"\nglobal batch from {first} to {last} samples over {growing:,} steps")
+    console.print(
+        f"\n{found.flops_per_token:.4g} FLOPs a token, {found.flops_per_step:.4g} a step; bubble {found.bubble:.1%}\n"
+        f"estimated on {machine.name}: {found.seconds:.3g} s a step, {found.utilization(machine):.1%} of its FLOP/s"
+    )
+    verdict = "fits into" if found.memory_gib <= limit else "does not fit into"
+    console.print(f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {limit:.1f} GiB", style="bold")
+
+
+DENSE = ("tp", "cp", "dp", "pp", "ep")
+COLUMNS = ("weights", "gradients", "main_weights", "optimizer_state")
+
+
+STEP_PARTS = ("products", "messages", "waiting", "end")
+
+
+def _memory_table(ranks: list[dict[str, Any]]) -> Table:
+    """GiB of one rank, a row for the pipeline ranks that hold alike."""
+    table = _table("pipeline rank", "ranks", "parameters", "weights", "gradients", "main", "state")
+    for column in ("activations", "in flight", "buffers", "GiB"):
+        table.add_column(column, justify="right")
+    for rank in ranks:
+        held = rank["bytes"]
+        numbers = [held[column] for column in COLUMNS]
+        kept = sum(held["activations"].values()) + held["recomputed_layer"]
+        table.add_row(
+            _numbers(rank["pp_ranks"]),
+            str(rank["count"]),
+            f"{rank['parameters']:,}",
+            *(f"{number / GIB:.2f}" for number in (*numbers, kept)),
+            str(rank["micro_batches_in_flight"]),
+            f"{held['communication_buffers'] / GIB:.2f}",
+            f"{rank['gib']:.2f}",
+        )
+    return table
+
+
+def _message_table(ranks: list[dict[str, Any]]) -> Table:
+    """What one rank sends in a step, in GiB by axis."""
+    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["messages"]))
+    table = _table("sent in a step, GiB", *axes)
+    for rank in ranks:
+        sent = [rank["messages"].get(axis, {}).get("sent", 0) / GIB for axis in axes]
+        table.add_row(_numbers(rank["pp_ranks"]), *(f"{number:.2f}" for number in sent))
+    return table
+
+
+def _search(
+    config: Config, world: int, host: PluginHost, machine: Machine, limit: float, top: int, *, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from mt_core.plan.report import search_values
+    from mt_core.plan.search import QuickPlanner, search
+
+    values = search_values(search(QuickPlanner(config, host, machine), world, limit), machine, top)
+    if as_json:
+        typer.echo(json.dumps({"world_size": world, "memory_gib": limit, **values}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(
+        f"{world} ranks of {limit:.1f} GiB: {values['legal']} legal layouts looked at, {values['fitting']} fit"
+    )
+    if values["layouts"]:
+        console.print(_search_table(values["layouts"]))
+    elif values["smallest_that_does_not_fit_gib"]:
+        console.print(f"the smallest of them needs {values['smallest_that_does_not_fit_gib']:.1f} GiB")
+    for refusal in values["refused"]:
+        console.print(f"{refusal['layouts']} refused: {refusal['reason']}", style="dim", markup=False)
+
+
+def _search_table(layouts: list[dict[str, Any]]) -> Table:
+    table = _table("tp", "cp", "pp", "dp", "micro batch", "recompute", "GiB", "s a step", "of peak")
+    for part in STEP_PARTS:
+        table.add_column(part, justify="right")
+    for layout in layouts:
+        table.add_row(
+            str(layout["tensor_model_parallel_size"]),
+            str(layout["context_parallel_size"]),
+            str(layout["pipeline_model_parallel_size"]),
+            str(layout["data_parallel_size"]),
+            str(layout["micro_batch_size"]),
+            layout["recompute_granularity"],
+            f"{layout['gib']:.1f}",
+            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_utilization']:.1%}",
+            *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _numbers(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

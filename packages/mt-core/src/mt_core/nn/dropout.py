@@ -1,0 +1,110 @@
+"""Dropout that drops the same elements in every layout.
+
+Before each use torch's own generator is seeded by (run's seed, first sample of the micro-batch, the module's place in
+the model). So what is dropped depends neither on which rank has the samples or layers, nor on what was drawn before.
+Ranks that share a sequence draw for all of it and keep their own positions.
+
+Attention drops its weights inside kernels, which draw as they please: there the same holds over data and pipeline
+parallelism and recomputation, and each tensor-parallel rank has a stream of its own for its heads.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mt_core.nn.layout import stream_seed
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context_parallel.zigzag import shard_sequence
+
+SEQUENCE_DIM = 1
+
+
+SAMPLE: ContextVar[int] = ContextVar("number of the first sample of the micro-batch at hand", default=0)
+"""Set by what runs micro-batches, before each; a recomputed forward pass finds what the first one found."""
+
+
+class AtSample:
+    """Within, `number` is the sample at hand. May be entered again, as a split backward pass recomputes again."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._before: list[Token[int]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(SAMPLE.set(self.number))
+
+    def __exit__(self, *error: object) -> None:
+        SAMPLE.reset(self._before.pop())
+
+
+@dataclass(frozen=True)
+class DropoutStreams:
+    """The streams of a run."""
+
+    seed: int
+
+    def begin(self, site: str) -> None:
+        torch.manual_seed(stream_seed(self.seed, f"dropout of {site} at sample {SAMPLE.get()}"))
+
+
+class Dropout(nn.Module):
+    """Zeroes each element with probability `rate` in training, and scales the rest by 1 / (1 - rate).
+
+    Until `use_streams` gives it streams, it draws from torch's generator as it finds it.
+    """
+
+    def __init__(self, rate: float, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.rate, self.ctx = rate, ctx
+        self.streams: DropoutStreams | None = None
+        self.site = ""
+
+    @property
+    def divides_positions(self) -> bool:
+        """Whether ranks have different positions of one sequence here."""
+        return self.ctx.cp.size > 1 or self.ctx.sequence_parallel
+
+    def begin(self) -> float:
+        """Start this place's stream; returns the rate, 0 in evaluation. For kernels that drop by themselves."""
+        if not self.training or self.rate == 0.0:
+            return 0.0
+        if self.streams is not None:
+            self.streams.begin(self.site)
+        return self.rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, ...] -> the same"""
+        rate = self.begin()
+        if rate == 0.0 or self.streams is None or not self.divides_positions:
+            return F.dropout(x, rate, rate > 0.0)
+        return x * self._own_positions(x, 1.0 - rate) / (1.0 - rate)
+
+    def _own_positions(self, x: Tensor, keep: float) -> Tensor:
+        """This rank's part of what is kept of the whole sequence: bool, as x."""
+        tp = self.ctx.tp if self.ctx.sequence_parallel else None
+        length = x.shape[SEQUENCE_DIM] * self.ctx.cp.size * (tp.size if tp else 1)
+        whole = torch.empty((x.shape[0], length, *x.shape[2:]), dtype=torch.bool, device=x.device).bernoulli_(keep)
+        own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
+        return own.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if tp else own
+
+
+class AttentionDropout(Dropout):
+    """The rate for an attention core, whose stream `begin` starts: one for each tensor-parallel rank's heads."""
+
+    def begin(self) -> float:
+        if self.streams is not None and self.training and self.rate > 0.0:
+            self.streams.begin(f"{self.site} of tensor-parallel rank {self.ctx.tp.rank}")
+            return self.rate
+        return self.rate if self.training else 0.0
+
+
+def use_streams(model: nn.Module, streams: DropoutStreams) -> None:
+    """Give every Dropout of a model the streams and its canonical name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.streams, module.site = streams, name

@@ -1,0 +1,121 @@
+"""Losses that take hidden states and the output matrix, so that a model's logits are never held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.embedding import VocabRange
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
+from mt_core.nn.kernels.request import Feature
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.loss import seen_labels
+from mt_core.parallel.collectives import copy_to, gather_from
+from mt_core.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Unprojected:
+    """What logits would be made of: hidden [B, S, H] (S divided with sequence parallelism), weight [ids of this
+    rank, H]."""
+
+    hidden: Tensor
+    weight: Tensor
+    own: VocabRange
+    ctx: ParallelContext
+
+    def rows(self) -> Tensor:
+        """[B * S, H] of the whole sequence; the gradient is summed over the ranks of the vocabulary."""
+        tp, x = self.ctx.tp, self.hidden
+        if tp.size > 1:
+            x = gather_from(x, SEQUENCE_DIM, tp) if self.ctx.sequence_parallel else copy_to(x, tp)
+        return x.flatten(0, -2)
+
+    def columns(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """[B * S]: the rows of `weight` that labels stand for; outside of it for those of other ranks."""
+        return seen_labels(batch).flatten() - self.own.start
+
+
+class LinearCrossEntropy:
+    """The losses of cross_entropy, any gradient; the backward pass computes each chunk of logits again."""
+
+    model_options: Mapping[str, Any] = {"project": False}
+    """Arguments that the model's forward gets for this loss."""
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self.tp = parallel.tp
+        self.kernel: Callable[..., Tensor] = linear_cross_entropy
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.kernel = kernels.pick("linear_cross_entropy", *_features(self.tp.size))
+
+    def __call__(self, output: Unprojected, batch: Mapping[str, Tensor]) -> Tensor:
+        losses = self.kernel(output.rows(), output.weight, output.columns(batch), self.tp)
+        return losses.view(batch["labels"].shape)
+
+
+class LinearCrossEntropySum:
+    """The same losses, with gradients made in the forward pass, for the sum over the positions of loss_mask.
+
+    Only a multiple of that sum can be differentiated, which is what the trainer does: the gradient of each unmasked
+    loss has to be the same number.
+    """
+
+    model_options: Mapping[str, Any] = {"project": False}
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self.tp = parallel.tp
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy_sum
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.kernel = kernels.pick("linear_cross_entropy_sum", *_features(self.tp.size))
+
+    def __call__(self, output: Unprojected, batch: Mapping[str, Tensor]) -> Tensor:
+        mask = batch["loss_mask"].flatten().float()
+        total, losses = self.kernel(output.rows(), output.weight, output.columns(batch), mask, self.tp)
+        return _LossesOfSum.apply(total, losses, mask).view(batch["labels"].shape)
+
+
+class _LossesOfSum(torch.autograd.Function):
+    """(sum over unmasked positions, losses) -> losses; their common gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (grads[0] * mask).sum() / mask.sum().clamp(min=1.0), None, None
+
+
+def _features(ranks: int) -> tuple[Feature, ...]:
+    return ("parallel",) if ranks > 1 else ()
+
+
+def build_linear_cross_entropy(config: Config, parallel: ParallelContext) -> LinearCrossEntropy:
+    _require_weights_outside(config)
+    return LinearCrossEntropy(parallel)
+
+
+def build_linear_cross_entropy_sum(config: Config, parallel: ParallelContext) -> LinearCrossEntropySum:
+    _require_weights_outside(config)
+    return LinearCrossEntropySum(parallel)
+
+
+def _require_weights_outside(config: Config) -> None:
+    """FSDP2 collects a weight for the forward call of its own module, and the loss is outside of the model's."""
+    if config.parallel.use_torch_fsdp2:
+        raise ConfigError(
+            f"train.loss={config.train.loss} multiplies with the output matrix after the model's forward pass, where "
+            "parallel.use_torch_fsdp2=true has divided it again; use train.loss=cross_entropy, or "
+            "parallel.use_distributed_optimizer=true in place of FSDP2"
+        )

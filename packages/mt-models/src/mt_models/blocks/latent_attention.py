@@ -1,0 +1,185 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small latent.
+
+For a position with hidden state x, C channels in its latent, and N heads:
+
+    c = norm(W_dkv x)  [C]      k_pos = rotate(W_kr x)  [R], the same for every head
+    k_n = [W_uk,n c, k_pos]     v_n = W_uv,n c
+    q_n = [q_nope,n, rotate(q_pos,n)], from x or from a latent of its own
+
+Positions rotate neighbouring channels.
+
+Decoding keeps c and k_pos alone. A query then meets the latents themselves (the absorbed form): its product with
+W_uk,n c is that of W_uk,n^T q_nope,n with c, and W_uv,n is applied to the weighted sum of latents.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
+from mt_core.nn.dropout import AttentionDropout
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.norm import Normalization, build_norm
+from mt_core.parallel.collectives import copy_to, gather_from
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.cache import LayerCache
+from mt_models.blocks.latent_cache import LatentLayerCache
+from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.blocks.rotary import RotaryAngles, rotate
+
+
+class LatentAttentionShape(Protocol):
+    """What latent attention reads from the configuration of its model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int | None: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_head_dim(self) -> int: ...
+    @property
+    def qk_pos_emb_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def attention_scale(self) -> float: ...
+    @property
+    def normalization(self) -> Normalization: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def attention_dropout(self) -> float: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def output_init_std(self) -> float: ...
+
+
+class LatentAttention(nn.Module):
+    """x -> linear_proj(attention): [B, S, hidden] -> the same.
+
+    The ways down to latents are whole on every tensor-parallel rank, those up from them are divided by heads. Rows of
+    linear_q_up_proj (or linear_q_proj) are for each head the plain and then the rotated channels; rows of
+    linear_kv_up_proj for each head those of the key and then of the value; linear_kv_down_proj has the rows of the
+    latent and then of the rotated key. All as Megatron stores them.
+    """
+
+    def __init__(self, config: LatentAttentionShape, core: AttentionCore, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.core, self.ctx = core, ctx
+        self.dropout = AttentionDropout(config.attention_dropout, ctx)
+        self.latent, self.plain, self.rotated = config.kv_lora_rank, config.qk_head_dim, config.qk_pos_emb_head_dim
+        self.value, self.scale = config.v_head_dim, config.attention_scale
+        hidden, heads, init = config.hidden_size, config.num_attention_heads, normal(config.init_method_std)
+        self._declare_queries(config)
+        self.linear_kv_down_proj = ReplicatedLinear(
+            hidden, self.latent + self.rotated, ctx, init=init, bias=False, on_sequence=True
+        )
+        self.kv_layernorm = build_norm(config.normalization, self.latent, config.norm_epsilon, ctx)
+        self.linear_kv_up_proj = ColumnParallelLinear(
+            self.latent, heads * (self.plain + self.value), ctx, bias=False, init=init
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * self.value, hidden, ctx, bias=False, init=normal(config.output_init_std)
+        )
+
+    def _declare_queries(self, config: LatentAttentionShape) -> None:
+        """One matrix, or two with a latent between them."""
+        hidden, rank, ctx, init = config.hidden_size, config.q_lora_rank, self.ctx, normal(config.init_method_std)
+        width = config.num_attention_heads * (self.plain + self.rotated)
+        self.linear_q_proj: nn.Module | None = None
+        self.linear_q_down_proj: nn.Module | None = None
+        self.q_layernorm: nn.Module | None = None
+        self.linear_q_up_proj: nn.Module | None = None
+        if rank is None:
+            self.linear_q_proj = ColumnParallelLinear(hidden, width, ctx, bias=False, init=init)
+            return
+        self.linear_q_down_proj = ReplicatedLinear(hidden, rank, ctx, init=init, bias=False, on_sequence=True)
+        self.q_layernorm = build_norm(config.normalization, rank, config.norm_epsilon, ctx)
+        self.linear_q_up_proj = ColumnParallelLinear(rank, width, ctx, bias=False, init=init)
+
+    def forward(
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
+    ) -> Tensor:
+        assert angles is not None
+        q = self.queries(x, angles)
+        latents, positional = self.latents(x, angles)
+        if cache is None:
+            out = self.expanded(q, self.linear_kv_up_proj(latents), positional, pattern)
+        else:
+            assert isinstance(cache, LatentLayerCache)
+            out = self._cached(q, latents, positional, pattern, cache)
+        return self.linear_proj(out.flatten(2))
+
+    def queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
+        """[B, S, H] -> [B, S, heads of this rank, plain + rotated], times the scale of YaRN"""
+        if self.linear_q_proj is not None:
+            rows = self.linear_q_proj(x)
+        else:
+            assert self.linear_q_down_proj is not None
+            assert self.q_layernorm is not None
+            assert self.linear_q_up_proj is not None
+            rows = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
+        plain, turned = rows.unflatten(-1, (-1, self.plain + self.rotated)).split((self.plain, self.rotated), -1)
+        q = torch.cat((plain, rotate_pairs(turned, angles)), -1)
+        return q if self.scale == 1.0 else q * self.scale
+
+    def latents(self, x: Tensor, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
+        """[B, S, H] -> [B, S, C] (S divided with sequence parallelism), rotated keys [B, S, 1, R] of all positions"""
+        latents, positional = self.linear_kv_down_proj(x).split((self.latent, self.rotated), -1)
+        # Each rank has the one key for its own heads: its gradient is the sum of theirs.
+        if self.ctx.sequence_parallel:
+            positional = gather_from(positional, SEQUENCE_DIM, self.ctx.tp)
+        else:
+            positional = copy_to(positional, self.ctx.tp)
+        return self.kv_layernorm(latents), rotate_pairs(positional.unsqueeze(2), angles)
+
+    def expanded(self, q: Tensor, rows: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
+        """rows [B, T, heads of this rank x (plain + value)] -> [B, S, heads of this rank, value]"""
+        plain, values = rows.unflatten(-1, (-1, self.plain + self.value)).split((self.plain, self.value), -1)
+        keys = torch.cat((plain, positional.expand(-1, -1, plain.shape[2], -1)), -1)
+        return self.core(q, keys, values, pattern, self.dropout.begin())
+
+    def absorbed(self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
+        """latents [B, T, C], positional [B, T, 1, R] -> [B, S, heads of this rank, value]
+
+        All heads look at the same keys and values. Their size is beyond what kernels for training take, so that torch's
+        attention serves every choice of backend; there is no backward pass here.
+        """
+        up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
+        key_up, value_up = up.split((self.plain, self.value), 1)
+        plain, turned = q.split((self.plain, self.rotated), -1)
+        # The core divides by the root of the size that it sees.
+        correction = math.sqrt((self.latent + self.rotated) / (self.plain + self.rotated))
+        query = torch.cat((torch.einsum("bsnd,ndc->bsnc", plain, key_up), turned), -1) * correction
+        keys = torch.cat((latents.unsqueeze(2), positional), -1)
+        found = sdpa_attention(query, keys, latents.unsqueeze(2), pattern, 0.0)
+        return torch.einsum("bsnc,nvc->bsnv", found, value_up)
+
+    def _cached(
+        self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: LatentLayerCache
+    ) -> Tensor:
+        """A prompt expands its keys and values once; what follows looks at the latents."""
+        if self.ctx.sequence_parallel:
+            latents = gather_from(latents, SEQUENCE_DIM, self.ctx.tp)
+        fresh = cache.length == 0
+        kept = cache.extend_latents(torch.cat((latents, positional.squeeze(2)), -1))
+        if fresh:
+            return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
+        latents, positional = kept.split((self.latent, self.rotated), -1)
+        return self.absorbed(q, latents, positional.unsqueeze(2), pattern)
+
+
+def rotate_pairs(x: Tensor, angles: RotaryAngles) -> Tensor:
+    """[B, S, N, R] -> the same, channels 2i and 2i + 1 rotated together."""
+    return rotate(x, angles.cos, angles.sin, interleaved=True)

@@ -1,0 +1,137 @@
+"""Multi-token prediction (DeepSeek-V3, 2024): further layers that predict the tokens after the next one.
+
+Depth d (from 1) predicts at position i the token i + d + 1, from the state of depth d - 1 (of the model itself before
+the first depth) and the word vector of token i + d:
+
+    h_d = norm(layer(eh_proj [enorm(embedding(t_{i+d})), hnorm(h_{d-1})]))
+
+Embedding and output matrix are those of the model. The losses are for training alone: decoding runs without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.auxiliary import AuxiliaryLoss
+from mt_core.nn.layout import normal
+from mt_core.nn.loss import Loss
+from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.recompute import Recompute
+from mt_core.nn.stage import NumberedLayers
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.blocks.rotary import RotaryAngles
+
+Embed = Callable[[Tensor], Tensor]
+"""tokens [B, S] -> [B, S, H]"""
+Logits = Callable[[Tensor], Tensor]
+"""[B, S, H] -> [B, S, vocab]"""
+
+
+class PredictionShape(Protocol):
+    """What is read from the configuration of the model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def normalization(self) -> Normalization: ...
+    @property
+    def norm_epsilon(self) -> float: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def mtp_num_layers(self) -> int: ...
+    @property
+    def mtp_loss_scaling_factor(self) -> float: ...
+
+
+class TokenPrediction(nn.Module):
+    """One depth. eh_proj [H, 2H] is whole on every tensor-parallel rank."""
+
+    def __init__(self, config: PredictionShape, layer: nn.Module, ctx: ParallelContext) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, config.norm_epsilon
+        self.enorm = build_norm(config.normalization, hidden, epsilon, ctx)
+        self.hnorm = build_norm(config.normalization, hidden, epsilon, ctx)
+        init = normal(config.init_method_std)
+        self.eh_proj = ReplicatedLinear(2 * hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
+        self.mtp_model_layer = layer
+        self.final_layernorm = build_norm(config.normalization, hidden, epsilon, ctx)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None
+    ) -> Tensor:
+        """hidden: of the depth before, embedded: of the token that it predicted; [B, S, H] -> the same"""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        return self.final_layernorm(self.mtp_model_layer(x, pattern, angles))
+
+
+class MultiTokenPrediction(nn.Module):
+    """All depths, and a loss for each: mtp_loss_scaling_factor / depths times the mean over the micro-batch's
+    counted positions, reported as `mtp_{d}_loss`.
+
+    layer: makes the transformer layer of depth number d, from 0.
+    """
+
+    def __init__(
+        self,
+        config: PredictionShape,
+        layer: Callable[[int], nn.Module],
+        loss: Loss,
+        recompute: Recompute,
+        ctx: ParallelContext,
+    ) -> None:
+        super().__init__()
+        depths = range(config.mtp_num_layers)
+        self.loss, self.recompute = loss, recompute
+        self.weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        self.layers = NumberedLayers((depth, TokenPrediction(config, layer(depth), ctx)) for depth in depths)
+        self.losses = nn.ModuleList(AuxiliaryLoss(f"mtp_{depth + 1}_loss") for depth in depths)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: Mapping[str, Tensor],
+        embed: Embed,
+        logits: Logits,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+    ) -> Tensor:
+        """hidden [B, S, H], what the output matrix sees -> the same, with the losses tied to it.
+
+        batch: tokens, labels [B, S], loss_mask [B, S], maybe segment_ids [B, S].
+        """
+        found, state = hidden, hidden
+        for depth in self.layers.numbers():
+            embedded = embed(shifted(batch["tokens"], depth + 1))
+            state = self._predict(depth, state, embedded, pattern, angles)
+            found = self.losses[depth](found, self.weight * self._mean_loss(logits(state), batch, depth + 1))
+        return found
+
+    def _predict(
+        self, depth: int, state: Tensor, embedded: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None
+    ) -> Tensor:
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, embedded, pattern, angles)
+
+        return self.recompute.run([(depth, self.layers[depth])], state, call)
+
+    def _mean_loss(self, logits: Tensor, batch: Mapping[str, Tensor], by: int) -> Tensor:
+        mask = shifted(batch["loss_mask"], by)
+        if (segments := batch.get("segment_ids")) is not None:
+            mask = mask * (shifted(segments, by) == segments)
+        losses = self.loss(logits, {"labels": shifted(batch["labels"], by), "loss_mask": mask})
+        return losses.masked_fill(mask == 0, 0.0).sum() / mask.sum().clamp(min=1.0)
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """[B, S] -> the same with position i + by at i, and zeros behind the end."""
+    moved = torch.zeros_like(x)
+    if by < x.shape[1]:
+        moved[:, :-by] = x[:, by:]
+    return moved

@@ -1,0 +1,1 @@
+"""RETRO: a GPT that reads neighbours of its text, found in a database of chunks."""

@@ -1,0 +1,139 @@
+"""Layers with cross attention between attention and feed-forward, and the encoder of neighbours made of them.
+
+Shapes: B batch, S sequence, L chunks, K neighbours, r tokens of a neighbour, H hidden (see retro.attention).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.dropout import Dropout
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.norm import build_norm
+from mt_models.blocks.cross_attention import CrossAttention
+from mt_models.blocks.rotary import RotaryAngles
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.retro.attention import ChunkedCrossAttention, NeighborCrossAttention, Neighbors
+from mt_models.retro.config import RetroConfig
+
+
+class RetroLayer(TransformerLayer):
+    """x + attention(norm(x)), x + cross_attention(norm(x), ...), x + feed_forward(norm(x)): three steps."""
+
+    cross_attention: CrossAttention
+
+    def __init__(
+        self,
+        config: RetroConfig,
+        environment: ModelEnvironment,
+        number: int,
+        core: AttentionCore,
+        cross_attention: CrossAttention,
+    ) -> None:
+        ctx = environment.parallel
+        super().__init__(config, core, environment.feed_forward("dense", config, number), ctx)
+        self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.cross_attention = cross_attention
+        self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
+        self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
+
+    def attend(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None) -> Tensor:
+        return self.residual(
+            x, self.self_attention(self.input_layernorm(x), pattern, angles, None), self.attention_dropout
+        )
+
+    def cross(self, x: Tensor, crossed: Tensor) -> Tensor:
+        return self.residual(x, crossed, self.cross_attention_dropout)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
+
+
+class RetrievalLayer(RetroLayer):
+    """A layer of the decoder that attends to neighbours."""
+
+    def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
+        core = self_attention_core(config, environment, causal=True)
+        cross_core = cross_attention_core(config, environment)
+        cross_attention = ChunkedCrossAttention(config, cross_core, environment.parallel)
+        super().__init__(config, environment, number, core, cross_attention)
+
+    def retrieve(self, x: Tensor, neighbors: Neighbors | None) -> Tensor:
+        """[B, S, H] behind attention -> [B, S, H] behind the feed-forward. Without neighbours: a layer of a GPT."""
+        if neighbors is not None:
+            x = self.cross(x, self.cross_attention(self.pre_cross_attn_layernorm(x), neighbors))
+        return self.feed_forward(x)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, neighbors: Neighbors | None
+    ) -> Tensor:
+        return self.retrieve(self.attend(x, pattern, angles), neighbors)
+
+
+class NeighborLayer(RetroLayer):
+    """The layer of the encoder that attends to the text."""
+
+    def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
+        core = self_attention_core(config, environment, causal=False)
+        cross_core = cross_attention_core(config, environment)
+        cross_attention = NeighborCrossAttention(config, cross_core, environment.parallel)
+        super().__init__(config, environment, number, core, cross_attention)
+        self.chunk_length = config.retro_chunk_length
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        text: Tensor,
+        num_neighbors: int,
+    ) -> Tensor:
+        x = self.attend(x, pattern, angles)
+        normed = self.pre_cross_attn_layernorm(x)
+        x = self.cross(x, self.cross_attention(normed, text, self.chunk_length, num_neighbors))
+        return self.feed_forward(x)
+
+
+class NeighborEncoder(nn.Module):
+    """Layers in both directions over each neighbour; the first sees the chunk. No norm behind them, as in Megatron."""
+
+    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.recompute = environment.recompute
+        layers: list[nn.Module] = [NeighborLayer(config, environment, 0)]
+        for number in range(1, config.retro_encoder_num_layers):
+            feed_forward = environment.feed_forward("dense", config, number)
+            core = self_attention_core(config, environment, causal=False)
+            layers.append(TransformerLayer(config, core, feed_forward, environment.parallel))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, text: Tensor, num_neighbors: int
+    ) -> Tensor:
+        """[B L K, r, H], text [B, S, H] -> [B L K, r, H]"""
+
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, pattern, angles) if number else layer(x, pattern, angles, text, num_neighbors)
+
+        return self.recompute.run(list(enumerate(self.layers)), x, call)
+
+
+def self_attention_core(config: RetroConfig, environment: ModelEnvironment, *, causal: bool) -> AttentionCore:
+    return _core(config, environment, causal=causal, groups=config.query_groups)
+
+
+def cross_attention_core(config: RetroConfig, environment: ModelEnvironment) -> AttentionCore:
+    """Cross attention has keys and values for each head."""
+    return _core(config, environment, causal=False, groups=config.num_attention_heads)
+
+
+def _core(config: RetroConfig, environment: ModelEnvironment, *, causal: bool, groups: int) -> AttentionCore:
+    return environment.attention(
+        config.attention_backend,
+        num_heads=config.num_attention_heads,
+        num_query_groups=groups,
+        head_dim=config.head_dim,
+        dropout=config.attention_dropout,
+        causal=causal,
+    )

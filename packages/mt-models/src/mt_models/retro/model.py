@@ -1,0 +1,195 @@
+"""The RETRO model (Borgeaud et al., 2022), as Megatron builds it: a GPT, some of whose layers attend to encoded
+neighbours of the chunk before.
+
+Shapes: B batch, S sequence, m tokens of a chunk, L = S // m chunks, K neighbours of a chunk, r tokens of a neighbour,
+H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence parallelism S and r are divided
+between the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.errors import DataError
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.embedding import VocabParallelOutput, project_to_vocab
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import normal
+from mt_core.nn.norm import build_norm
+from mt_models.blocks.freeze import freeze
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.tables import like_word_vectors
+from mt_models.gpt.model import GPTEmbedding, gpt_layer
+from mt_models.retro.attention import Neighbors
+from mt_models.retro.chunks import from_attending_chunks
+from mt_models.retro.config import RetroConfig
+from mt_models.retro.layers import NeighborEncoder, RetrievalLayer
+
+EncodeNeighbors = Callable[[Tensor], Neighbors]
+"""(what the first layer to attend makes of the text: [B, S, H]) -> its encoded neighbours"""
+
+
+class RetroDecoder(nn.Module):
+    """The layers of a GPT; those that attend to neighbours have an attention more."""
+
+    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.recompute = environment.recompute
+        self.first = config.cross_attention_layers[0]
+        self.layers = nn.ModuleList(
+            RetrievalLayer(config, environment, number)
+            if number in config.cross_attention_layers
+            else gpt_layer(config, environment, number)
+            for number in range(config.num_layers)
+        )
+        self.final_layernorm = build_norm(
+            config.normalization, config.hidden_size, config.norm_epsilon, environment.parallel
+        )
+
+    def forward(self, x: Tensor, angles: RotaryAngles | None, encode: EncodeNeighbors | None) -> Tensor:
+        """[B, S, H] -> [B, S, H]. encode None: no neighbours, a GPT."""
+        pattern = AttentionPattern()
+        neighbors: Neighbors | None = None
+
+        def run(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, pattern, angles, neighbors if isinstance(layer, RetrievalLayer) else None)
+
+        for number in range(self.first):
+            x = self._step(number, x, run)
+        retrieving = self.layers[self.first]
+        assert isinstance(retrieving, RetrievalLayer)
+        x = self._step(self.first, x, lambda number, layer, x: retrieving.attend(x, pattern, angles))
+        if encode is not None:
+            neighbors = encode(retrieving.pre_cross_attn_layernorm(x))
+        x = self._step(self.first, x, lambda number, layer, x: retrieving.retrieve(x, neighbors))
+        for number in range(self.first + 1, len(self.layers)):
+            x = self._step(number, x, run)
+        return self.final_layernorm(x)
+
+    def _step(self, number: int, x: Tensor, call: Callable[[int, nn.Module, Tensor], Tensor]) -> Tensor:
+        return self.recompute.group(number, [(number, self.layers[number])], x, call)
+
+
+class RetroModel(nn.Module):
+    """tokens [B, S] and neighbours of their chunks [B, L, K, r] -> logits [B, S, V]."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "position_ids", "neighbor_tokens", "neighbor_mask")
+
+    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.config = config
+        self.ctx = environment.parallel
+        self.embedding = GPTEmbedding(config, self.ctx)
+        self.decoder = RetroDecoder(config, environment)
+        self.encoder = NeighborEncoder(config.encoder, environment)
+        self.output_layer: VocabParallelOutput | None = None
+        if config.untie_embeddings_and_output_weights:
+            assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
+            self.output_layer = VocabParallelOutput(
+                config.vocab_size,
+                config.hidden_size,
+                self.ctx,
+                init=normal(config.init_method_std),
+                divisible_by=config.make_vocab_size_divisible_by,
+            )
+        self.frequencies: Tensor | None = None
+        if config.position_embedding_type == "rope":
+            self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
+        if config.retro_freeze_gpt:
+            freeze_gpt(self)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        neighbor_tokens: Tensor | None = None,
+        neighbor_mask: Tensor | None = None,
+    ) -> Tensor:
+        """position_ids [B, S]: default 0 .... neighbor_tokens [B, L, K, r] int64: of chunk u = tokens u m to
+        (u + 1) m - 1; without them it is the GPT of its weights. neighbor_mask, of the same shape: 1 for tokens, 0 for
+        padding (default: all are tokens); all 0: a chunk without neighbours.
+
+        Raises DataError when there are not neighbours for each whole chunk.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        encode: EncodeNeighbors | None = None
+        if neighbor_tokens is not None:
+            self._check(tokens, neighbor_tokens)
+            if neighbor_tokens.shape[1]:
+
+                def encode(text: Tensor) -> Neighbors:
+                    return self.encode(neighbor_tokens, neighbor_mask, text, tokens.shape[1])
+
+        x = self.decoder(self.embedding(tokens, position_ids), self._angles(position_ids), encode)
+        return self._logits(x)
+
+    def encode(self, neighbor_tokens: Tensor, neighbor_mask: Tensor | None, text: Tensor, length: int) -> Neighbors:
+        """Neighbours [B, L, K, r] of the chunks of text [B, S, H], whose length S is `length`."""
+        batch, whole, count, retrieved = neighbor_tokens.shape
+        mask = torch.ones_like(neighbor_tokens) if neighbor_mask is None else neighbor_mask
+        seen = mask.bool().view(batch * whole, count * retrieved)
+        found = seen.any(-1)
+        places = torch.arange(retrieved, device=neighbor_tokens.device)[None]
+        x = self.embedding(neighbor_tokens.flatten(0, 2), places)
+        pattern = padding_pattern(seen.view(-1, retrieved))
+        states = self.encoder(x, pattern, self._angles(places), text, count)
+        return Neighbors(
+            states=states,
+            pattern=padding_pattern(seen),
+            attending=like_word_vectors(self._attending(found, batch, length), self.ctx),
+            chunk_length=self.config.retro_chunk_length,
+            num_neighbors=count,
+        )
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Longest sequence it can take; None when positions are not a table."""
+        return self.config.table_size
+
+    def _attending(self, found: Tensor, sequences: int, length: int) -> Tensor:
+        """found [B L]: chunks with neighbours -> [B, S, 1] bool, positions that attend to some."""
+        rows = found[:, None].expand(-1, self.config.retro_chunk_length)
+        return from_attending_chunks(rows, sequences, length)[..., None]
+
+    def _angles(self, position_ids: Tensor) -> RotaryAngles | None:
+        return None if self.frequencies is None else RotaryAngles(position_ids, self.frequencies)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.output_layer is not None:
+            return self.output_layer(x)
+        words = self.embedding.word_embeddings
+        return project_to_vocab(x, words.weight, words.range, words.ctx)
+
+    def _check(self, tokens: Tensor, neighbor_tokens: Tensor) -> None:
+        whole = tokens.shape[1] // self.config.retro_chunk_length
+        if neighbor_tokens.dim() != 4 or neighbor_tokens.shape[:2] != (len(tokens), whole):
+            raise DataError(
+                f"neighbor_tokens has shape {list(neighbor_tokens.shape)}; sequences of {tokens.shape[1]} tokens have "
+                f"{whole} chunks of model.retro_chunk_length={self.config.retro_chunk_length}, so it must be "
+                f"[{len(tokens)}, {whole}, neighbours, tokens of a neighbour]"
+            )
+
+
+def padding_pattern(seen: Tensor) -> AttentionPattern:
+    """Attention in both directions to the keys [rows, T] that are seen. A row without any sees all of its padding:
+    what comes of it is left out later, and must be finite."""
+    return AttentionPattern(causal=False, key_padding=seen | ~seen.any(-1, keepdim=True))
+
+
+def freeze_gpt(model: RetroModel) -> None:
+    """Leave what a GPT has as it is (retro-fitting)."""
+    parts: list[nn.Module | None] = [model.embedding, model.decoder.final_layernorm, model.output_layer]
+    for layer in model.decoder.layers:
+        parts += [layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp]  # type: ignore[list-item]
+    for part in parts:
+        if part is not None:
+            freeze(part)
+
+
+def build_retro(config: RetroConfig, environment: ModelEnvironment) -> RetroModel:
+    return RetroModel(config, environment)

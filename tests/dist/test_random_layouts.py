@@ -1,0 +1,201 @@
+"""Layouts drawn at random, of small models drawn at random, compute what one process computes.
+
+A draw is a function of its number. To run one again: pytest tests/dist/test_random_layouts.py -k "draw-17"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from mt_core.config.checks import as_world
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.compare import compare
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+DEFAULT_DRAWS, MORE_DRAWS = range(12), range(12, 36)
+LARGEST_WORLD = 8
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved_1f1b")
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adam": {"lr": 1e-3, "adam_eps": 1e-4},
+    "sgd": {"lr": 0.1},
+    "muon": {"lr": 1e-3, "adam_eps": 1e-4},
+    # A sign turns on rounding where a gradient is 0 but for that: small steps, and no biases that begin at 0.
+    "lion": {"lr": 1e-6},
+}
+COMMON = {
+    "data.dataset_type": "mock",
+    "train.micro_batch_size": 1,
+    "train.train_iters": 5,
+    "train.eval_interval": "null",
+    "train.eval_iters": 1,
+    "train.sample_prompt": "null",
+    "train.device": "cpu",
+    "lr_schedule.lr_decay_style": "constant",
+    "checkpoint.save_interval": "null",
+    "logging.progress": "none",
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """model: what both runs have. layout: what the one on `world` ranks has besides."""
+
+    world: int
+    model: Mapping[str, Any]
+    layout: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        keys = [f"{key}={value}" for key, value in {**self.model, **self.layout}.items()]
+        return f"on {self.world} ranks:\n  " + "\n  ".join(keys)
+
+
+def draw(number: int) -> Draw:
+    rng = Random(number)
+    tp, cp, pp, dp = _axes(rng)
+    parallel = _parallel(rng, tp, cp, pp, dp)
+    heads, groups = _heads(rng, tp, cp, parallel.get("cp_comm_type"))
+    family = rng.choice(("gpt", "llama", "qwen"))
+    length = 2 * tp * cp * rng.choice((2, 3))
+    optimizer = rng.choice(tuple(OPTIMIZERS) if family == "llama" else ("adam", "sgd", "muon"))
+    model = {
+        "model.family": family,
+        "model.num_layers": max(rng.choice((1, 2, 3, 5)), 2 * pp if pp > 1 else 1),
+        "model.num_attention_heads": heads,
+        "model.num_query_groups": groups,
+        "model.hidden_size": heads * rng.choice((4, 8)),
+        "model.ffn_hidden_size": 4 * rng.choice((3, 5, 8)),
+        "model.vocab_size": rng.choice((263, 307, 509)),
+        "model.make_vocab_size_divisible_by": rng.choice((1, 8)),
+        "model.untie_embeddings_and_output_weights": rng.choice(("true", "false")),
+        **_of_family(rng, family, length),
+        "data.seq_length": length,
+        "train.global_batch_size": dp * rng.choice((2, 3, 4)),
+        "optimizer.optimizer": optimizer,
+        **{f"optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
+    }
+    layout = {f"parallel.{key}": value for key, value in parallel.items()}
+    return Draw(tp * cp * pp * dp, model, {**layout, **_recompute(rng, tp, parallel)})
+
+
+def _axes(rng: Random) -> tuple[int, int, int, int]:
+    """Sizes of the axes tp, cp, pp and dp: more than one process, and at most LARGEST_WORLD."""
+    while True:
+        sizes = (rng.choice((1, 1, 2, 4)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2)), rng.choice((1, 2, 4)))
+        world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        if 1 < world <= LARGEST_WORLD:
+            return sizes
+
+
+def _parallel(rng: Random, tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]:
+    keys: dict[str, Any] = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    if tp > 1 and rng.random() < 0.7:
+        keys["sequence_parallel"] = "true"
+    if cp > 1:
+        keys["cp_comm_type"] = rng.choice(("p2p", "all_gather", "a2a"))
+    if pp > 1:
+        keys["pipeline_model_parallel_size"] = pp
+        keys["pipeline_schedule"] = rng.choice(WHOLE_BACKWARD + SPLIT_BACKWARD)
+    # FSDP2 lets a stage's weights go after the first half of a backward pass that is done in two.
+    whole_backward = keys.get("pipeline_schedule") not in SPLIT_BACKWARD
+    sharing = rng.choice(("none", "use_distributed_optimizer", *(("use_torch_fsdp2",) if whole_backward else ())))
+    if sharing != "use_torch_fsdp2":
+        keys["ddp_bucket_size"] = rng.choice((1000, 5000, 40_000_000))
+    if sharing == "none":
+        return keys
+    keys[sharing] = "true"
+    if sharing == "use_torch_fsdp2":
+        keys["fsdp_reshard_after_forward"] = rng.choice(("true", "false"))
+    else:
+        keys["overlap_param_gather"] = rng.choice(("true", "false"))
+    if dp * cp % 2 == 0 and rng.random() < 0.3:
+        keys["num_distributed_optimizer_instances"] = 2
+    return keys
+
+
+def _heads(rng: Random, tp: int, cp: int, exchange: str | None) -> tuple[int, int]:
+    """Query heads and their groups: whole groups on a tensor-parallel rank, or one group on several."""
+    unit = tp * cp if exchange == "a2a" else tp
+    heads = unit * rng.choice((1, 2)) * (2 if unit == 1 else 1)
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+    return heads, rng.choice(legal)
+
+
+def _of_family(rng: Random, family: str, length: int) -> dict[str, Any]:
+    if family == "gpt":
+        position = rng.choice(("learned_absolute", "rope", "alibi"))
+        learned = {"model.max_position_embeddings": length} if position == "learned_absolute" else {}
+        return {"model.position_embedding_type": position, **learned}
+    if family == "qwen":
+        return {
+            "model.add_qkv_bias": rng.choice(("true", "false")),
+            "model.qk_layernorm": rng.choice(("true", "false")),
+        }
+    return {}
+
+
+def _recompute(rng: Random, tp: int, parallel: Mapping[str, Any]) -> dict[str, Any]:
+    kind = rng.choice(("none", "selective", "full"))
+    if kind == "none":
+        return {}
+    keys: dict[str, Any] = {"recompute.recompute_granularity": kind}
+    if kind == "full":
+        keys["recompute.recompute_method"] = rng.choice(("block", "uniform"))
+        keys["recompute.recompute_num_layers"] = rng.choice((1, 2))
+        if tp > 1 and "sequence_parallel" not in parallel:
+            keys["recompute.distribute_saved_activations"] = rng.choice(("true", "false"))
+    return keys
+
+
+def loaded(keys: Mapping[str, Any]) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()])
+
+
+def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
+    record = record_run(loaded(keys))
+    return record if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    "number",
+    [*DEFAULT_DRAWS, *(pytest.param(number, marks=pytest.mark.slow) for number in MORE_DRAWS)],
+    ids="draw-{}".format,
+)
+def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
+    drawn = draw(number)
+    print(f"draw {number}", drawn)
+    (reference,) = run_ranks(1, run, drawn.model)
+    found = run_ranks(drawn.world, run, {**drawn.model, **drawn.layout})[0]
+    assert found.evaluation == pytest.approx(reference.evaluation, rel=1e-5)
+    different = [str(difference) for difference in compare(found, reference) if difference.too_large]
+    assert not different, f"draw {number} {drawn}\ndiffers in " + "; ".join(different)
+
+
+def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
+    drawn = [draw(number) for number in (*DEFAULT_DRAWS, *MORE_DRAWS)]
+    for one in drawn:
+        with as_world(one.world):
+            loaded({**one.model, **one.layout})
+    default = [{**one.model, **one.layout} for one in drawn[: len(DEFAULT_DRAWS)]]
+    assert {keys["optimizer.optimizer"] for keys in default} == set(OPTIMIZERS)
+    assert {keys["model.family"] for keys in default} == {"gpt", "llama", "qwen"}
+    for key in (
+        "parallel.sequence_parallel",
+        "parallel.cp_comm_type",
+        "parallel.pipeline_schedule",
+        "parallel.use_distributed_optimizer",
+        "parallel.use_torch_fsdp2",
+        "parallel.num_distributed_optimizer_instances",
+        "recompute.recompute_granularity",
+    ):
+        assert any(key in keys for keys in default), key

@@ -1,0 +1,180 @@
+"""A run saved under one layout goes on under another: its weights are those of the run that was never resharded.
+
+Each pair trains three steps under the first layout, saves, and trains three more in new processes under the second,
+optimizer included. The reference trains all six steps in one process.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import Tensor
+
+from mt_core.config.loading import load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.record import record_run
+
+pytestmark = pytest.mark.dist
+
+STEPS = 3
+TOLERANCE = 1e-6
+"""Relative, in fp32, after six steps."""
+SETTINGS = (
+    "model.num_layers=4",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.vocab_size=263",
+    "data.dataset_type=mock",
+    "data.seq_length=16",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+    "train.train_iters=6",
+    "train.eval_interval=null",
+    "train.eval_iters=1",
+    "train.device=cpu",
+    # Adam makes a full step out of a gradient that is 0 but for rounding, unless eps is larger than the rounding.
+    "optimizer.adam_eps=1e-4",
+    "lr_schedule.lr_decay_style=constant",
+    "checkpoint.save_interval=null",
+    "logging.progress=none",
+)
+MOE = "model.moe={num_experts = 4, moe_router_topk = 2}"
+TP2, TP4 = "tensor_model_parallel_size=2", "tensor_model_parallel_size=4"
+SP = "sequence_parallel=true"
+PP2 = "pipeline_model_parallel_size=2"
+VPP = "pipeline_schedule=interleaved_1f1b"
+CP2 = "context_parallel_size=2"
+EP2 = "expert_model_parallel_size=2"
+ZERO, BUCKETS = "use_distributed_optimizer=true", "ddp_bucket_size=3000"
+FSDP = "use_torch_fsdp2=true"
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    world: int
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DENSE = (
+    Layout("one", 1),
+    Layout("dp2", 2, (BUCKETS,)),
+    Layout("tp2", 2, (TP2,)),
+    Layout("tp4-sp", 4, (TP4, SP)),
+    Layout("pp2", 2, (PP2,)),
+    Layout("pp2-vpp2", 2, (PP2, VPP)),
+    Layout("cp2", 2, (CP2,)),
+    Layout("zero2", 2, (ZERO, BUCKETS)),
+    Layout("fsdp4", 4, (FSDP,)),
+    Layout("tp2-sp-pp2", 4, (TP2, SP, PP2)),
+    Layout("tp2-sp-zero2", 4, (TP2, SP, ZERO, BUCKETS)),
+    Layout("pp2-cp2-zero2", 8, (PP2, CP2, ZERO, BUCKETS)),
+)
+EXPERTS = (
+    Layout("one", 1),
+    Layout("ep2", 2, (EP2,)),
+    Layout("ep2-tp2-sp", 4, (EP2, TP2, SP)),
+    Layout("ep2-pp2", 4, (EP2, PP2)),
+    Layout("ep2-zero4", 4, (EP2, ZERO, BUCKETS)),
+    Layout("ep2-fsdp2", 4, (EP2, FSDP)),
+)
+BY_NAME = {(): {layout.name: layout for layout in DENSE}, (MOE,): {layout.name: layout for layout in EXPERTS}}
+Model = tuple[str, ...]
+
+
+def pairs() -> Iterator[object]:
+    """(model, saved under, loaded under): a ring through every layout, and the others for a longer day."""
+    for model, layouts in BY_NAME.items():
+        names = list(layouts)
+        # An odd distance, prime to both lengths: neighbours in the list are alike.
+        ring = {(name, names[(number + 5) % len(names)]) for number, name in enumerate(names)}
+        for first, second in product(names, names):
+            if first == second:
+                continue
+            marks = () if (first, second) in ring else pytest.mark.slow
+            label = f"{'experts' if model else 'dense'}-{first}-to-{second}"
+            yield pytest.param(model, layouts[first], layouts[second], marks=marks, id=label)
+
+
+def same_pairs() -> Iterator[object]:
+    quick = {"tp2-sp-zero2", "ep2-fsdp2"}
+    for model, layouts in BY_NAME.items():
+        for name, layout in layouts.items():
+            label = f"{'experts' if model else 'dense'}-{name}"
+            yield pytest.param(model, layout, marks=() if name in quick else pytest.mark.slow, id=label)
+
+
+def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
+    """Train until `steps` steps are done, from the run's checkpoint if it has one; returns the first rank's weights."""
+    torch.set_num_threads(1)
+    record = record_run(load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]), steps, run_dir=run_dir)
+    return record.weights if rank == 0 else {}
+
+
+def weights_after(model: Model, layout: Layout, steps: int, run_dir: Path | None = None) -> Mapping[str, Tensor]:
+    keys = tuple(f"parallel.{key}" for key in layout.keys)
+    changed = "checkpoint.accept_changes=" + repr([f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS])
+    return run_ranks(layout.world, train, (*model, *keys, changed), steps, run_dir)[0]
+
+
+ALL_KEYS = sorted({key for layouts in BY_NAME.values() for layout in layouts.values() for key in layout.keys})
+
+
+@cache
+def whole_run(model: Model, layout: Layout) -> Mapping[str, Tensor]:
+    """The weights after all six steps in one go."""
+    return weights_after(model, layout, 2 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def saved_under() -> Iterator[object]:
+    """A function from a model and a layout to a run directory with the checkpoint of step 3, made once."""
+    with TemporaryDirectory(prefix="mt-resharding-") as folder:
+
+        @cache
+        def save(model: Model, layout: Layout) -> Path:
+            path = Path(folder) / f"{len(model)}-{layout.name}"
+            weights_after(model, layout, STEPS, path)
+            return path
+
+        yield save
+
+
+def go_on(run: Path, model: Model, layout: Layout, folder: Path) -> Mapping[str, Tensor]:
+    """Three more steps, on a copy of the run."""
+    shutil.copytree(run, folder / "run")
+    return weights_after(model, layout, 2 * STEPS, folder / "run")
+
+
+@pytest.mark.parametrize(("model", "first", "second"), pairs())
+def test_a_resharded_run_is_the_unresharded_one(model, first, second, saved_under, tmp_path: Path) -> None:
+    found = go_on(saved_under(model, first), model, second, tmp_path)
+    reference = whole_run(model, BY_NAME[model]["one"])
+    assert found.keys() == reference.keys()
+    for name, weight in reference.items():
+        off = float((found[name] - weight).norm() / weight.norm().clamp(min=1e-12))
+        assert off < TOLERANCE, f"{name} differs by {off:.1e}"
+
+
+@pytest.mark.parametrize(("model", "layout"), same_pairs())
+def test_the_same_layout_goes_on_bit_for_bit(model, layout, saved_under, tmp_path: Path) -> None:
+    found, reference = go_on(saved_under(model, layout), model, layout, tmp_path), whole_run(model, layout)
+    assert found.keys() == reference.keys()
+    assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
+
+
+def test_every_layout_is_saved_and_loaded_in_the_quick_part() -> None:
+    quick = [pair for pair in pairs() if not pair.marks]
+    for side in (1, 2):
+        assert {pair.values[side] for pair in quick} == {*DENSE, *EXPERTS}
