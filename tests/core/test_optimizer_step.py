@@ -13,7 +13,7 @@ from torch import nn
 from mt_core.nn.loss import cross_entropy
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.main_weights import CopiedWeights, build_main_weights
-from mt_core.optim.optimizers import param_groups
+from mt_core.optim.param_groups import param_groups
 from mt_core.train.step import OneByOne, OptimizerStep, clip_factor, default_forward_step, masked_sum
 
 VOCAB, HIDDEN = 11, 8

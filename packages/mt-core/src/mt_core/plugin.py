@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import (
     AttentionBackendSpec,
@@ -12,6 +14,9 @@ from mt_core.specs import (
     LRScheduleSpec,
     OptimizerSpec,
 )
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
 
 
 @hookimpl
@@ -76,12 +81,26 @@ def mt_register_optimizers() -> list[OptimizerSpec]:
             doc="AdamW, with decoupled weight decay",
             config_type=Lazy("mt_core.optim.configs:AdamConfig"),
             build=Lazy("mt_core.optim.optimizers:build_adam"),
+            takes_environment=True,
         ),
         OptimizerSpec(
             name="sgd",
             doc="Stochastic gradient descent with momentum",
             config_type=Lazy("mt_core.optim.configs:SGDConfig"),
             build=Lazy("mt_core.optim.optimizers:build_sgd"),
+        ),
+        OptimizerSpec(
+            name="lion",
+            doc="Lion: the sign of a momentum",
+            config_type=Lazy("mt_core.optim.configs:LionConfig"),
+            build=Lazy("mt_core.optim.lion:build_lion"),
+        ),
+        OptimizerSpec(
+            name="muon",
+            doc="Muon: orthogonal momentum for matrices, Adam or Lion for the rest",
+            config_type=Lazy("mt_core.optim.configs:MuonConfig"),
+            build=Lazy("mt_core.optim.muon:build_muon"),
+            takes_environment=True,
         ),
     ]
 
@@ -113,7 +132,17 @@ def mt_register_losses() -> list[LossSpec]:
             name="cross_entropy",
             doc="Cross entropy of the next token, softmax in fp32",
             build=Lazy("mt_core.nn.loss:build_cross_entropy"),
-        )
+        ),
+        LossSpec(
+            name="linear_cross_entropy",
+            doc="The same from hidden states, without the logits in memory",
+            build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy"),
+        ),
+        LossSpec(
+            name="linear_cross_entropy_sum",
+            doc="The same in fewer products: gradients are made in the forward pass",
+            build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy_sum"),
+        ),
     ]
 
 
@@ -133,3 +162,11 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             always=True,
         ),
     ]
+
+
+@hookimpl
+def mt_check_config(config: Config) -> None:
+    from mt_core.optim.checks import check_main_weights, check_optimizer
+
+    check_optimizer(config.optimizer)
+    check_main_weights(config)

@@ -143,6 +143,12 @@ def _check_sharding(config: Config) -> None:
             "train.verify_replicas_interval compares copies of weights, and parallel.use_torch_fsdp2 leaves none; "
             "remove it"
         )
+    if parallel.use_torch_fsdp2 and parallel.pipeline_model_parallel_size > 1 and _splits_backward(parallel):
+        raise ConfigError(
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, and "
+            "parallel.use_torch_fsdp2 lets weights go after the first; use gpipe, 1f1b or interleaved_1f1b, "
+            "or parallel.use_distributed_optimizer"
+        )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
     divided = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
@@ -151,6 +157,10 @@ def _check_sharding(config: Config) -> None:
             f"parallel.num_distributed_optimizer_instances={parallel.num_distributed_optimizer_instances} copies a "
             "divided state; set parallel.use_distributed_optimizer or parallel.use_torch_fsdp2"
         )
+
+
+def _splits_backward(parallel: ParallelConfig) -> bool:
+    return parallel.pipeline_schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
 def _check_sequence_parallel(config: Config) -> None:

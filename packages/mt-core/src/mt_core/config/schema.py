@@ -170,6 +170,11 @@ class TrainConfig(Section):
     """CPU threads of torch. Default: torch's own choice."""
     loss: str = "cross_entropy"
     """Name of the loss."""
+    late_metrics: Literal["auto", "never", "always"] = "auto"
+    """Loss and norm of a step are read, and told to callbacks, while the next one runs, so that the host never waits
+    for the GPU. auto: on a GPU, where nothing needs them at once."""
+    compile: Literal["none", "blocks"] = "none"
+    """`blocks` compiles each layer by torch.compile."""
     callbacks: list[str] = Field(default_factory=list)
     """Names of callbacks to add to those that are always on."""
     sample_prompt: str | None = "def "
@@ -304,6 +309,14 @@ class CheckpointConfig(Section):
     """Name of the checkpoint saver."""
     save_interval: PositiveInt | None = 100
     """Steps between checkpoints; null saves only at the end."""
+    async_save: bool = False
+    """Training waits only until a checkpoint is copied to host memory; a thread writes the copy."""
+    async_in_flight: PositiveInt = used_when(1, async_save=True)
+    """Checkpoints of async_save that may be copied and not yet written, each of which takes host memory."""
+    keep_last: PositiveInt | None = None
+    """Checkpoints that are kept, the newest ones; older ones are removed after a save. null keeps all."""
+    keep_every: PositiveInt | None = None
+    """Beside keep_last: checkpoints of iterations that this divides are kept, too."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto` goes on from the run directory's latest checkpoint if it has one; `required` is an error
     without one; `never` refuses a run directory that already holds checkpoints."""
@@ -317,6 +330,8 @@ class CheckpointConfig(Section):
     """Tensors of `load` that are left out, such as "lm_head.*"."""
     accept_changes: list[str] = Field(default_factory=list)
     """Keys that may differ from the ones the resumed checkpoint was made with."""
+    resume_loss_check: Literal["error", "warn"] = "error"
+    """What follows when the loss of the first resumed step is far from the losses before the checkpoint."""
 
 
 class LoggingConfig(Section):

@@ -21,14 +21,9 @@ from torch import Tensor, nn
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.stage import NumberedLayers
 from mt_core.optim.buckets import Bucket, ReplicaAxes, Slot
+from mt_core.optim.gradients import SHARDS
 from mt_core.optim.main_weights import WholeWeights, trained_parameters
 from mt_core.parallel.context import AxisName, ParallelContext
-
-SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
-    "dp_cp": ("shard", "instances"),
-    "edp": ("expert_shard", "expert_instances"),
-}
-"""Replica axis of a layout -> the two axes that it is made of."""
 
 
 @dataclass(frozen=True)

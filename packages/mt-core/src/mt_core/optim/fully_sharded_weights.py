@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.stage import NumberedLayers, Pipelined
-from mt_core.optim.buffered_weights import SHARDS
+from mt_core.optim.gradients import SHARDS
 from mt_core.optim.main_weights import WholeWeights, trained_parameters
 from mt_core.parallel.context import AxisName, ParallelContext
 
@@ -116,7 +116,7 @@ def fully_shard_model(
         for layer in stack:
             shard(layer, "dp_cp")
     shard(model, "dp_cp")
-    if isinstance(model, Pipelined):
+    if isinstance(model, Pipelined) and ctx.pp.size > 1:
         register_fsdp_forward_method(model, "run_stage")
 
 

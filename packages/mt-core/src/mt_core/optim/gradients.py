@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -17,7 +18,11 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 OTHER_AXES: Mapping[AxisName, tuple[AxisName, ...]] = {"dp_cp": ("tp",), "edp": ("etp", "ep")}
 """Replica axis of a layout -> the other axes of a stage's grid, which hold copies unless they divide the tensor."""
-INSTANCES: Mapping[AxisName, AxisName] = {"dp_cp": "instances", "edp": "expert_instances"}
+SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
+    "dp_cp": ("shard", "instances"),
+    "edp": ("expert_shard", "expert_instances"),
+}
+"""Replica axis of a layout -> the axis whose ranks share the optimizer's state, and the one whose ranks repeat it."""
 
 
 class GradientSums:
@@ -57,17 +62,33 @@ class GradientSums:
         return float(total**0.5)
 
     def zeros(self, named: Named) -> int:
-        """How many elements of the whole model's gradient are 0."""
-        own = sum(int((p.grad == 0).sum()) for name, p in named if p.grad is not None and self.counts(name))
+        """How many elements of the whole model's gradient are 0, padding left out."""
+        counted = [(name, p.grad) for name, p in named if p.grad is not None and self.counts(name)]
+        own = sum(int((gradient == 0).sum()) for _, gradient in counted)
+        own -= sum(self._padding(name) for name, _ in counted if self._has_first_part(name))
         (total,) = sum_over([float(own)], self.ctx.world, self.ctx.device)
         return int(total)
+
+    def _padding(self, name: str) -> int:
+        """Elements of a parameter that are in memory only; their gradient is 0."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            return 0
+        return math.prod(layout.padded.get(dim, n) for dim, n in enumerate(layout.shape)) - math.prod(layout.shape)
+
+    def _has_first_part(self, name: str) -> bool:
+        """Whether this rank is the first of those that hold different parts of a gradient."""
+        layout = self.layouts[name]
+        shard = self.ctx.axis(SHARDS[layout.replicas][0])
+        parts = [self.ctx.axis(split.axis) for split in layout.splits] + ([shard] if self.divided else [])
+        return all(axis.rank == 0 for axis in parts)
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one, of those that hold the same part of this gradient, that counts it."""
         layout = self.layouts[name]
         dividing = {split.axis for split in layout.splits}
         copies: list[Axis] = [self.ctx.axis(axis) for axis in OTHER_AXES[layout.replicas] if axis not in dividing]
-        copies.append(self.ctx.axis(INSTANCES[layout.replicas] if self.divided else layout.replicas))
+        copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.divided else layout.replicas))
         if name in self.copies.axes:
             copies.append(self.copies.axes[name])
         return all(axis.rank == 0 for axis in copies)

@@ -138,6 +138,13 @@ class CopiedWeights(WholeWeights):
             self.copies[name].copy_(parameter)
 
 
+class SplitWeights(ModelWeights):
+    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`).
+
+    Gradients are added up in the format of the weights.
+    """
+
+
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of those that the optimizer updates."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -1,46 +1,21 @@
-"""Optimizers behind the hook, and the groups of parameters they get."""
+"""Optimizers behind the hook: what all of them have, AdamW and SGD."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.adamw import TorchAdamW
+from mt_core.nn.kernels.request import Feature
 from mt_core.optim.configs import AdamConfig, SGDConfig
-
-ParamGroup = dict[str, Any]
-
-
-def decays(name: str, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies: as in Megatron, not on biases and vectors (norms)."""
-    return len(shape) > 1 and not name.endswith("bias")
-
-
-def param_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-) -> list[ParamGroup]:
-    """Two groups, with and without decay; each knows the canonical names of its parameters.
-
-    shapes: of the whole parameters, where those given are pieces of them.
-    """
-    groups: list[ParamGroup] = [
-        {"params": [], "names": [], "weight_decay": weight_decay},
-        {"params": [], "names": [], "weight_decay": 0.0},
-    ]
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            shape = parameter.shape if shapes is None else shapes[name]
-            group = groups[0] if decays(name, shape) else groups[1]
-            group["params"].append(parameter)
-            group["names"].append(name)
-    return [group for group in groups if group["params"]]
+from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.param_groups import ParamGroup
 
 
 class Optimizer(Protocol):
@@ -137,8 +112,20 @@ class SGD(FunctionalOptimizer):
                 self.state[parameter]["momentum_buffer"] = buffer
 
 
-def build_adam(config: AdamConfig, groups: list[ParamGroup]) -> Optimizer:
-    return AdamW(groups, config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps)
+def build_adam(
+    config: AdamConfig, groups: list[ParamGroup], environment: OptimizerEnvironment | None = None
+) -> Optimizer:
+    """torch's update where plain torch updates fp32 weights with fp32 moments; else FusedAdamW."""
+    from mt_core.nn.kernels.fused_adamw import FusedAdamW
+
+    halves: tuple[Feature, ...] = ("remainders",) if config.main_weights == "remainders" else ()
+    moments: tuple[Feature, ...] = ("moments_16bit",) if config.exp_avg_dtype == "bf16" else ()
+    kernels = environment.kernels if environment is not None else Kernels({}, "cpu", "float32")
+    engine = kernels.pick("adamw", *halves, *moments)
+    options = (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps)
+    if engine is TorchAdamW and not halves and not moments:
+        return AdamW(groups, *options)
+    return FusedAdamW(groups, *options, engine(), torch.bfloat16 if moments else torch.float32)
 
 
 def build_sgd(config: SGDConfig, groups: list[ParamGroup]) -> Optimizer:

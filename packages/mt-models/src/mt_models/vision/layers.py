@@ -99,6 +99,7 @@ class PoolingAttention(nn.Module):
     def __init__(self, config: VisionEncoderConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__()
         self.core, self.ctx, self.head_dim = core, ctx, config.head_dim
+        self.heads_per_group = 1
         width, init = config.hidden_size, normal(config.init_method_std)
         self.linear_qkv = ColumnParallelLinear(width, 3 * width, ctx, bias=True, init=init)
         self.linear_proj = RowParallelLinear(width, width, ctx, bias=True, init=normal(config.output_init_std))

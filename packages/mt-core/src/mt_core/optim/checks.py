@@ -1,0 +1,85 @@
+"""Rules of the [optimizer] section that span several keys."""
+
+from __future__ import annotations
+
+from mt_core.config.checks import world_size
+from mt_core.config.schema import Config, OptimizerConfig
+from mt_core.errors import ConfigError
+from mt_core.optim.configs import MuonConfig
+
+QUINTIC_STEPS = 5
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raise ConfigError for values that cannot work together."""
+    _check_decoupled_lr(config)
+    _check_weight_decay(config)
+    if isinstance(config, MuonConfig):
+        _check_muon(config)
+
+
+def check_main_weights(config: Config) -> None:
+    """Raise ConfigError where 16-bit halves cannot stand for fp32 main weights."""
+    if getattr(config.optimizer, "main_weights", "copies") == "copies":
+        return
+    key = "optimizer.main_weights=remainders"
+    precision, parallel = config.precision, config.parallel
+    if precision.dtype != "bf16":
+        raise ConfigError(
+            f"{key} completes bf16 weights, but precision.dtype={precision.dtype}; set precision.dtype=bf16, or "
+            "optimizer.main_weights=copies"
+        )
+    if precision.accumulate_allreduce_grads_in_fp32:
+        raise ConfigError(
+            f"{key} adds gradients up in the weights' format, but precision.accumulate_allreduce_grads_in_fp32=true; "
+            "set it to false, or optimizer.main_weights=copies"
+        )
+    for name in ("use_distributed_optimizer", "use_torch_fsdp2"):
+        if getattr(parallel, name):
+            raise ConfigError(f"{key} keeps no fp32 weights, which parallel.{name}=true divides; set one of the two")
+    model_ranks = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    replicas = world_size() // model_ranks * parallel.context_parallel_size
+    if replicas > 1:
+        raise ConfigError(
+            f"{key} is for weights that one process has alone, but {replicas} processes have the same; use "
+            "optimizer.main_weights=copies with parallel.use_distributed_optimizer=true"
+        )
+
+
+def _check_decoupled_lr(config: OptimizerConfig) -> None:
+    if config.decoupled_lr is None:
+        if config.decoupled_min_lr is not None:
+            raise ConfigError(
+                f"optimizer.decoupled_min_lr={config.decoupled_min_lr} needs optimizer.decoupled_lr, which is not set"
+            )
+        return
+    key = "min_lr" if config.decoupled_min_lr is None else "decoupled_min_lr"
+    lowest = getattr(config, key)
+    if lowest > config.decoupled_lr:
+        raise ConfigError(
+            f"optimizer.{key}={lowest} is above optimizer.decoupled_lr={config.decoupled_lr}; "
+            f"set optimizer.decoupled_min_lr to at most {config.decoupled_lr}"
+        )
+
+
+def _check_weight_decay(config: OptimizerConfig) -> None:
+    if config.weight_decay_incr_style == "constant":
+        return
+    for key in ("start_weight_decay", "end_weight_decay"):
+        if getattr(config, key) is None:
+            raise ConfigError(
+                f"optimizer.weight_decay_incr_style={config.weight_decay_incr_style} needs optimizer.{key}, "
+                "which is not set"
+            )
+
+
+def _check_muon(config: MuonConfig) -> None:
+    steps = config.muon_num_ns_steps
+    if config.muon_coefficient_type == "quintic" and steps % QUINTIC_STEPS:
+        raise ConfigError(
+            f"optimizer.muon_num_ns_steps={steps} is no multiple of the {QUINTIC_STEPS} steps that "
+            f"optimizer.muon_coefficient_type=quintic is made for; use {QUINTIC_STEPS} or "
+            f"{2 * QUINTIC_STEPS}, or muon_coefficient_type=simple"
+        )

@@ -1,0 +1,223 @@
+"""Muon: momentum made orthogonal, for the matrices of a model (Jordan et al., 2024), as in Megatron.
+
+It is the whole matrix that is made orthogonal. A rank that holds a part of it (tensor parallel rows or columns, the
+elements of a distributed optimizer, the rows of FSDP2) keeps its part of the momentum, collects the others' for the
+computation, and applies its part of the result, so that every layout takes the same step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.errors import ConfigError
+from mt_core.nn.layout import ParameterLayout
+from mt_core.optim.configs import MuonConfig
+from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.lion import Lion
+from mt_core.optim.main_weights import MainWeights
+from mt_core.optim.newton_schulz import orthogonalize, scale_factor
+from mt_core.optim.optimizers import AdamW, FunctionalOptimizer, Optimizer
+from mt_core.optim.param_groups import ParamGroup, is_embedding_or_output, is_table
+from mt_core.parallel.context import ParallelContext
+
+QKV_WEIGHT = "linear_qkv.weight"
+
+
+@runtime_checkable
+class GroupedHeads(Protocol):
+    """An attention module whose linear_qkv has, for each group, rows of its query heads, its key and its value."""
+
+    heads_per_group: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """How rows of queries, keys and values stand in one weight."""
+
+    heads_per_group: int
+    head_dim: int
+
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """[rows, columns] -> all queries, all keys, all values, each [rows of its kind, columns]"""
+        parts = weight.unflatten(0, (-1, self.heads_per_group + 2, self.head_dim)).split(self._sizes, 1)
+        return [part.flatten(0, 2) for part in parts]
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        grouped = [
+            part.unflatten(0, (-1, heads, self.head_dim)) for part, heads in zip(parts, self._sizes, strict=True)
+        ]
+        return torch.cat(grouped, 1).flatten(0, 2)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.heads_per_group, 1, 1
+
+
+@dataclass(frozen=True)
+class DividedMatrix:
+    """A weight of which this rank updates a piece. heads: where it is three matrices in one.
+
+    layout: with the divisions of a matrix alone; other ranks' experts are other matrices.
+    """
+
+    name: str
+    layout: ParameterLayout
+    ctx: ParallelContext
+    weights: MainWeights
+    heads: HeadRows | None = None
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """[rows, columns], or [experts of this rank, rows, columns]. Collective over the ranks that divide it."""
+        return self.layout.to_canonical(self.weights.whole(self.name, piece), self.ctx)
+
+    def piece(self, whole: Tensor) -> Tensor:
+        """This rank's part; the inverse of `whole`."""
+        return self.weights.part(self.name, self.layout.to_local(whole, self.ctx).contiguous())
+
+
+class Muon(FunctionalOptimizer):
+    """m <- momentum m + (1 - momentum) g; w <- (1 - lr weight_decay) w - lr scale orthogonal(m).
+
+    With Nesterov's momentum m is moved on towards g once more before it is made orthogonal. State: `momentum_buffer`.
+    """
+
+    def __init__(self, groups: list[ParamGroup], config: MuonConfig, matrices: Mapping[Tensor, DividedMatrix]) -> None:
+        super().__init__(groups, config.lr)
+        self.config, self.matrices = config, matrices
+
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            matrix = self.matrices[parameter]
+            whole = matrix.whole(self._momentum(parameter, gradient))
+            direction = matrix.piece(self._orthogonal(whole, matrix.heads))
+            parameter.mul_(1.0 - lr * weight_decay).add_(direction.view_as(parameter), alpha=-lr)
+
+    def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        moment = state["momentum_buffer"].lerp_(gradient, 1.0 - self.config.muon_momentum)
+        return gradient.lerp(moment, self.config.muon_momentum) if self.config.muon_nesterov else moment
+
+    def _orthogonal(self, whole: Tensor, heads: HeadRows | None) -> Tensor:
+        with _matmul_precision(self.config.muon_fp32_matmul_prec, whole.device):
+            if heads is None:
+                return self._scaled(whole)
+            return heads.join([self._scaled(part) for part in heads.split(whole)])
+
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        rows, columns = matrix.shape[-2:]
+        factor = scale_factor(rows, columns, self.config.muon_scale_mode) * self.config.muon_extra_scale_factor
+        return orthogonalize(matrix, self.config.muon_num_ns_steps, self.config.muon_coefficient_type) * factor
+
+
+class ChainedOptimizer:
+    """Several optimizers, each with its own groups, as one."""
+
+    def __init__(self, optimizers: list[FunctionalOptimizer]) -> None:
+        self.optimizers = optimizers
+        self.param_groups: list[ParamGroup] = list(chain.from_iterable(one.param_groups for one in optimizers))
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        for one in optimizers:
+            one.state = self.state
+
+    def step(self) -> Any:
+        for one in self.optimizers:
+            one.step()
+
+
+def is_matrix(name: str, layout: ParameterLayout) -> bool:
+    """Whether Muon updates a weight: a matrix, or one for each expert, that is no table and not the output layer."""
+    dimensions = 3 if layout.replicas == "edp" else 2
+    return len(layout.shape) == dimensions and not is_table(name) and not is_embedding_or_output(name)
+
+
+def divided_matrices(environment: OptimizerEnvironment, *, split_qkv: bool) -> dict[str, DividedMatrix]:
+    """The weights of this rank that Muon updates, by name."""
+    return {
+        name: DividedMatrix(
+            name,
+            _of_one_matrix(layout),
+            environment.ctx,
+            environment.weights,
+            _head_rows(environment.model, name) if split_qkv and name.endswith(QKV_WEIGHT) else None,
+        )
+        for name, layout in environment.layouts.items()
+        if layout.trained and is_matrix(name, layout)
+    }
+
+
+def split_groups(groups: list[ParamGroup], names: Mapping[str, object]) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """The groups with the named parameters alone, and with the others alone."""
+    return _chosen(groups, lambda name: name in names), _chosen(groups, lambda name: name not in names)
+
+
+def build_muon(config: MuonConfig, groups: list[ParamGroup], environment: OptimizerEnvironment) -> Optimizer:
+    matrices = divided_matrices(environment, split_qkv=config.muon_split_qkv)
+    of_matrices, others = split_groups(groups, matrices)
+    by_parameter = {
+        parameter: matrices[name]
+        for group in of_matrices
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+    return ChainedOptimizer([Muon(of_matrices, config, by_parameter), _build_scalar(config, others)])
+
+
+def _build_scalar(config: MuonConfig, groups: list[ParamGroup]) -> FunctionalOptimizer:
+    """What updates tables, the output layer and vectors."""
+    if config.muon_scalar_optimizer == "lion":
+        return Lion(groups, config.lr, config.lion_beta1, config.lion_beta2)
+    return AdamW(groups, config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps)
+
+
+def _chosen(groups: list[ParamGroup], wanted: Any) -> list[ParamGroup]:
+    chosen = []
+    for group in groups:
+        members = [pair for pair in zip(group["names"], group["params"], strict=True) if wanted(pair[0])]
+        if members:
+            names, params = (list(column) for column in zip(*members, strict=True))
+            chosen.append({**group, "names": names, "params": params})
+    return chosen
+
+
+def _of_one_matrix(layout: ParameterLayout) -> ParameterLayout:
+    if len(layout.shape) == 2:
+        return layout
+    return replace(layout, splits=tuple(split for split in layout.splits if split.dim > 0))
+
+
+def _head_rows(model: nn.Module, name: str) -> HeadRows:
+    path = name.removesuffix(f".{QKV_WEIGHT}")
+    module = model.get_submodule(path)
+    if not isinstance(module, GroupedHeads):
+        raise ConfigError(
+            f"optimizer.muon_split_qkv=true, but {path} ({type(module).__name__}) does not tell heads_per_group and "
+            f"head_dim, so how {name} divides into queries, keys and values is not known; "
+            "set optimizer.muon_split_qkv=false"
+        )
+    return HeadRows(module.heads_per_group, module.head_dim)
+
+
+@contextmanager
+def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """How fp32 matrices are multiplied on a GPU; a CPU does it in fp32."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

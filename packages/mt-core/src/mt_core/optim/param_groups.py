@@ -1,0 +1,66 @@
+"""The groups of parameters that an optimizer gets: with and without decay, and those with a learning rate of their own.
+
+A group is a dictionary with `params`, `names` (canonical), `weight_decay`, `wd_mult` (1 or 0: whether decay applies)
+and `is_decoupled_lr`, as Megatron's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+ParamGroup = dict[str, Any]
+
+WORD_VECTORS = "word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+TABLES = frozenset({"word_embeddings", "position_embeddings", "tokentype_embeddings", "relative_attention_bias"})
+"""Modules whose weights are looked up by row."""
+
+
+def decays(name: str, shape: Sequence[int]) -> bool:
+    """Whether weight decay applies: as in Megatron, not on biases and vectors (norms)."""
+    return len(shape) > 1 and not name.endswith("bias")
+
+
+def is_embedding_or_output(name: str) -> bool:
+    """Whether a parameter is the first or the last of a language model: what Megatron's decoupled_lr is for."""
+    return name.endswith((WORD_VECTORS, OUTPUT))
+
+
+def is_table(name: str) -> bool:
+    """Whether a parameter is looked up by row instead of being multiplied with."""
+    return not TABLES.isdisjoint(name.split("."))
+
+
+def param_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    *,
+    decoupled: bool = False,
+) -> list[ParamGroup]:
+    """Groups of those that are trained; each knows the canonical names of its parameters.
+
+    shapes: of the whole parameters, where those given are pieces of them. decoupled: the embedding and the output
+    layer get groups of their own.
+    """
+    groups: dict[tuple[bool, bool], ParamGroup] = {
+        (apart, decayed): {
+            "params": [],
+            "names": [],
+            "weight_decay": weight_decay if decayed else 0.0,
+            "wd_mult": float(decayed),
+            "is_decoupled_lr": apart,
+        }
+        for apart in (False, True)
+        for decayed in (True, False)
+    }
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            shape = parameter.shape if shapes is None else shapes[name]
+            group = groups[decoupled and is_embedding_or_output(name), decays(name, shape)]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return [group for group in groups.values() if group["params"]]
