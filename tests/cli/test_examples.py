@@ -1,7 +1,9 @@
-"""Every recipe in examples/ is a configuration that holds together."""
+"""Every recipe in examples/ is a configuration that holds together, and trains where its data needs no preparing."""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,42 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid(recipe: Path, capsys) -> None:
     assert run(["config", "validate", str(recipe)]) == 0
+
+
+FAMILIES = {
+    *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
+    *("bert", "t5", "biencoder", "vision", "llava"),
+}
+NEEDS_FILES = {"bert", "t5", "ict"}
+"""Trained in tests/models/test_bert_training.py, on data made by the commands of their pages."""
+NEEDS_RANKS = {"gpt-3d", "gpt3-175b"}
+TRAINED = [recipe for recipe in RECIPES if recipe.stem not in NEEDS_FILES | NEEDS_RANKS]
+QUICK = [
+    "train.train_iters=3",
+    "train.micro_batch_size=2",
+    "train.eval_iters=1",
+    "train.num_threads=1",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.log_interval=1",
+    "logging.progress=none",
+]
+
+
+def test_every_dense_and_state_space_family_has_a_recipe() -> None:
+    families = {tomllib.loads(recipe.read_text()).get("model", {}).get("family", "gpt") for recipe in RECIPES}
+    assert families >= FAMILIES
+
+
+@pytest.mark.parametrize("recipe", TRAINED, ids=lambda path: path.stem)
+def test_a_recipe_trains(recipe: Path, tmp_path: Path, capsys) -> None:
+    """Three steps of two samples: finite losses near each other, an evaluation, a checkpoint."""
+    data = tomllib.loads(recipe.read_text()).get("data", {}).get("dataset_type", "builtin")
+    settings = [*QUICK, *(["data.corpus_bytes=1000000"] if data.startswith("builtin") else [])]
+    options = [part for setting in settings for part in ("--set", setting)]
+    assert run(["train", str(recipe), *options, "--run-dir", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] + 0.5
+    assert [line for line in lines if line["kind"] == "valid"]
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern
+from mt_models.bert import flops as bert_flops
+from mt_models.biencoder import flops as biencoder_flops
 from mt_models.flops import flops_per_token
+from mt_models.heads import flops as heads_flops
+from mt_models.retro import flops as retro_flops
+from mt_models.t5 import flops as t5_flops
 
 SMALL = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301}
 MODELS = {
@@ -62,3 +70,132 @@ def test_a_mixture_of_experts_needs_its_own_count(build) -> None:
     dense = flops_per_token(config.model_copy(update={"moe": None}), 16)
     assert flops_per_token(config, 16, feed_forward=7.0).feed_forward == 21.0
     assert flops_per_token(config, 16, feed_forward=7.0).output == dense.output
+
+
+# -- families that are no decoders --------------------------------------------------------------------
+
+
+BERT = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301, "max_position_embeddings": 16}
+
+
+def count(model: torch.nn.Module, **inputs: torch.Tensor) -> tuple[float, Callable[..., float]]:
+    """All FLOPs of a forward, and a function that adds up those of the modules whose names end in one of its words."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+
+    def within(*endings: str, under: str = "") -> float:
+        return sum(n for name, n in counts.items() if name.endswith(endings) and under in name)
+
+    return counter.get_total_flops(), within
+
+
+def approx(value: float) -> object:
+    return pytest.approx(value, rel=0.01)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_bert_by_part(build, placement, heads) -> None:
+    keys = {"layernorm_placement": placement, "bert_binary_head": heads, "add_lm_head": heads}
+    model = build(family="bert", **BERT, **keys, attention_backend="eager")
+    total, within = count(model, tokens=zeros(2, 16))
+    flops = bert_flops.flops_per_token(model.config, 16)
+    assert flops.forward * 32 == approx(total)
+    assert flops.attention_projections * 32 == approx(within("linear_qkv", "linear_proj"))
+    inside = within("self_attention") - within("linear_qkv", "linear_proj")
+    assert flops.attention_core * 32 == approx(inside)
+    assert flops.feed_forward * 32 == approx(within("mlp"))
+    assert (flops.lm_head + flops.output) * 32 == approx(within("lm_head", "output_layer"))
+    assert flops.pooler * 32 == approx(within("pooler"))
+    assert flops.binary_head * 32 == approx(within("binary_head"))
+
+
+@pytest.mark.parametrize("projection", [0, 24])
+def test_a_pair_of_the_biencoder_by_part(build, projection) -> None:
+    model = build(
+        "train.loss=retrieval",
+        family="biencoder",
+        **BERT,
+        biencoder_projection_dim=projection,
+        attention_backend="eager",
+    )
+    names = [name for name in model.inputs if name.endswith("_tokens")]
+    batch = {name: zeros(3, 16) for name in names}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vectors = model(**batch)
+        _ = vectors.query @ vectors.context.T
+    flops = biencoder_flops.flops_per_pair(model.config, 16, texts=3)
+    assert flops.forward * 3 == approx(counter.get_total_flops())
+    _, within = count(model, **batch)
+    assert 2 * 16 * flops.tower.feed_forward * 3 == approx(within("mlp"))
+    assert flops.projection * 3 == approx(within("projection_enc"))
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu_tanh"])
+def test_t5_by_part(build, activation) -> None:
+    keys = {"num_layers": 2, "decoder_num_layers": 3, "kv_channels": 24, "activation": activation}
+    model = build(family="t5", **(BERT | keys | {"max_position_embeddings": "null"}), attention_backend="eager")
+    total, within = count(model, encoder_tokens=zeros(2, 16), decoder_tokens=zeros(2, 10))
+    flops = t5_flops.flops_per_sample(model.config, 16, 10, convention="full")
+    assert flops.forward * 2 == approx(total)
+    assert flops.forward_per_token * 52 == approx(total)
+    for side in ("encoder", "decoder"):
+        projections = within("self_attention.linear_qkv", "self_attention.linear_proj", under=f"{side}.")
+        assert getattr(flops, f"{side}_attention_projections") * 2 == approx(projections)
+        core = within("self_attention", under=f"{side}.") - projections
+        assert getattr(flops, f"{side}_attention_core") * 2 == approx(core)
+        assert getattr(flops, f"{side}_feed_forward") * 2 == approx(within("mlp", under=f"{side}."))
+    projections = within("linear_q", "linear_kv", "cross_attention.linear_proj")
+    assert flops.cross_attention_projections * 2 == approx(projections)
+    assert flops.cross_attention_core * 2 == approx(within("cross_attention") - projections)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt", "llama"])
+@pytest.mark.parametrize("task", ["classification", "multiple_choice"])
+def test_heads_by_part(build, family, task) -> None:
+    keys = BERT if family != "llama" else BERT | {"num_query_groups": 2}
+    classes = {"num_classes": 5} if task == "classification" else {}
+    options = ["train.loss=classification"]
+    model = build(*options, family=f"{family}_{task}", **keys, **classes, attention_backend="eager")
+    texts = (3,) if task == "classification" else (3, 4)
+    total, within = count(model, tokens=zeros(*texts, 16))
+    tokens = 16 * math.prod(texts)
+    flops = heads_flops.flops_per_token(model.config, 16, convention="full")
+    assert flops.forward * tokens == approx(total)
+    assert flops.feed_forward * tokens == approx(within("mlp"))
+    assert flops.head * tokens == approx(within("_head"))
+    assert flops.pooler * tokens == approx(within("pooler"))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_retro_by_part(build, groups) -> None:
+    sizes = {"retro_chunk_length": 4, "retro_num_neighbors": 3}
+    data = ["data.dataset_type=builtin_retro", *(f"data.{key}={value}" for key, value in sizes.items())]
+    keys = {"retro_cross_attention_layers": "[2, 3]", "num_query_groups": groups, "retro_encoder_num_layers": 3}
+    model = build(*data, family="retro", **BERT, **keys, **sizes, attention_backend="eager")
+    total, within = count(model, tokens=zeros(2, 16), neighbor_tokens=zeros(2, 4, 3, 8))
+    flops = retro_flops.flops_per_token(model.config, 16, convention="full")
+    assert flops.forward * 32 == approx(total)
+    for side, prefix in (("decoder.", ""), ("encoder.", "encoder_")):
+        projections = within("self_attention.linear_qkv", "self_attention.linear_proj", under=side)
+        assert getattr(flops, f"{prefix}attention_projections") * 32 == approx(projections)
+        core = within("self_attention", under=side) - projections
+        assert getattr(flops, f"{prefix}attention_core") * 32 == approx(core)
+        assert getattr(flops, f"{prefix}feed_forward") * 32 == approx(within("mlp", under=side))
+        crossing = within("linear_q", "linear_kv", "cross_attention.linear_proj", under=side)
+        assert getattr(flops, f"{prefix}cross_attention_projections") * 32 == approx(crossing)
+        core = within("cross_attention", under=side) - crossing
+        assert getattr(flops, f"{prefix}cross_attention_core") * 32 == approx(core)
+
+
+def test_tokens_before_the_first_neighbours_attend_to_none(build) -> None:
+    data = ["data.dataset_type=builtin_retro", "data.retro_chunk_length=4"]
+    keys = {"retro_chunk_length": 4, "retro_cross_attention_layers": "[2]"}
+    config = build(*data, family="retro", **BERT, **keys).config
+    full, seen = (retro_flops.flops_per_token(config, 16, convention=c) for c in ("full", "seen"))
+    assert seen.cross_attention_core == pytest.approx(full.cross_attention_core * 13 / 16)

@@ -147,7 +147,8 @@ def test_rotation_turns_each_pair_by_position_times_frequency(interleaved) -> No
     """As multiplication of complex numbers, in fp64."""
     x = torch.randn(1, 6, 2, 8)
     positions = torch.tensor([[0, 1, 2, 5, 9, 30]])
-    out = rotate(x, RotaryAngles(positions, inverse_frequencies(8, 100.0)), interleaved)
+    angles = RotaryAngles(positions, inverse_frequencies(8, 100.0))
+    out = rotate(x, angles.cos, angles.sin, interleaved)
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + 4) for i in range(4)]
     for s, position in enumerate(positions[0].tolist()):
         for i, (a, b) in enumerate(pairs):

@@ -17,11 +17,9 @@ Convention = Literal["full", "seen"]
 PaLM's MFU). seen: those of the keys that causality and windows let a query see."""
 
 
-class FlopShape(Protocol):
-    """What the count reads from a configuration."""
+class LayerFlopShape(Protocol):
+    """What the count of a layer reads from a configuration."""
 
-    @property
-    def num_layers(self) -> int: ...
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -34,6 +32,13 @@ class FlopShape(Protocol):
     def ffn_size(self) -> int: ...
     @property
     def activation(self) -> str: ...
+
+
+class FlopShape(LayerFlopShape, Protocol):
+    """What the count of a decoder reads from a configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
     @property
     def feed_forward(self) -> str: ...
     @property
@@ -71,33 +76,51 @@ def flops_per_token(
     feed_forward: forward FLOPs for each token of one layer's feed-forward, for one that is not dense. Raises
     ConfigError when it is missing, or the vocabulary is unknown.
     """
-    if config.vocab_size is None:
-        raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
     if feed_forward is None:
-        feed_forward = dense_feed_forward_flops(config)
-    hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
-    projections = 2 * hidden * width * (2 * heads + 2 * config.query_groups)
-    keys = sum(_mean_keys(seq_length, config.window_of(layer), convention) for layer in range(config.num_layers))
+        feed_forward = _known_feed_forward_flops(config)
+    keys = sum(mean_keys(seq_length, config.window_of(layer), convention) for layer in range(config.num_layers))
     return TokenFlops(
-        attention_projections=config.num_layers * projections,
-        attention_core=4 * heads * width * keys,
+        attention_projections=config.num_layers * projection_flops(config),
+        attention_core=core_flops(config, keys),
         feed_forward=config.num_layers * feed_forward,
-        output=2 * hidden * config.vocab_size,
+        output=output_flops(config.hidden_size, config.vocab_size),
     )
 
 
-def dense_feed_forward_flops(config: FlopShape) -> float:
+def projection_flops(config: LayerFlopShape) -> float:
+    """Of one layer's self-attention: queries, keys, values and its output."""
+    return 4 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.query_groups)
+
+
+def core_flops(config: LayerFlopShape, keys: float) -> float:
+    """Of a query: its scores of so many keys, and their product with the values."""
+    return 4 * config.num_attention_heads * config.head_dim * keys
+
+
+def dense_feed_forward_flops(config: LayerFlopShape) -> float:
+    """Of one layer."""
+    matrices = 3 if is_gated(config.activation) else 2
+    return 2 * matrices * config.hidden_size * config.ffn_size
+
+
+def output_flops(hidden_size: int, vocab_size: int | None) -> float:
+    """Of the logits. Raises ConfigError when the vocabulary is unknown."""
+    if vocab_size is None:
+        raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
+    return 2 * hidden_size * vocab_size
+
+
+def _known_feed_forward_flops(config: FlopShape) -> float:
     """Of one layer. Raises ConfigError when its feed-forward is not the dense one."""
     if config.feed_forward != "dense":
         raise ConfigError(
             f'the feed-forward "{config.feed_forward}" is counted by the plugin that brings it; pass its FLOPs as '
             "feed_forward"
         )
-    matrices = 3 if is_gated(config.activation) else 2
-    return 2 * matrices * config.hidden_size * config.ffn_size
+    return dense_feed_forward_flops(config)
 
 
-def _mean_keys(seq_length: int, window: int | None, convention: Convention) -> float:
+def mean_keys(seq_length: int, window: int | None, convention: Convention) -> float:
     """Keys that a query is multiplied with, on average over the sequence."""
     if convention == "full":
         return seq_length

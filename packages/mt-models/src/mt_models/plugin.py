@@ -54,6 +54,7 @@ def mt_register_models() -> list[ModelSpec]:
             presets=Lazy("mt_models.gemma.presets:PRESETS"),
             name_maps={"hf": Lazy("mt_models.gemma.hugging_face:HUGGING_FACE")},
         ),
+        *_mixtures(),
         ModelSpec(
             name="bert",
             doc="Bidirectional encoder with masked-word and sentence-order heads: BERT, Megatron's BERT",
@@ -87,6 +88,13 @@ def mt_register_models() -> list[ModelSpec]:
             name_maps={"hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE")},
         ),
         ModelSpec(
+            name="retro",
+            doc="GPT that attends to neighbours of its text, chunk by chunk, from a database",
+            config_type=Lazy("mt_models.retro.config:RetroConfig"),
+            build=Lazy("mt_models.retro.model:build_retro"),
+            presets=Lazy("mt_models.retro.presets:PRESETS"),
+        ),
+        ModelSpec(
             name="biencoder",
             doc="Two BERT encoders that find the text a question comes from (inverse cloze task)",
             config_type=Lazy("mt_models.biencoder.config:BiencoderConfig"),
@@ -111,6 +119,30 @@ def mt_register_models() -> list[ModelSpec]:
         ),
         *_heads(),
     ]
+
+
+def _mixtures() -> list[ModelSpec]:
+    """Decoders whose layers are mixtures of experts."""
+    return [
+        _mixture("mixtral", "Mixtral", "Mixtral: Mistral with a mixture of 8 experts in every layer"),
+        _mixture("qwen_moe", "QwenMoe", "Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2"),
+        _mixture(
+            "deepseek", "Deepseek", "DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction"
+        ),
+        _mixture("granite_moe", "GraniteMoe", "Granite 3 MoE: small experts, factors on embeddings, scores and logits"),
+        _mixture("olmoe", "Olmoe", "OLMoE: 64 small experts, norms over all heads of queries and keys"),
+    ]
+
+
+def _mixture(name: str, prefix: str, doc: str) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        doc=doc,
+        config_type=Lazy(f"mt_models.{name}.config:{prefix}Config"),
+        build=Lazy(f"mt_models.{name}.model:build_{name}"),
+        presets=Lazy(f"mt_models.{name}.presets:PRESETS"),
+        name_maps={"hf": Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE")},
+    )
 
 
 def _heads() -> list[ModelSpec]:
@@ -165,10 +197,16 @@ CHECKS: dict[str, Lazy[CheckConfig]] = {
     "mistral": Lazy("mt_models.mistral.config:check_mistral"),
     "qwen": Lazy("mt_models.qwen.config:check_qwen"),
     "gemma": Lazy("mt_models.gemma.config:check_gemma"),
+    "mixtral": Lazy("mt_models.mixtral.config:check_mixtral"),
+    "qwen_moe": Lazy("mt_models.qwen_moe.config:check_qwen_moe"),
+    "deepseek": Lazy("mt_models.deepseek.config:check_deepseek"),
+    "granite_moe": Lazy("mt_models.granite_moe.config:check_granite_moe"),
+    "olmoe": Lazy("mt_models.olmoe.config:check_olmoe"),
     "bert": Lazy("mt_models.bert.config:check_bert"),
     "t5": Lazy("mt_models.t5.config:check_t5"),
     "mamba": Lazy("mt_models.mamba.config:check_mamba"),
     "hybrid": Lazy("mt_models.hybrid.config:check_hybrid"),
+    "retro": Lazy("mt_models.retro.config:check_retro"),
     "biencoder": Lazy("mt_models.biencoder.config:check_biencoder"),
     "vision": Lazy("mt_models.vision.config:check_vision"),
     "llava": Lazy("mt_models.llava.config:check_llava"),

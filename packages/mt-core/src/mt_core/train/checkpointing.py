@@ -152,7 +152,8 @@ class Checkpointed:
             value = reader.read(full_name)
             if value.shape == layouts[name].shape and value.ndim:
                 local = layouts[name].to_local(value, self.ctx).to(pieces[name].device)
-                value = self.weights.part(name, local)
+                # In order, as the weight is: fused optimizers go through both by the same offsets.
+                value = self.weights.part(name, local).contiguous()
             self.optimizer.state[pieces[name]][key] = value
 
 

@@ -101,6 +101,12 @@ class GemmaModel(CausalDecoder):
         angles.in_window = RotaryAngles(position_ids, self.local_frequencies)
         return angles
 
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss cannot do without the logits."""
+        cap = self.config.final_logit_softcapping
+        return None if cap is None else f"model.final_logit_softcapping={cap} bends the logits"
+
     def logits(self, x: Tensor) -> Tensor:
         logits, cap = super().logits(x), self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)

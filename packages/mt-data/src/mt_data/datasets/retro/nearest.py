@@ -87,9 +87,7 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
     return nearest
 
 
-def _agreeing(
-    queries: NDArray[np.uint64], database: NDArray[np.uint64], order: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _agreeing(queries: NDArray[np.uint64], database: NDArray[np.uint64], order: NDArray[np.int64]) -> NDArray[np.int64]:
     """[queries, CANDIDATES]: chunks of the database with a query's value, -1 for none. order sorts the database."""
     values = database[order]
     first = np.searchsorted(values, queries, side="left")[:, None]

@@ -1,0 +1,1 @@
+"""DeepSeek-V2 and V3: latent attention, many small experts beside shared ones, prediction of several tokens."""

@@ -1,0 +1,119 @@
+"""DeepSeek-V2 and V3: pre-norm layers of latent attention and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.loss import build_cross_entropy
+from mt_core.nn.stage import Stage, whole
+from mt_models.blocks.cache import KeyValueCache
+from mt_models.blocks.decoder import TokenEmbedding
+from mt_models.blocks.latent_attention import LatentAttention
+from mt_models.blocks.latent_cache import LatentCache
+from mt_models.blocks.multi_token import MultiTokenPrediction
+from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.deepseek.config import DeepseekConfig
+
+
+class DeepseekModel(RotaryDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]
+
+    With multi-token prediction its inputs in training are labels and loss_mask too, and the last pipeline stage has a
+    copy of the word vectors.
+    """
+
+    config: DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment, lambda number: deepseek_layer(config, environment, number))
+        targets = ("labels", "loss_mask") if config.mtp_num_layers else ()
+        self.inputs = ("tokens", "position_ids", "segment_ids", *targets)
+        self.mtp: MultiTokenPrediction | None = None
+        if config.mtp_num_layers and environment.has_last:
+            self.mtp = build_prediction(config, environment)
+            self.embedding = self.embedding or TokenEmbedding(config, environment.parallel)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        *,
+        project: bool = True,
+    ) -> Any:
+        """labels, loss_mask [B, S]: of multi-token prediction, which ties its losses to the logits in training."""
+        stage = whole(self.config.num_layers)
+        return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, labels, loss_mask, project=project)
+
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        *,
+        project: bool = True,
+    ) -> Any:
+        predicts = stage.last and self.training and torch.is_grad_enabled()
+        if self.mtp is None or not predicts or labels is None or loss_mask is None:
+            return super().run_stage(stage, hidden, tokens, position_ids, segment_ids, cache, project=project)
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        embedding = self.embedding
+        assert embedding is not None
+        if stage.first:
+            hidden = embedding(tokens, position_ids)
+        assert hidden is not None
+        pattern, angles = self.pattern(segment_ids, tokens.device), self.angles(position_ids, None)
+        x = self.decoder(hidden, pattern, angles, None, stage)
+        batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
+        if segment_ids is not None:
+            batch["segment_ids"] = segment_ids
+        x = self.mtp(x, batch, lambda ids: embedding(ids, position_ids), self.logits, pattern, angles)
+        return self.logits(x) if project else self.unprojected(x)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        yield from super().stage_modules(stage)
+        if stage.last and self.mtp is not None:
+            if self.output_layer is not None and not stage.first and self.embedding is not None:
+                yield self.embedding
+            yield self.mtp
+
+    def new_cache(self, capacity: int) -> LatentCache:
+        """An empty cache for decoding up to `capacity` positions."""
+        return LatentCache(self.config.num_layers, capacity)
+
+
+def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+    ctx, core = environment.parallel, attention_core(config, environment)
+    feed_forward = environment.feed_forward(config.feed_forward, config, number)
+    attention = LatentAttention(config, core, ctx)
+    # Any attention that is called as SelfAttention is serves the layer.
+    return TransformerLayer(config, core, feed_forward, ctx, attention)  # type: ignore[arg-type]
+
+
+def build_prediction(config: DeepseekConfig, environment: ModelEnvironment) -> MultiTokenPrediction:
+    counted = config.with_predicted_layers()
+
+    def layer(depth: int) -> nn.Module:
+        return deepseek_layer(counted, environment, config.num_layers + depth)
+
+    loss = build_cross_entropy(environment.config, environment.parallel)
+    return MultiTokenPrediction(config, layer, loss, environment.recompute, environment.parallel)
+
+
+def build_deepseek(config: DeepseekConfig, environment: ModelEnvironment) -> DeepseekModel:
+    return DeepseekModel(config, environment)

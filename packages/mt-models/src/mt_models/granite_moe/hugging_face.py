@@ -1,0 +1,87 @@
+"""Granite-MoE in Hugging Face's format, whose files hold the experts of a layer in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.name_map import NameMap, Same
+from mt_models.blocks.hugging_face_decoder import (
+    OURS,
+    PRE_NORMS,
+    ROPE_KEYS,
+    THEIRS,
+    attention_rules,
+    decoder_fields,
+    decoder_name_map,
+    norm_rules,
+    rope_to_ours,
+    rope_to_theirs,
+)
+from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, balance_to_ours, balance_to_theirs
+from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.granite_moe.config import GraniteMoeConfig
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+
+EXPERTS = {
+    "mlp.router.weight": "block_sparse_moe.router.layer.weight",
+    "mlp.experts.linear_fc1.weight": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.linear_fc2.weight": "block_sparse_moe.output_linear.weight",
+}
+MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+
+
+def name_map(config: GraniteMoeConfig) -> NameMap:
+    experts = [Same(f"{OURS}{ours}", f"{THEIRS}{theirs}") for ours, theirs in EXPERTS.items()]
+    return decoder_name_map(config, [*norm_rules(PRE_NORMS), *attention_rules(config), *experts])
+
+
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    moe = {
+        "num_experts": external.get("num_local_experts", 8),
+        "moe_router_topk": external.get("num_experts_per_tok", 2),
+        **balance_to_ours(external, default=0.001),
+    }
+    return {**rope_to_ours(external), "moe": moe}
+
+
+def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = GraniteMoeConfig.model_validate(model)
+    mixture = Mixture(config)
+    mixture.require("granitemoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
+    return {
+        **rope_to_theirs(config),
+        **balance_to_theirs(mixture),
+        "num_key_value_heads": config.query_groups,
+        "attention_multiplier": config.attention_multiplier or config.head_dim**-0.5,
+        "intermediate_size": mixture.ffn_size,
+        "num_local_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.topk,
+    }
+
+
+GRANITE_MOE = ConfigMap(
+    architecture="granitemoe",
+    fields=(
+        *decoder_fields(tied=False, positions=2048),
+        Field("num_key_value_heads", "num_query_groups"),
+        Field("embedding_multiplier", "embedding_multiplier", to_ours=float, default=1.0),
+        Field("attention_multiplier", "attention_multiplier", to_ours=float, default=1.0),
+        Field("residual_multiplier", "residual_multiplier", to_ours=float, default=1.0),
+        Field("logits_scaling", "logits_scaling", to_ours=float, default=1.0),
+    ),
+    fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
+    ignored={**IGNORED, **MIXTURE_IGNORED},
+    further=further,
+    further_keys=(*ROPE_KEYS, *MOE_KEYS),
+    further_back=further_back,
+)
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="granite_moe",
+    model_types={"granitemoe": GRANITE_MOE},
+    name_map=name_map,
+    copies=tied_output,
+    architectures={"granitemoe": "GraniteMoeForCausalLM"},
+)

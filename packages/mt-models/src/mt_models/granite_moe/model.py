@@ -1,0 +1,87 @@
+"""Granite-MoE: the layers of Llama with mixtures of experts and four factors."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from mt_core.nn.attention import AttentionCore
+from mt_core.nn.dropout import Dropout
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
+from mt_models.blocks.rotary import RotaryAngles
+from mt_models.blocks.rotary_decoder import attention_core
+from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.granite_moe.config import GraniteMoeConfig
+
+
+class GraniteEmbedding(TokenEmbedding):
+    """Word vectors times embedding_multiplier."""
+
+    def __init__(self, config: GraniteMoeConfig, ctx: ParallelContext) -> None:
+        super().__init__(config, ctx)
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(tokens, position_ids) * self.multiplier
+
+
+class GraniteAttention(SelfAttention):
+    """Scores are multiplied by attention_multiplier instead of 1 / sqrt(head size)."""
+
+    def __init__(self, config: GraniteMoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
+        super().__init__(config, core, ctx)
+        # The core divides by sqrt(head size).
+        self.query_scale = (config.attention_multiplier or config.head_dim**-0.5) * math.sqrt(config.head_dim)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q * self.query_scale, k
+
+
+class GraniteLayer(TransformerLayer):
+    """Both branches are multiplied by residual_multiplier."""
+
+    def __init__(self, config: GraniteMoeConfig, environment: ModelEnvironment, number: int) -> None:
+        ctx, core = environment.parallel, attention_core(config, environment)
+        feed_forward = environment.feed_forward(config.feed_forward, config, number)
+        super().__init__(config, core, feed_forward, ctx, GraniteAttention(config, core, ctx))
+        self.multiplier = config.residual_multiplier
+
+    def residual(self, x: Tensor, branch: Tensor, dropout: Dropout) -> Tensor:
+        return super().residual(x, branch * self.multiplier, dropout)
+
+
+class GraniteMoeModel(CausalDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    config: GraniteMoeConfig
+
+    def __init__(self, config: GraniteMoeConfig, environment: ModelEnvironment) -> None:
+        super().__init__(
+            config, environment, GraniteEmbedding, lambda number: GraniteLayer(config, environment, number)
+        )
+        self.rotary = build_rotary(config)
+
+    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:
+        return self.rotary.angles(position_ids, capacity)
+
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss cannot do without the logits."""
+        scale = self.config.logits_scaling
+        return None if scale == 1.0 else f"model.logits_scaling={scale} divides the logits"
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) / self.config.logits_scaling
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.config.max_sequence_length
+
+
+def build_granite_moe(config: GraniteMoeConfig, environment: ModelEnvironment) -> GraniteMoeModel:
+    return GraniteMoeModel(config, environment)

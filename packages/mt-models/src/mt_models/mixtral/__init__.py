@@ -1,0 +1,1 @@
+"""Mixtral: Mistral whose every feed-forward is a mixture of experts."""

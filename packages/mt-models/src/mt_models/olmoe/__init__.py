@@ -1,0 +1,1 @@
+"""OLMoE: 64 small experts, and queries and keys normalized over all heads together."""

@@ -1,0 +1,96 @@
+"""OLMoE in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap
+from mt_models.blocks.hugging_face_decoder import (
+    PRE_NORMS,
+    QK_NORMS,
+    ROPE_KEYS,
+    attention_rules,
+    decoder_fields,
+    decoder_name_map,
+    norm_rules,
+    rope_to_ours,
+    rope_to_theirs,
+)
+from mt_models.blocks.hugging_face_mixture import (
+    MIXTURE_IGNORED,
+    SILU,
+    ExpertNames,
+    balance_to_ours,
+    balance_to_theirs,
+    mixed_feed_forward_rules,
+)
+from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+from mt_models.olmoe.config import OlmoeConfig
+
+MOE_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+
+
+def name_map(config: OlmoeConfig) -> NameMap:
+    layer = [
+        *norm_rules(PRE_NORMS),
+        *norm_rules(QK_NORMS),
+        *attention_rules(config),
+        *mixed_feed_forward_rules(config, ExpertNames()),
+    ]
+    return decoder_name_map(config, layer)
+
+
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    moe = {
+        "num_experts": external.get("num_experts", external.get("num_local_experts", 64)),
+        "moe_router_topk": external.get("num_experts_per_tok", 8),
+        "moe_router_pre_softmax": not external.get("norm_topk_prob", False),
+        **balance_to_ours(external, default=0.01),
+    }
+    return {**rope_to_ours(external), "moe": moe}
+
+
+def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = OlmoeConfig.model_validate(model)
+    mixture = Mixture(config)
+    mixture.require("olmoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_pre_softmax=ANY)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(
+            f"model.kv_channels={config.head_dim} cannot be written as a Hugging Face olmoe, whose heads have "
+            f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} channels"
+        )
+    return {
+        **rope_to_theirs(config),
+        **balance_to_theirs(mixture),
+        "num_key_value_heads": config.query_groups,
+        "intermediate_size": mixture.ffn_size,
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.topk,
+        "norm_topk_prob": not mixture["moe_router_pre_softmax"],
+    }
+
+
+OLMOE = ConfigMap(
+    architecture="olmoe",
+    fields=(
+        *decoder_fields(tied=False, epsilon=1e-5, positions=4096),
+        Field("num_key_value_heads", "num_query_groups"),
+    ),
+    fixed=(SILU, Fixed("attention_bias", (False,)), Fixed("clip_qkv", (None,)), *NOT_A_CHOICE),
+    ignored={**IGNORED, **MIXTURE_IGNORED},
+    further=further,
+    further_keys=(*ROPE_KEYS, *MOE_KEYS),
+    further_back=further_back,
+)
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="olmoe",
+    model_types={"olmoe": OLMOE},
+    name_map=name_map,
+    copies=tied_output,
+    architectures={"olmoe": "OlmoeForCausalLM"},
+)

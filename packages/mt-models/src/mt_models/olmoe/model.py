@@ -1,0 +1,39 @@
+"""OLMoE: the layers of Llama with mixtures of experts, and norms over all query heads and over all key heads."""
+
+from __future__ import annotations
+
+from mt_core.nn.attention import AttentionCore
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.blocks.wide_norm import WideRMSNorm
+from mt_models.olmoe.config import OlmoeConfig
+
+
+class OlmoeAttention(SelfAttention):
+    """q_layernorm and k_layernorm see all heads of a position together."""
+
+    def __init__(self, config: OlmoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
+        super().__init__(config, core, ctx)
+        size, epsilon = config.head_dim, config.norm_epsilon
+        self.q_layernorm = WideRMSNorm(config.num_attention_heads, size, epsilon, ctx)
+        self.k_layernorm = WideRMSNorm(config.query_groups, size, epsilon, ctx)
+
+
+class OlmoeModel(RotaryDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    def __init__(self, config: OlmoeConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment, lambda number: olmoe_layer(config, environment, number))
+
+
+def olmoe_layer(config: OlmoeConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+    ctx, core = environment.parallel, attention_core(config, environment)
+    feed_forward = environment.feed_forward(config.feed_forward, config, number)
+    return TransformerLayer(config, core, feed_forward, ctx, OlmoeAttention(config, core, ctx))
+
+
+def build_olmoe(config: OlmoeConfig, environment: ModelEnvironment) -> OlmoeModel:
+    return OlmoeModel(config, environment)

@@ -1,0 +1,27 @@
+"""Configuration of the Qwen mixtures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_core.config.schema import Config
+from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.mixture import Mixture
+
+
+class QwenMoeConfig(DecoderConfig):
+    """Qwen1.5-MoE (2024), Qwen2-57B-A14B (2024) and Qwen3-MoE (2025)."""
+
+    add_qkv_bias: bool = False
+    """Biases on queries, keys and values: Qwen2."""
+    qk_layernorm: bool = True
+    """Normalize each query and key head before positions are applied: Qwen3."""
+    moe: dict[str, Any]
+    """Options of the mixtures; num_experts has to be set."""
+
+
+def check_qwen_moe(config: Config) -> None:
+    check_decoder(config)
+    model = config.model
+    assert isinstance(model, QwenMoeConfig)
+    Mixture(model)

@@ -1,0 +1,231 @@
+"""What a step does over and over: it waits for nothing, launches no more than a loop written by hand, and tells late."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.train import Callback, Trainer
+from mt_core.train.trainer import LogWindow
+
+LATE = ["optimizer.exp_avg_dtype=bf16", "train.late_metrics=always"]
+WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
+"""Operators whose result the host has to see: item(), float(), bool(), masks as indices."""
+
+
+class Spy(TorchDispatchMode):
+    """Counts operators; those that only make views are left out, as they launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        # Numbers of samples, the only integers that are read, are on the host.
+        if not func.is_view and not (name in WAITING and not args[0].is_floating_point()):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def waits(self) -> int:
+        return sum(self.counts[name] for name in WAITING)
+
+
+class Told(Callback):
+    """What callbacks are told of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+
+    def on_step_end(self, run, metrics) -> None:
+        self.steps.append(dict(metrics))
+
+
+def spy_on_step(trainer: Trainer, warm: int = 2) -> Spy:
+    """The step after `warm` others."""
+    steps = trainer.batch_size.steps(0, trainer.total_samples)
+    trainer.model.train()
+    window = LogWindow()
+    for number, rank_batch in enumerate(trainer._batches(trainer.train_data, steps)):
+        if number == warm:
+            with Spy() as spy:
+                trainer.take_step(rank_batch, window)
+            return spy
+        window = trainer.take_step(rank_batch, window)
+    raise AssertionError("too few steps")
+
+
+def trained(config, **parts) -> tuple[Trainer, list[dict]]:
+    told = Told()
+    trainer = Trainer(config, callbacks=[told], **parts)
+    trainer.train()
+    return trainer, told.steps
+
+
+@pytest.mark.parametrize("more", [[], ["train.loss=linear_cross_entropy"], ["data.reset_position_ids=true"]])
+def test_a_steady_step_waits_for_nothing(more, tiny) -> None:
+    assert spy_on_step(Trainer(tiny(*LATE, *more))).waits == 0
+
+
+def test_the_spy_sees_a_step_that_waits(tiny) -> None:
+    assert spy_on_step(Trainer(tiny("train.late_metrics=never"))).waits >= 2
+
+
+def test_telling_late_changes_what_is_told_in_nothing_but_its_time(tiny, tmp_path) -> None:
+    more = ["train.eval_interval=4", "checkpoint.save_interval=3", "optimizer.clip_grad=0.5"]
+    now, at_once = trained(tiny("optimizer.exp_avg_dtype=bf16", *more), run_dir=tmp_path / "now")
+    later, late = trained(tiny(*LATE, *more), run_dir=tmp_path / "late")
+    assert [step["iteration"] for step in late] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
+        assert [step[key] for step in late] == pytest.approx([step[key] for step in at_once], rel=1e-5)
+    assert later.last_losses == pytest.approx(now.last_losses, rel=1e-5)
+
+
+def test_resuming_goes_on_to_the_last_bit(tiny, tmp_path) -> None:
+    _, whole = trained(tiny(*LATE))
+    _, first = trained(tiny(*LATE, "train.exit_iteration=3"), run_dir=tmp_path)
+    _, second = trained(tiny(*LATE), run_dir=tmp_path)
+    assert [step["loss"] for step in first + second] == [step["loss"] for step in whole]
+
+
+def test_a_loss_that_is_not_finite_is_told_a_step_late_and_changes_no_weight(tiny) -> None:
+    """The second batch is bad; the third was launched when that is known, and is named as good."""
+    config = tiny(*LATE)
+    trainer = Trainer(config)
+    loss_of = trainer.micro_batches.forward_step
+    before: dict[str, Tensor] = {}
+
+    def bad_at_second(model: nn.Module, batch) -> Tensor:
+        losses = loss_of(model, batch)
+        if trainer.state.iteration != 1:
+            return losses
+        before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+        return losses * float("inf")
+
+    trainer.micro_batches.forward_step = bad_at_second
+    trainer.late_step.weights.publish = lambda: None
+    steps = trainer.batch_size.steps(0, trainer.total_samples)
+    batches = trainer._batches(trainer.train_data, steps)
+    window = trainer.take_step(next(batches), LogWindow())
+    window = trainer.take_step(next(batches), window)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    with pytest.raises(TrainingError, match=r"loss is not finite at iteration 2 .*samples 4 to 7"):
+        trainer.take_step(next(batches), window)
+    assert trainer.state.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision.dtype=fp16"], "precision.dtype=fp16 chooses the next loss scale"),
+        (["logging.log_num_zeros_in_grad=true"], "log_num_zeros_in_grad=true counts on the host"),
+        (["optimizer.optimizer=sgd"], "optimizer.optimizer=sgd does not scale gradients"),
+        ([], "adam does with kernels.adamw=triton"),
+    ],
+)
+def test_what_needs_its_numbers_at_once_is_refused(overrides, words, tiny) -> None:
+    with pytest.raises(ConfigError, match=f"train.late_metrics=always cannot be: .*{words}"):
+        Trainer(tiny("train.late_metrics=always", *overrides))
+
+
+# -- operators against a loop written by hand ---------------------------------------------------------
+
+PLAIN_GPT = [
+    "model.normalization=LayerNorm",
+    "model.activation=gelu",
+    "model.position_embedding_type=learned_absolute",
+    "model.add_bias_linear=true",
+    "model.max_position_embeddings=16",
+    "train.micro_batch_size=4",
+]
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class PlainGPT(nn.Module):
+    """The same model with tied embeddings, as anybody would write it."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
+        self.blocks = nn.ModuleList(PlainBlock(hidden, heads, ffn) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.words(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.words.weight)
+
+
+def operators_of_a_plain_step(config, vocabulary: int) -> Counter[str]:
+    """Zero, forward, masked mean, backward, clip, AdamW, and a look at the loss."""
+    model, ffn = config.model, config.model.ffn_size
+    plain = PlainGPT(model.num_layers, model.hidden_size, model.num_attention_heads, ffn, vocabulary, 16)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    positions, mask = torch.arange(16).expand(4, 16), torch.ones(4, 16)
+    for _ in range(2):
+        with Spy() as spy:
+            optimizer.zero_grad(set_to_none=True)
+            logits = plain(tokens, positions)
+            losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(mask)
+            loss = (losses * mask).sum() / mask.sum().clamp(min=1.0)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            loss.item()
+    return spy.counts
+
+
+def test_no_more_operators_than_a_loop_written_by_hand(tiny) -> None:
+    trainer = Trainer(tiny(*PLAIN_GPT, "train.late_metrics=never"))
+    ours = spy_on_step(trainer).counts
+    theirs = operators_of_a_plain_step(trainer.config, trainer.config.model.vocab_size)
+    more = {name: (count, theirs[name]) for name, count in ours.items() if count > theirs[name]}
+    assert ours.total() <= theirs.total(), more
+
+
+# -- compiled layers ----------------------------------------------------------------------------------
+
+
+def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
+    """With a backend that only traces: making code takes a minute."""
+    seen = []
+
+    def tracing(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    from functools import partial
+
+    _, plain = trained(tiny("train.train_iters=2"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=tracing))
+    _, compiled = trained(tiny("train.train_iters=2", "train.compile=blocks"))
+    assert seen
+    assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-6)
+
+
+def test_a_model_without_layers_is_not_compiled(tiny) -> None:
+    with pytest.raises(ConfigError, match=r"train.compile=blocks compiles the layers of a stack"):
+        Trainer(tiny("train.compile=blocks"), model=nn.Linear(2, 2))

@@ -1,0 +1,63 @@
+"""What families read of `model.moe` is what mt-moe makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mt_core.errors import ConfigError
+from mt_models.blocks.hugging_face_mixture import StackedExperts
+from mt_models.blocks.mixture import DEFAULTS, Mixture, frequency_of, layers_with_experts
+
+moe_config = pytest.importorskip("mt_moe.config")
+placement = pytest.importorskip("mt_moe.placement")
+
+
+def test_defaults_are_those_of_the_feed_forward() -> None:
+    fields = moe_config.MoeConfig.model_fields
+    assert {key: fields[key].default for key in DEFAULTS} == dict(DEFAULTS)
+
+
+@pytest.mark.parametrize("freq", [1, 2, 3, "[1]*6", "([0]*1+[1]*5)", "[0,1]*3", "3*[1,0]", "([0]*2 + ([1]+[0])*2)"])
+def test_layers_are_those_that_the_feed_forward_takes(freq) -> None:
+    assert layers_with_experts(freq, 6) == placement.moe_layers(freq, 6)
+
+
+@pytest.mark.parametrize(
+    ("freq", "words"),
+    [
+        ("[1]*5", "has 5 entries; it needs one for each of the model.num_layers=6"),
+        ("__import__('os').getcwd()", "is no list pattern"),
+        ("[1]*(2+4)", "is no list pattern"),
+        ("6", "is no list pattern"),
+        ("[1", "is no list pattern"),
+        ("[1.0]*6", "is no list pattern"),
+    ],
+)
+def test_what_is_no_pattern_is_refused_and_never_evaluated(freq, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        layers_with_experts(freq, 6)
+
+
+@pytest.mark.parametrize("layers", [[True] * 3, [False, True, True], [True, False, True], [False] * 2])
+def test_a_pattern_is_written_as_it_is_read(layers) -> None:
+    assert layers_with_experts(frequency_of(layers), len(layers)) == layers
+
+
+def test_dense_layers_that_do_not_come_first_have_no_number() -> None:
+    def mixture(freq) -> Mixture:
+        return Mixture(SimpleNamespace(moe={"num_experts": 4, "moe_layer_freq": freq}, num_layers=4, ffn_size=8))
+
+    assert [mixture(freq).first_dense for freq in (1, "[0]*3+[1]", "[0]*4", 2)] == [0, 3, 4, None]
+
+
+def test_experts_are_stacked_with_their_gate_rows_first_and_taken_apart_again() -> None:
+    names = tuple(f"{e}.{half}" for e in range(3) for half in ("gate", "up"))
+    tensors = [torch.full((2, 5), float(number)) for number in range(6)]
+    rule = StackedExperts("fc1", names, experts=3)
+    stacked = rule.to_ours(tensors)
+    assert stacked.shape == (3, 4, 5)
+    assert stacked[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
+    assert all(torch.equal(a, b) for a, b in zip(rule.to_theirs(stacked), tensors, strict=True))

@@ -1,0 +1,112 @@
+"""Mixture families divided over ranks: losses, every gradient, norms and weights of three steps are one process's."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from tests.models.moe_reference import settings
+
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.compare import compare
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 263}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": [0.01]}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
+SIGMOID = {
+    **EXPERTS,
+    "moe_layer_freq": "[0,1]",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_group_score_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_load_balancing_type": ["seq_aux_loss"],
+}
+MODELS = {
+    "mixtral": {"family": "mixtral", **SHAPE, "num_query_groups": 2, "moe": EXPERTS},
+    "qwen_moe": {
+        "family": "qwen_moe",
+        **SHAPE,
+        "kv_channels": 8,
+        "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    },
+    "olmoe": {"family": "olmoe", **SHAPE, "moe": {**EXPERTS, "moe_router_pre_softmax": True}},
+    "deepseek": {"family": "deepseek", **SHAPE, **LATENT, "moe": SIGMOID},
+    "deepseek that predicts": {"family": "deepseek", **SHAPE, **LATENT, "moe": SIGMOID, "mtp_num_layers": 2},
+    "deepseek that predicts, tied": {
+        "family": "deepseek",
+        **SHAPE,
+        **LATENT,
+        "untie_embeddings_and_output_weights": False,
+        "mtp_num_layers": 1,
+    },
+}
+RUN = (
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "data.eod_mask_loss=true",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+    "train.train_iters=5",
+    "train.eval_interval=null",
+    "train.eval_iters=2",
+    "checkpoint.save_interval=null",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.progress=none",
+)
+TP2, SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+EP2, CP2 = "parallel.expert_model_parallel_size=2", "parallel.context_parallel_size=2"
+PP2 = "parallel.pipeline_model_parallel_size=2"
+ZERO = "parallel.use_distributed_optimizer=true"
+FULL = "recompute.recompute_granularity=full"
+
+
+def config(model: str, layout: tuple[str, ...]) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(overrides=[*settings(MODELS[model]), *RUN, *layout])
+
+
+def run(rank: int, world: int, model: str, layout: tuple[str, ...]) -> RunRecord | None:
+    record = record_run(config(model, layout))
+    return record if rank == 0 else None
+
+
+@cache
+def one_process(model: str) -> RunRecord:
+    return run_ranks(1, run, model, ())[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "layout"),
+    [
+        ("mixtral", 2, (EP2,)),
+        ("mixtral", 4, (TP2, SP, EP2)),
+        ("qwen_moe", 2, (TP2, SP)),
+        ("olmoe", 2, (TP2,)),
+        ("olmoe", 4, (TP2, SP, PP2)),
+        ("deepseek", 2, (CP2,)),
+        ("deepseek", 4, (TP2, EP2, ZERO)),
+        ("deepseek that predicts", 2, (TP2,)),
+        ("deepseek that predicts", 2, (TP2, SP)),
+        ("deepseek that predicts", 2, (PP2,)),
+        ("deepseek that predicts", 2, (EP2, FULL)),
+        ("deepseek that predicts", 4, (TP2, SP, PP2)),
+        ("deepseek that predicts, tied", 2, (PP2,)),
+    ],
+)
+def test_a_layout_computes_what_one_process_does(monkeypatch, model, world, layout) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = run_ranks(world, run, model, layout)[0]
+    differences = compare(found, one_process(model))
+    names = {difference.name for difference in differences}
+    assert len(names) >= 20
+    if "predicts" in model:
+        assert any(name.startswith("mtp.layers.0.mtp_model_layer.self_attention") for name in names)
+    assert not [str(difference) for difference in differences if difference.too_large]

