@@ -10,6 +10,9 @@ process does. The table gives the median time of each method and the median over
 relative to the raw one of the same round.
 
 Raw: one file written in blocks of 4 MiB and fsynced; read in blocks into freshly allocated memory.
+
+Asynchronous saving: how long training stands still, that is until `WritesInBackground.write` returns, against a copy
+of the same tensors into memory that was used before. The first save also gets its memory from the system.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ import torch.distributed.checkpoint as dcp
 
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
+from mt_core.config.schema import CheckpointConfig
+from mt_core.plugins import load_plugins
+from mt_core.train.run_directory import RunDirectory
+from mt_core.train.saving import Commit, WritesInBackground
 
 BLOCK = 4 << 20
 State = dict[str, torch.Tensor]
@@ -169,6 +176,37 @@ def one_round(folder: Path, state: State, methods: list[Method]) -> dict[tuple[s
     return seconds
 
 
+def copy_into(target: State, state: State) -> None:
+    for name, tensor in state.items():
+        target[name].copy_(tensor)
+
+
+def stalls(folder: Path, state: State, rounds: int) -> tuple[float, list[tuple[float, float]]]:
+    """Seconds of the first stall, and in each round of a stall and of the copy, measured one after the other."""
+    directory = RunDirectory(folder / "run")
+    directory.create()
+    config = CheckpointConfig(async_save=True, keep_last=1)
+    writer = WritesInBackground(Commit(save_checkpoint, directory, config, load_plugins()), in_flight=1)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+    def save(iteration: int) -> float:
+        seconds = timed(lambda: writer.write(directory.checkpoint(iteration), state.items(), {}, {}))
+        writer.finish()
+        return seconds
+
+    first = save(0)
+    pairs = [(save(number), timed(lambda: copy_into(target, state))) for number in range(1, rounds + 1)]
+    writer.close()
+    return first, pairs
+
+
+def report_stalls(first: float, pairs: list[tuple[float, float]]) -> None:
+    stall, copy = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+    ratio = statistics.median(stall / copy for stall, copy in pairs)
+    print(f"\nasynchronous save: stall {stall:.3f} s, memory copy {copy:.3f} s, median ratio {ratio:.2f}")
+    print(f"the first one, with new memory: stall {first:.3f} s")
+
+
 def check(folder: Path, state: State) -> None:
     """Every method must give back what it was given, else its time means nothing."""
     small = {name: tensor[:8].clone() for name, tensor in list(state.items())[:4]}
@@ -208,7 +246,9 @@ def main() -> None:
         for number in range(options.rounds):
             shift = number % len(METHODS)
             rounds.append(one_round(Path(folder), state, [*METHODS[shift:], *METHODS[:shift]]))
+        first, pairs = stalls(Path(folder), state, options.rounds)
     report(rounds, num_bytes)
+    report_stalls(first, pairs)
 
 
 if __name__ == "__main__":

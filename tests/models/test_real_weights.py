@@ -54,14 +54,18 @@ def test_minilm_gives_the_references_sentence_embeddings(host, tmp_path) -> None
 
 
 @installed(SMOLLM2)
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="transformers reads GGUF with the package gguf")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in ("gguf", "accelerate")),
+    reason="transformers reads GGUF with the packages gguf and accelerate",
+)
 def test_smollm2_continues_prompts_with_the_references_tokens(host, tmp_path) -> None:
     """SmolLM2-135M in Q4_1: twelve greedy tokens of each prompt, both sides from the same quantized file."""
     file = next(folder_of(SMOLLM2).rglob("*.gguf"))
     convert(file, tmp_path / "smollm2", saver="mt", host=host)
     trained = load_trained_model(tmp_path / "smollm2", host, device="cpu")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    reference = reference.float().eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -1,17 +1,14 @@
-"""Which checkpoints of a run are kept, and removing the others."""
+"""The checkpoints of a run in mt's own format, and which of them `mt ckpt prune` removes."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from mt_ckpt.locate import TRACKER
 from mt_ckpt.native.manifest import detect
-from mt_ckpt.native.staging import STAGING_PREFIX
+from mt_core import retention
 from mt_core.errors import CheckpointError, ConfigError
-
-PREFIX = "iter_"
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -22,43 +19,19 @@ def checkpoints_of(run: Path) -> list[Path]:
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
         raise CheckpointError(f"{run}: no such directory")
-    found = {_iteration(path): path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal()}
-    whole = [found[iteration] for iteration in sorted(found) if detect(found[iteration])]
+    whole = retention.checkpoints_in(folder, detect)
     if not whole:
-        raise CheckpointError(f"{run}: has no checkpoint {PREFIX}NNNNNNN")
+        raise CheckpointError(f"{run}: has no checkpoint {retention.PREFIX}NNNNNNN")
     return whole
 
 
 def superfluous(checkpoints: Sequence[Path], keep_last: int, keep_every: int | None) -> list[Path]:
-    """Those to remove: neither among the newest `keep_last` nor of an iteration that `keep_every` divides.
-
-    The one that `latest` names is always kept. Raises ConfigError for numbers below 1.
-    """
+    """Those to remove, never the one that `latest` names. Raises ConfigError for numbers below 1."""
     for flag, value in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: give 1 or more; the latest checkpoint is always kept")
-    kept = {*checkpoints[-keep_last:]}
-    kept |= {path for path in checkpoints if keep_every and _iteration(path) % keep_every == 0}
-    kept |= {path for path in checkpoints if path.name == _latest(path.parent)}
-    return [path for path in checkpoints if path not in kept]
-
-
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; one that is half removed when the process dies does not look like a checkpoint.
-
-    Raises CheckpointError when that is not possible.
-    """
-    aside = checkpoint.with_name(f"{STAGING_PREFIX}{checkpoint.name}-removed")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
-        shutil.rmtree(aside)
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: cannot be removed: {error.strerror or error}") from error
-
-
-def _iteration(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
+    latest = _latest(checkpoints[-1].parent) if checkpoints else None
+    return retention.superfluous(checkpoints, keep_last, keep_every, latest)
 
 
 def _latest(folder: Path) -> str | None:

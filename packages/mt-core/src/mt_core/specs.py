@@ -204,6 +204,10 @@ class ConvertOptions:
     """Number format of the written weights: fp32, bf16 or fp16. Default: as they are."""
     max_shard_size: int | None = None
     """Bytes of a file, of formats that cut by size."""
+    upcycle_experts: int | None = None
+    """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""
+    upcycle_granularity: int = 1
+    """Each expert is this much narrower than the dense feed-forward, and as many times more are used."""
 
 
 @runtime_checkable
@@ -342,6 +346,8 @@ class FeedForwardSpec(Spec):
 
     The module: [batch, sequence, hidden] -> the same. layer: its number in the model, from 0.
     """
+    upcycle: Lazy[Any] | None = None
+    """Makes this block of dense ones: (reader, host, *, num_experts, granularity) -> CheckpointReader."""
 
 
 @dataclass(frozen=True, kw_only=True)

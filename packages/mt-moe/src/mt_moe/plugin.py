@@ -20,6 +20,7 @@ def mt_register_feed_forwards() -> list[FeedForwardSpec]:
             doc="A mixture of experts",
             config_type=Lazy("mt_moe.config:MoeConfig"),
             build=Lazy("mt_moe.layer:build_moe"),
+            upcycle=Lazy("mt_moe.upcycling:upcycle"),
         )
     ]
 

@@ -96,7 +96,8 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints of a run; never the one that `latest` names."""
-    from mt_ckpt.retention import checkpoints_of, remove, superfluous
+    from mt_ckpt.retention import checkpoints_of, superfluous
+    from mt_core.retention import remove
 
     checkpoints = checkpoints_of(run)
     removed = superfluous(checkpoints, keep_last, keep_every)

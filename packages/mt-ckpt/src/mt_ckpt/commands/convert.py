@@ -41,6 +41,12 @@ def convert(
     make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
     ] = None,
+    upcycle_experts: Annotated[
+        int | None, typer.Option(min=2, help="Turn dense feed-forwards into mixtures of so many experts.")
+    ] = None,
+    granularity: Annotated[
+        int, typer.Option(min=1, help="With --upcycle-experts: make each so much narrower, and use as many more.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the result again; compare tensors, then both models' outputs.")
@@ -58,6 +64,8 @@ def convert(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         dtype=dtype,
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
+        upcycle_experts=upcycle_experts,
+        upcycle_granularity=granularity,
     )
     with _progress_bar() as bar:
         task = bar.add_task("converting", total=None)

@@ -71,7 +71,7 @@ def convert(
     if verify:
         host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
     path = resolve_run(Path(load_dir).absolute())
-    reader = _open(path, loader, host)
+    reader = upcycled(_open(path, loader, host), options, host)
     config = model_config(reader, host)
     parameters = expected_parameters(config, host)
     require_fit(reader, _shapes(parameters), MODEL)
@@ -84,6 +84,17 @@ def convert(
     left_out = [name for name in reader.shapes() if name not in written]
     verification = verify_conversion(source, _open(target, saver, host), host) if verify else None
     return _report(config, parameters, source, left_out, verification)
+
+
+def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost) -> CheckpointReader:
+    """With mixtures of experts in place of dense feed-forwards, where that is asked for."""
+    if options.upcycle_experts is None:
+        return reader
+    spec = host.feed_forwards.get("moe", asker="--upcycle-experts")
+    assert spec.upcycle is not None
+    experts, granularity = options.upcycle_experts, options.upcycle_granularity
+    made: CheckpointReader = spec.upcycle.load()(reader, host, num_experts=experts, granularity=granularity)
+    return made
 
 
 def _source(

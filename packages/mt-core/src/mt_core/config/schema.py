@@ -286,11 +286,11 @@ class RecomputeConfig(Section):
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]] = used_when(
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts"]] = used_when(
         ["core_attn"], recompute_granularity="selective"
     )
-    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, and parts of mixtures of
-    experts and of latent attention."""
+    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, and mixtures of experts
+    or parts of them."""
     recompute_method: Literal["block", "uniform"] = used_when("block", recompute_granularity="full")
     """`block` recomputes the first recompute_num_layers layers of each stage one by one; `uniform` keeps one input
     for every recompute_num_layers layers."""

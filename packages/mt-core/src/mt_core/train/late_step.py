@@ -54,7 +54,7 @@ class TakenStep:
 
 
 class LateStep:
-    """Of one process that has the whole model. The optimizer leaves everything as it was when its scale is not finite."""
+    """Of one process that has the whole model. The optimizer changes nothing when its scale is not finite."""
 
     def __init__(
         self, weights: MainWeights, optimizer: Optimizer, micro_batches: MicroBatches, clip_grad: float
@@ -109,9 +109,7 @@ def tells_late(config: Config, ctx: ParallelContext, model: nn.Module, optimizer
     return reason is None
 
 
-def _needs_numbers_at_once(
-    config: Config, ctx: ParallelContext, model: nn.Module, optimizer: Optimizer
-) -> str | None:
+def _needs_numbers_at_once(config: Config, ctx: ParallelContext, model: nn.Module, optimizer: Optimizer) -> str | None:
     if ctx.world.size > 1:
         return f"{ctx.world.size} processes sum their losses on the host"
     if config.precision.dtype == "fp16":

@@ -59,7 +59,8 @@ def model_stages(config: Config) -> list[Stage]:
     # A family may say in its own words where stages end (a hybrid's pattern of layers).
     layout = parallel.pipeline_model_parallel_layout or getattr(config.model, "pipeline_layout", None)
     if layout is not None:
-        return stages_from_layout(layout, num_layers, count)
+        depth = getattr(config.model, "mtp_num_layers", None) or 0
+        return stages_from_layout(layout, num_layers, count, mtp_num_layers=depth)
     return balanced_stages(num_layers, count, output_cost=output_cost(config))
 
 

@@ -348,9 +348,7 @@ class Trainer:
             outcome = self.late_step(batches, learning_rate, counted_tokens(rank_batch))
         self.state.iteration += 1
         self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
-        return TakenStep(
-            rank_batch, outcome, self.state.iteration, self.state.consumed_samples, learning_rate, started
-        )
+        return TakenStep(rank_batch, outcome, self.state.iteration, self.state.consumed_samples, learning_rate, started)
 
     def _tell_untold(self, window: LogWindow, until: float) -> LogWindow:
         """What is left to tell of the step before."""

@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
         core: AttentionCore,
         feed_forward: nn.Module,
         ctx: ParallelContext,
-        attention: SelfAttention | None = None,
+        attention: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention_dropout = Dropout(config.hidden_dropout, ctx)

@@ -101,8 +101,7 @@ def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number
     ctx, core = environment.parallel, attention_core(config, environment)
     feed_forward = environment.feed_forward(config.feed_forward, config, number)
     attention = LatentAttention(config, core, ctx)
-    # Any attention that is called as SelfAttention is serves the layer.
-    return TransformerLayer(config, core, feed_forward, ctx, attention)  # type: ignore[arg-type]
+    return TransformerLayer(config, core, feed_forward, ctx, attention)
 
 
 def build_prediction(config: DeepseekConfig, environment: ModelEnvironment) -> MultiTokenPrediction:

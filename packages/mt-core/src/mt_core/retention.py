@@ -1,0 +1,47 @@
+"""Which checkpoints of a run are kept, and removing the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mt_core.errors import CheckpointError
+
+PREFIX = "iter_"
+
+
+def checkpoints_in(folder: Path, is_complete: Callable[[Path], bool]) -> list[Path]:
+    """The complete checkpoints `iter_NNNNNNN` of a folder, oldest first."""
+    named = (path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal())
+    return [path for path in sorted(named, key=iteration_of) if is_complete(path)]
+
+
+def superfluous(checkpoints: Sequence[Path], keep_last: int, keep_every: int | None, latest: str | None) -> list[Path]:
+    """Those to remove: neither among the newest `keep_last` nor of an iteration that `keep_every` divides.
+
+    checkpoints: oldest first. latest: the name of one that is kept in any case.
+    """
+    kept = {*checkpoints[-keep_last:]}
+    kept |= {path for path in checkpoints if keep_every and iteration_of(path) % keep_every == 0}
+    kept |= {path for path in checkpoints if path.name == latest}
+    return [path for path in checkpoints if path not in kept]
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; one that is half removed when the process dies does not look like a checkpoint.
+
+    It is renamed to a name that the next save of mt's own format cleans up. Raises CheckpointError when it cannot be
+    removed.
+    """
+    aside = checkpoint.with_name(f".tmp-mt-{checkpoint.name}-removed")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: cannot be removed: {error.strerror or error}") from error
+
+
+def iteration_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
