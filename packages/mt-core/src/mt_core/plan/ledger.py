@@ -1,0 +1,116 @@
+"""Process groups that send nothing: they note what the runtime asks of them, by axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+Call = tuple[str, str]
+"""Axis, operation."""
+
+SENT_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""What a rank sends in a ring of n: this times (n - 1) / n of the largest tensor of the call."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Work and messages of one rank. bytes: of the largest tensor of each call. flops: of matrix products."""
+
+    flops: float = 0.0
+    bytes: Mapping[Call, float] = field(default_factory=dict)
+    calls: Mapping[Call, float] = field(default_factory=dict)
+
+    def __add__(self, other: Flow) -> Flow:
+        return self.plus(other, 1.0)
+
+    def __mul__(self, factor: float) -> Flow:
+        return Flow().plus(self, factor)
+
+    def plus(self, other: Flow, factor: float) -> Flow:
+        """self + factor x other"""
+        return Flow(
+            self.flops + factor * other.flops,
+            _sum(self.bytes, other.bytes, factor),
+            _sum(self.calls, other.calls, factor),
+        )
+
+    def of_axis(self, axis: str) -> float:
+        return sum(count for (name, _), count in self.bytes.items() if name == axis)
+
+    def with_bytes_times(self, factor: float) -> Flow:
+        """The same calls and products with so many times the samples."""
+        return Flow(self.flops * factor, {call: count * factor for call, count in self.bytes.items()}, self.calls)
+
+
+def _sum(first: Mapping[Call, float], second: Mapping[Call, float], factor: float) -> dict[Call, float]:
+    keys = dict.fromkeys([*first, *second])
+    return {key: first.get(key, 0) + factor * second.get(key, 0) for key in keys}
+
+
+def sent_bytes(operation: str, payload: float, size: int) -> float:
+    """What one rank of an axis of `size` sends for a call, with ring algorithms; a message is sent as it is."""
+    if operation == "send":
+        return payload
+    return SENT_SHARES[operation] * payload * (size - 1) / size
+
+
+@dataclass
+class Ledger:
+    """Takes notes until `take`."""
+
+    flops: float = 0.0
+    bytes: Counter[Call] = field(default_factory=Counter)
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    def sent(self, axis: str, operation: str, count: float) -> None:
+        self.bytes[axis, operation] += count  # type: ignore[assignment]
+        self.calls[axis, operation] += 1
+
+    def take(self) -> Flow:
+        """What was noted, and a clean page."""
+        flow = Flow(self.flops, dict(self.bytes), dict(self.calls))
+        self.flops, self.bytes, self.calls = 0.0, Counter(), Counter()
+        return flow
+
+
+class Done(dist.Work):
+    """Nothing to wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class NotingGroup(dist.ProcessGroup):
+    """A group of `size` ranks of an axis of which only this one exists; results keep the values they have.
+
+    The methods are those that `torch.distributed` calls for its functions, under the names of torch 2.11 and of 2.15.
+    """
+
+    def __init__(self, axis: str, size: int, ledger: Ledger) -> None:
+        super().__init__(0, size)
+        self.axis, self.ledger = axis, ledger
+
+    def _note(self, operation: str, tensor: Tensor) -> Done:
+        self.ledger.sent(self.axis, operation, tensor.numel() * tensor.element_size())
+        return Done()
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Done:  # type: ignore[override]
+        return self._note("all_reduce", tensors[0])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+        return self._note("all_gather", output)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+        return self._note("reduce_scatter", tensor)
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+        return self._note("all_to_all", tensor)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]

@@ -1,0 +1,180 @@
+"""Which layouts of N ranks are legal, which fit, and which is fastest by the estimates of `timing`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mt_core.config.checks import as_world, check_config, divisors
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.parallel.pipeline.orders import Order
+from mt_core.plan.activations import StageCost
+from mt_core.plan.layouts import LayoutPlan, Planner
+from mt_core.plan.machines import GIB
+from mt_core.plan.stages import StageCosts
+from mt_core.plan.timing import Clock
+
+MICRO_BATCHES = (1, 2, 4)
+PLAYED_ROUNDS = 4
+RECOMPUTE = ("none", "selective", "full")
+TOKENS_OF_A_CONTEXT_RANK = 4096
+"""Sequences are divided over so many ranks at most that each has this many tokens."""
+
+Choice = Mapping[str, Mapping[str, Any]]
+"""section -> key -> value"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout. memory_gib: of its fullest rank."""
+
+    choice: Choice
+    plan: LayoutPlan
+
+    def fits(self, memory_gib: float) -> bool:
+        return self.plan.memory_gib <= memory_gib
+
+
+class QuickPlanner(Planner):
+    """A planner for many layouts: one sample is measured for every size of micro-batches, and of a step with very many
+    micro-batches a part is played, which every further one lengthens alike."""
+
+    def stage_costs(self, config: Config, world: int) -> StageCosts:
+        one = config.train.model_copy(update={"micro_batch_size": 1})
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world)
+        return replace(costs, samples=config.train.micro_batch_size)
+
+    def play(
+        self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
+    ) -> tuple[Order, float, float]:
+        played = PLAYED_ROUNDS * pp
+        if pp == 1 or passes <= played or config.parallel.pipeline_schedule == "gpipe":
+            return super().play(config, pp, by_stage, passes, clock)
+        order, bubble, seconds = super().play(config, pp, by_stage, played, clock)
+        shorter = super().play(config, pp, by_stage, played - pp, clock)[2]
+        whole = seconds + (passes - played) * (seconds - shorter) / pp
+        busy = (1 - bubble) * seconds * passes / played
+        return order, 1 - busy / whole, whole
+
+
+@dataclass
+class Found:
+    """candidates: those that fit, fastest first. refused: reason -> how many layouts."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    too_large: int = 0
+    smallest_gib: float | None = None
+    """Of the layouts that do not fit, what the smallest needs."""
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def legal(self) -> int:
+        return len(self.candidates) + self.too_large
+
+
+def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
+    """Layouts with tensor parallelism inside of a node, sequence parallelism with it, and a divided optimizer state.
+
+    A layout whose weights alone are too large is not looked at further; one that fits without recomputing anything is
+    not tried with.
+    """
+    found = Found()
+    for axes in axis_choices(planner, world):
+        bare = _with(planner.config, axes, "none", 1)
+        try:
+            _checked(planner, bare, world)
+        except ConfigError as error:
+            found.refused[_reason(error)] += 1
+            continue
+        if weights_gib(planner, bare, world) > memory_gib:
+            found.too_large += 1
+            continue
+        for size in MICRO_BATCHES:
+            _try_micro_batch(planner, axes, size, world, memory_gib, found)
+    found.candidates.sort(key=lambda candidate: candidate.plan.seconds)
+    return found
+
+
+def _try_micro_batch(
+    planner: QuickPlanner, axes: Mapping[str, Any], size: int, world: int, memory_gib: float, found: Found
+) -> None:
+    for recompute in RECOMPUTE:
+        choice = _with(planner.config, axes, recompute, size)
+        try:
+            config = _checked(planner, choice, world)
+            candidate = Candidate(_changes(choice), planner.plan(config, world))
+        except ConfigError as error:
+            found.refused[_reason(error)] += 1
+            return
+        if candidate.fits(memory_gib):
+            found.candidates.append(candidate)
+            return
+        needed = candidate.plan.memory_gib
+        found.smallest_gib = needed if found.smallest_gib is None else min(found.smallest_gib, needed)
+    found.too_large += 1
+
+
+def axis_choices(planner: QuickPlanner, world: int) -> Iterator[dict[str, Any]]:
+    """Values of [parallel] to try."""
+    config = planner.config
+    longest = max(1, config.data.seq_length // TOKENS_OF_A_CONTEXT_RANK)
+    layers = len(planner.kinds)
+    for tp in (size for size in divisors(world) if size <= planner.machine.node_size):
+        for cp in (size for size in divisors(world // tp) if size <= longest):
+            for pp in (size for size in divisors(world // (tp * cp)) if size <= max(1, layers)):
+                yield {
+                    "tensor_model_parallel_size": tp,
+                    "sequence_parallel": tp > 1,
+                    "context_parallel_size": cp,
+                    "pipeline_model_parallel_size": pp,
+                    "use_distributed_optimizer": True,
+                    "use_torch_fsdp2": False,
+                }
+
+
+def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
+    """Of an average rank: 6 + 12/d bytes for each of its parameters (8 + 8/d in fp32), d ranks sharing the state."""
+    parallel = choice["parallel"]
+    shards = parallel["tensor_model_parallel_size"] * parallel["pipeline_model_parallel_size"]
+    divided = world // shards
+    fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
+    return planner.parameters / shards * (fixed + shared / divided) / GIB
+
+
+def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) -> dict[str, dict[str, Any]]:
+    tree = config.to_dict()
+    tree["parallel"].update(axes)
+    tree["train"]["micro_batch_size"] = size
+    kept = {"recompute_granularity": recompute, "cpu_offloading_num_layers": 0}
+    tree["recompute"] = kept
+    return tree
+
+
+def _checked(planner: QuickPlanner, tree: dict[str, dict[str, Any]], world: int) -> Config:
+    with as_world(world):
+        config = config_from_dict(tree, planner.host)
+        check_config(config)
+        planner.host.check_config(config)
+        return config
+
+
+def _changes(tree: Choice) -> Choice:
+    """What the report shows of a layout."""
+    parallel = tree["parallel"]
+    return {
+        "parallel": {
+            key: parallel[key]
+            for key in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        },
+        "train": {"micro_batch_size": tree["train"]["micro_batch_size"]},
+        "recompute": {"recompute_granularity": tree["recompute"]["recompute_granularity"]},
+    }
+
+
+def _reason(error: ConfigError) -> str:
+    """Without the numbers, so that refusals for one reason are counted together."""
+    return " ".join("N" if any(c.isdigit() for c in word) else word for word in str(error).split(";")[0].split())

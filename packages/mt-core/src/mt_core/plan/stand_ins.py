@@ -1,0 +1,217 @@
+"""What a planned model runs in place of kernels that need a device: the same shapes, memory, messages and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mt_core.errors import ConfigError
+from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.recompute import recomputed
+from mt_core.parallel.context import Axis
+from mt_core.parallel.context_parallel.ulysses import ulysses_attention
+from mt_core.plan.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class PlannedEnvironment(ModelEnvironment):
+    """Gives a model attention that is counted instead of computed."""
+
+    counting: PlannedKernels = field(default_factory=lambda: PlannedKernels(Ledger()))
+
+    def attention(self, backend: str, **request: Any) -> AttentionCore:
+        # The eager backend serves every request, so that what is checked here is the layout alone.
+        super().attention("eager", **request)
+        if self.parallel.cp.size > 1:
+            core = self._over_ranks()
+        elif backend == "eager":
+            core = self._written_out(request.get("logit_softcap"))
+        else:
+            core = fused_attention(self.counting.ledger, expands=backend == "sdpa")
+        return recomputed(core) if self.recompute.selects("core_attn") else core
+
+    def _written_out(self, logit_softcap: float | None) -> AttentionCore:
+        in_fp32 = self.config.precision.attention_softmax_in_fp32
+        core = eager_attention(softmax_in_fp32=in_fp32, logit_softcap=logit_softcap)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+            with self.counting.entered():
+                return core(q, k, v, pattern, dropout)
+
+        return attend
+
+    def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
+        if name != "dense":
+            raise ConfigError(
+                f'mt plan counts what a model does whatever its data are, and the feed-forward "{name}" sends tokens '
+                "where its router says; plan the layout of the same model with dense feed-forwards"
+            )
+        return super().feed_forward(name, options, layer)
+
+    def _over_ranks(self) -> AttentionCore:
+        method, context, ledger = self.config.parallel.cp_comm_type, self.parallel, self.counting.ledger
+        inside = fused_attention(ledger, expands=True)
+        if method == "a2a":
+            return ulysses_attention(context.cp, inside)
+        if method == "a2a+p2p":
+            outer = context.axis("cp_outer")
+            core = travelling_keys("p2p", outer, ledger) if outer.size > 1 else inside
+            inner = context.axis("cp_inner")
+            return ulysses_attention(inner, core) if inner.size > 1 else core
+        return travelling_keys(method, context.cp, ledger)
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what a fused attention keeps for its backward pass: its inputs, its result and a number a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, mask: Tensor | None, backward: Callable[[], None], value_size: int, *keys: Tensor
+    ) -> Tensor:
+        """q [B, S, N, D], keys: whatever is kept of keys and values -> [B, S, N, value_size]"""
+        out = q.new_empty((*q.shape[:-1], value_size))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, *keys, out, lse, *([] if mask is None else [mask]))
+        ctx.shapes, ctx.note_backward = [key.shape for key in keys], backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q = ctx.saved_tensors[0]
+        ctx.note_backward()
+        return torch.empty_like(q), None, None, None, *(q.new_empty(shape) for shape in ctx.shapes)
+
+
+def fused_attention(ledger: Ledger, *, expands: bool) -> AttentionCore:
+    """Flash attention on one rank. expands: key-value groups are repeated for their query heads first."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        if expands:
+            k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
+        mask = None
+        if not pattern.over(k.shape[1]).is_plain:
+            mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
+        ledger.flops += attention_flops(q, k, pattern.causal)
+        return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
+
+    return attend
+
+
+def attention_flops(q: Tensor, k: Tensor, causal: bool) -> float:
+    """Forward: two products of queries with keys; a causal mask hides half of the scores."""
+    whole = 4.0 * q.numel() * k.shape[1]
+    return whole / 2 if causal else whole
+
+
+def travelling_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
+    """Context parallel whose keys travel: packed once, kept by their owner, sent in both passes.
+
+    p2p, causal: rank r shows half of its rows to each rank behind it and all to each before it; the gradients of what
+    it read go back in fp32. all_gather: everything to everyone, and one reduce-scatter of gradients.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        kv = torch.cat([k.permute(1, 0, 2, 3), v.permute(1, 0, 2, 3)], -1)
+        size = kv.numel() * kv.element_size()
+        behind = axis.size - 1 - axis.rank
+        shown = size * (axis.rank + behind / 2)
+        read = size * (axis.rank / 2 + behind)
+        fp32 = 4 / kv.element_size()
+
+        def noted(backward: bool) -> None:
+            if method == "all_gather":
+                ledger.sent("cp", "all_gather", axis.size * size)
+                if backward:
+                    ledger.sent("cp", "reduce_scatter", axis.size * size)
+                return
+            ledger.sent("cp", "send", shown)
+            if backward:
+                ledger.sent("cp", "send", read * fp32)
+
+        noted(backward=False)
+        # A rank's queries see half of the whole sequence, wherever its chunks are.
+        ledger.flops += attention_flops(q, k, pattern.causal) * axis.size
+        return _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv)
+
+    return attend
+
+
+def _nothing() -> None: ...
+
+
+class PlannedKernels(TorchFunctionMode):
+    """While it is entered, adds the FLOPs of matrix products to a ledger (2 for each multiplication), and computes
+    `replaced` functions by others.
+
+    Autograd leaves it for the backward pass; what computes again there has to enter it (`entered`).
+    """
+
+    def __init__(self, ledger: Ledger, replaced: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.ledger, self.replaced = ledger, replaced or {}
+        self._is_entered = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within, it is entered once."""
+        if self._is_entered:
+            yield
+            return
+        self._is_entered = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_entered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self.replaced.get(func, func)(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self.ledger.flops += PRODUCTS[func](args, out)
+        return out
+
+
+def gpu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keeps a byte an element, as GPUs do; dropout on CPUs keeps a factor in the number format."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+ON_GPUS: Mapping[Any, Callable[..., Any]] = {F.dropout: gpu_dropout}
+"""Functions that keep something else on GPUs than on CPUs and the meta device."""
+
+
+def _linear(args: Any, out: Tensor) -> float:
+    return 2.0 * out.numel() * args[0].shape[-1]
+
+
+def _convolution(args: Any, out: Tensor) -> float:
+    return 2.0 * out.numel() * args[1][0].numel()
+
+
+def _einsum(args: Any, out: Tensor) -> float:
+    """Of two operands: the product of the lengths of all letters."""
+    lengths: dict[str, int] = {}
+    for names, operand in zip(args[0].split("->")[0].split(","), args[1:], strict=True):
+        lengths.update(zip(names, operand.shape, strict=True))
+    return 2.0 * math.prod(lengths.values())
+
+
+PRODUCTS: dict[Any, Callable[[Any, Tensor], float]] = {
+    F.linear: _linear,
+    torch.matmul: _linear,
+    torch.bmm: _linear,
+    Tensor.matmul: _linear,
+    Tensor.__matmul__: _linear,
+    torch.einsum: _einsum,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+}
