@@ -20,7 +20,7 @@ from mt_core.hookspecs import hookimpl
 from mt_core.plugins import Plugin, PluginHost
 from mt_core.specs import CommandSpec, Lazy
 
-OWN = ["train", "verify", "plan", "generate", "models", "config", "plugins", "doctor"]
+OWN = ["train", "verify", "plan", "generate", "models", "config", "plugins", "bench", "doctor"]
 OTHERS = ["ckpt", "convert", "data", "moe"]
 
 

@@ -199,3 +199,13 @@ def test_a_resumed_run_with_remainders_is_the_same_run(moments, tiny, tmp_path, 
 def test_remainders_where_they_cannot_be(overrides, words, tiny) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny("optimizer.main_weights=remainders", *overrides)
+
+
+def test_a_run_with_remainders_goes_on_with_copies(tiny, tmp_path) -> None:
+    """The checkpoint holds fp32 weights: what goes on is fp32 training, not training from rounded weights."""
+    changed = "checkpoint.accept_changes=['optimizer.main_weights']"
+    whole = run(tiny(*BF16, "optimizer.main_weights=remainders"))
+    first = run(tiny(*BF16, "optimizer.main_weights=remainders", "train.exit_iteration=3"), run_dir=tmp_path)
+    second = run(tiny(*BF16, changed), run_dir=tmp_path)
+    assert len(second.losses) == 3
+    assert first.losses + second.losses == pytest.approx(whole.losses, rel=2e-3)

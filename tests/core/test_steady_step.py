@@ -1,4 +1,4 @@
-"""What a step does over and over: it waits for nothing, launches no more than a loop written by hand, and tells late."""
+"""A steady step waits for nothing, launches no more than a loop written by hand, and may tell a step late."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ def mt_register_commands() -> list[CommandSpec]:
         _command("models", "models", "List model families, presets and parameter counts"),
         _command("config", "app", "Show, check and explain the configuration"),
         _command("plugins", "plugins", "List plugins and everything they register"),
+        _command("bench", "app", "Measure speed and memory; compare and draw what was measured"),
         _command("doctor", "doctor", "Look at this machine: devices, number formats, kernels, packages"),
     ]
 

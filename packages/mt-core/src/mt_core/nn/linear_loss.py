@@ -19,6 +19,7 @@ from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import seen_labels
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.schedules import get_schedule
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,19 @@ def build_linear_cross_entropy(config: Config, parallel: ParallelContext) -> Lin
 
 def build_linear_cross_entropy_sum(config: Config, parallel: ParallelContext) -> LinearCrossEntropySum:
     _require_weights_outside(config)
+    _require_one_backward_pass(config)
     return LinearCrossEntropySum(parallel)
+
+
+def _require_one_backward_pass(config: Config) -> None:
+    """The gradients that the forward pass made are given out once."""
+    schedule = config.parallel.pipeline_schedule
+    if get_schedule(schedule).splits_backward:
+        raise ConfigError(
+            f"parallel.pipeline_schedule={schedule} runs the backward pass of inputs apart from that of weights, and "
+            f"train.loss={config.train.loss} has its gradients for one pass; use train.loss=linear_cross_entropy, or "
+            "parallel.pipeline_schedule=1f1b"
+        )
 
 
 def _require_weights_outside(config: Config) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Protocol, cast, runtime_checkable
 
 from mt_core.config.schema import Config
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import KernelName
 from mt_core.parallel.context import ParallelContext
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -23,7 +24,8 @@ class UsesKernels(Protocol):
 
 def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
     """What the section `kernels` asks for, on the device and in the number format of the run."""
-    return Kernels(config.kernels.model_dump(), ctx.device.type, DTYPES[config.precision.dtype])
+    wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
+    return Kernels(wanted, ctx.device.type, DTYPES[config.precision.dtype])
 
 
 def use_kernels(parts: Iterable[object], kernels: Kernels) -> None:

@@ -1,0 +1,84 @@
+"""Every implementation of every kernel, beside torch.compile of the reference and the floor of the machine.
+
+All is timed in one process, one call of each implementation in turn, as medians. The floor of a kernel is the time in
+which its bytes move at the copy bandwidth, or its products run at the rate of a large one, both of the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from mt_core.bench.kernel_cases import CASES, SMALL, KernelCase, Sizes
+from mt_core.bench.machine import Machine
+from mt_core.bench.report import Case
+from mt_core.bench.timing import medians
+from mt_core.errors import ConfigError
+from mt_core.nn.kernels.catalogue import KERNELS
+from mt_core.nn.kernels.choice import refusals
+from mt_core.nn.kernels.request import KernelRequest
+
+
+def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, compiled: bool) -> Iterator[Case]:
+    """only: names of kernels, empty for all. Raises ConfigError for an unknown one."""
+    unknown = sorted(set(only) - set(KERNELS))
+    if unknown:
+        raise ConfigError(f"--only {', '.join(unknown)}: no such kernel; there are {', '.join(KERNELS)}")
+    sizes = Sizes() if machine.is_gpu else SMALL
+    for make in CASES:
+        for case in make(machine, sizes):
+            if not only or case.kernel in only:
+                yield measure(case, machine, rounds, compiled=compiled)
+
+
+def measure(case: KernelCase, machine: Machine, rounds: int, *, compiled: bool) -> Case:
+    functions, refused = functions_for(case, machine, compiled=compiled)
+    name = " ".join([case.kernel, case.label, *case.features])
+    result: Case = {"name": name, "cannot": refused}
+    if case.forward is not None:
+        forward = torch.no_grad()(case.forward)
+        taken = medians({n: partial(forward, f) for n, f in functions.items()}, machine.device, rounds)
+        result["forward"] = rows(taken, case.forward_bytes / machine.copy_bandwidth)
+    steps = {name: partial(case.step, function) for name, function in functions.items()}
+    floor = case.step_flops / machine.gemm_rate or case.step_bytes / machine.copy_bandwidth
+    result["step"] = rows(medians(steps, machine.device, rounds), floor)
+    if case.memory and machine.is_gpu:
+        result["peak_mb"] = {name: peak_megabytes(step) for name, step in steps.items()}
+    return result
+
+
+def functions_for(
+    case: KernelCase, machine: Machine, *, compiled: bool
+) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    """(what can run, why the others cannot)"""
+    request = KernelRequest(
+        device_type=machine.device.type,
+        dtype=machine.dtype_name,
+        width=case.width,
+        features=frozenset(case.features),
+    )
+    refused = refusals(case.kernel, request)
+    able = {i.name: i.function.load() for i in KERNELS[case.kernel] if i.name not in refused}
+    if compiled and case.forward is not None and case.kernel != "cross_entropy":
+        able["torch.compile"] = torch.compile(able["torch"])
+    return able, refused
+
+
+def peak_megabytes(call: Callable[[], object]) -> float:
+    """Of the GPU, over what was there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def rows(taken: dict[str, float], floor: float) -> dict[str, dict[str, float]]:
+    return {
+        name: {"ms": value * 1e3, "percent_of_floor": 100 * floor / value, "against_torch": taken["torch"] / value}
+        for name, value in taken.items()
+    }

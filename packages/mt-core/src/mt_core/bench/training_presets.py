@@ -1,0 +1,66 @@
+"""What `mt bench train` trains: presets of models, with the batch and the options that one card of 141 GB takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+COMMON = (
+    "train.train_iters=1000000",
+    "train.eval_interval=null",
+    "train.eval_iters=0",
+    "train.sample_prompt=null",
+    "checkpoint.save_interval=null",
+    "logging.progress=none",
+    "lr_schedule.lr_decay_style=constant",
+    "optimizer.lr=1e-4",
+)
+TEN_BYTES = (
+    "optimizer.main_weights=remainders",
+    "optimizer.exp_avg_dtype=bf16",
+    "precision.accumulate_allreduce_grads_in_fp32=false",
+)
+"""Weights, remainders, two moments and gradients, 2 bytes each."""
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_attention_heads=4",
+    "model.vocab_size=512",
+    "data.seq_length=32",
+    "train.micro_batch_size=2",
+)
+"""Instead of the preset's own sizes: the same options, rehearsed on a CPU."""
+
+
+@dataclass(frozen=True)
+class BenchPreset:
+    """goal: tokens a second on one H200 in bf16; None where there is none."""
+
+    preset: str
+    overrides: tuple[str, ...]
+    goal: float | None
+    small: tuple[str, ...] = SMALL
+
+    def settings(self, precision: str, *, small: bool) -> list[str]:
+        sizes = self.small if small else ()
+        return [*self.overrides, *COMMON, f"precision.dtype={precision}", *sizes]
+
+
+def _preset(preset: str, sequence: int, micro: int, goal: float | None, *more: str, **small: object) -> BenchPreset:
+    sizes = (f"data.seq_length={sequence}", f"train.micro_batch_size={micro}")
+    return BenchPreset(
+        preset, (*sizes, *more), goal, (*SMALL, *(f"model.{key}={value}" for key, value in small.items()))
+    )
+
+
+LLAMA = {"ffn_hidden_size": 128, "num_query_groups": 2}
+
+PRESETS: Mapping[str, BenchPreset] = MappingProxyType(
+    {
+        "124m": _preset("gpt2-124m", 1024, 32, 620e3, "model.vocab_size=50304"),
+        "1.2b": _preset("llama3.2-1b", 4096, 4, 70e3, "train.loss=linear_cross_entropy_sum", **LLAMA),
+        "3b": _preset("llama3.2-3b", 4096, 2, 27.8e3, "train.loss=linear_cross_entropy_sum", **LLAMA),
+        "8b": _preset("llama3-8b", 8192, 1, 11.5e3, "train.loss=linear_cross_entropy_sum", *TEN_BYTES, **LLAMA),
+    }
+)
