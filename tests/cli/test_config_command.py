@@ -150,4 +150,4 @@ def test_keys_cover_every_field_of_every_type() -> None:
             assert field.doc, field.dotted
             assert field.type not in ("any value", "None"), field.dotted
     adam = {f.key for f in section_fields("optimizer", host) if "adam" in f.selected_by}
-    assert adam == {"adam_beta1", "adam_beta2", "adam_eps"}
+    assert adam == {"adam_beta1", "adam_beta2", "adam_eps", "main_weights", "exp_avg_dtype"}

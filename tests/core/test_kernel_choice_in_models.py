@@ -12,6 +12,8 @@ from mt_core.errors import ConfigError
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.train import Callback, Trainer, trainer
 from mt_core.train.checkpointing import OPTIMIZER, open_checkpoint
+from mt_models.blocks.decoder import CausalDecoder
+from mt_models.gpt.model import GPTModel
 
 BF16 = ["precision.dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false"]
 
@@ -209,3 +211,9 @@ def test_a_run_with_remainders_goes_on_with_copies(tiny, tmp_path) -> None:
     second = run(tiny(*BF16, changed), run_dir=tmp_path)
     assert len(second.losses) == 3
     assert first.losses + second.losses == pytest.approx(whole.losses, rel=2e-3)
+
+
+def test_a_family_that_makes_more_of_its_logits_refuses_by_itself(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(GPTModel, "logits", lambda self, x: 0.5 * CausalDecoder.logits(self, x))
+    with pytest.raises(ConfigError, match="GPTModel makes more of its logits than a product"):
+        Trainer(tiny("train.loss=linear_cross_entropy"))

@@ -9,10 +9,9 @@ import torch
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.linear_loss import build_linear_cross_entropy_sum
+from mt_core.nn.linear_loss import build_linear_cross_entropy, build_linear_cross_entropy_sum
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_core.train import Trainer
 from mt_core.verify.record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
@@ -83,5 +82,6 @@ def test_gradients_of_the_forward_pass_are_refused_where_backward_is_split() -> 
 
 def test_it_is_refused_with_weights_that_are_divided_after_the_forward_pass() -> None:
     settings = ["parallel.use_torch_fsdp2=true", "train.loss=linear_cross_entropy"]
+    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]).config
     with pytest.raises(ConfigError, match=r"train.loss=linear_cross_entropy .*parallel.use_torch_fsdp2=true"):
-        Trainer(load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]))
+        build_linear_cross_entropy(config, ParallelContext())

@@ -162,9 +162,15 @@ class CausalDecoder(nn.Module):
         return None
 
     def logits(self, x: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, vocab]. A family that makes more of them than a product cannot do without them."""
+        """[B, S, H] -> [B, S, vocab]"""
         rows = self.unprojected(x)
-        return project_to_vocab(x, rows.weight, rows.own, rows.ctx)
+        return project_to_vocab(rows.hidden, rows.weight, rows.own, rows.ctx)
+
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss cannot do without the logits; None where they are a product and nothing more."""
+        is_product = type(self).logits is CausalDecoder.logits
+        return None if is_product else f"{type(self).__name__} makes more of its logits than a product"
 
     def unprojected(self, x: Tensor) -> Unprojected:
         """What the logits of x [B, S, H] are made of."""
