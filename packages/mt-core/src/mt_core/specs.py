@@ -206,7 +206,7 @@ class ConvertOptions:
     """Bytes of a file, of formats that cut by size."""
     upcycle_experts: int | None = None
     """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""
-    upcycle_granularity: int = 1
+    granularity: int = 1
     """Each expert is this much narrower than the dense feed-forward, and as many times more are used."""
 
 

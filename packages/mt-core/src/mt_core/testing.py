@@ -21,6 +21,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -32,6 +33,8 @@ PRELOADED = [
     "mt_core.train",
     "mt_core._preload",
 ]
+
+TRITON_INTERPRET = "TRITON_INTERPRET"
 
 
 class RankFailureError(Exception):
@@ -48,6 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    _start_server()
     # Held here, so that it outlives every rank. Port 0: the system chooses a free one.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -65,6 +69,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for process in processes:
             process.kill()
             process.join()
+
+
+def _start_server() -> None:
+    """Start the server, if it does not run yet, with Triton's interpreter on: what it has imported its ranks cannot
+    import otherwise, and on a CPU kernels only run interpreted."""
+    before = os.environ.get(TRITON_INTERPRET)
+    os.environ[TRITON_INTERPRET] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[TRITON_INTERPRET]
+        else:
+            os.environ[TRITON_INTERPRET] = before
 
 
 def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:

@@ -65,7 +65,7 @@ def convert(
         dtype=dtype,
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
         upcycle_experts=upcycle_experts,
-        upcycle_granularity=granularity,
+        granularity=granularity,
     )
     with _progress_bar() as bar:
         task = bar.add_task("converting", total=None)

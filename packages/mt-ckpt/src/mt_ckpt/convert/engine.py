@@ -92,7 +92,7 @@ def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost
         return reader
     spec = host.feed_forwards.get("moe", asker="--upcycle-experts")
     assert spec.upcycle is not None
-    experts, granularity = options.upcycle_experts, options.upcycle_granularity
+    experts, granularity = options.upcycle_experts, options.granularity
     made: CheckpointReader = spec.upcycle.load()(reader, host, num_experts=experts, granularity=granularity)
     return made
 
