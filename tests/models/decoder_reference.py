@@ -93,7 +93,7 @@ def assert_same_function(pair: Pair, tokens: Tensor) -> None:
         torch.testing.assert_close(actual, expected[name], atol=2e-5 * largest + 1e-7, rtol=1e-3, msg=name)
 
 
-def assert_decoding_equals_forward(model: nn.Module, tokens: Tensor) -> None:
+def assert_decoding_equals_forward(model: nn.Module, tokens: Tensor, atol: float = 5e-5) -> None:
     """In pieces of several tokens, then one by one."""
     length = tokens.shape[1]
     first = length // 3
@@ -101,7 +101,7 @@ def assert_decoding_equals_forward(model: nn.Module, tokens: Tensor) -> None:
     starts = [0, first, first + 2, *range(first + 3, length)]
     ends = [*starts[1:], length]
     pieces = [model(tokens[:, start:end], cache=cache) for start, end in zip(starts, ends, strict=True)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=atol, rtol=1e-4)
 
 
 def assert_maps_round_trip(pair: Pair) -> None:

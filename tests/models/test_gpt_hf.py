@@ -158,7 +158,10 @@ def test_a_preset_turned_to_rotary_has_no_table_of_positions(host) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["model.num_query_groups=2"], r"=4 does not fit model.num_query_groups=2"),
+        (
+            ["model.hidden_size=48", "model.num_attention_heads=6", "model.num_query_groups=3"],
+            r"=4 does not fit model.num_query_groups=3 .* it can be 1, 3 or 6",
+        ),
         (["model.ffn_hidden_size=66"], r"=4 does not divide the width of the feed-forward .*=66"),
     ],
 )

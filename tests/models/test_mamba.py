@@ -57,7 +57,8 @@ def test_the_function_equals_the_reference(host, randomize, keys) -> None:
     pair = make_pair(host, "mamba", mamba2(**keys), randomize)
     tokens = ref.random_tokens(pair.ours.config.vocab_size, 21)
     ref.assert_same_function(pair, tokens)
-    ref.assert_decoding_equals_forward(pair.ours, tokens)
+    # A recurrence and a scan by chunks sum in other orders; 6e-5 was seen.
+    ref.assert_decoding_equals_forward(pair.ours, tokens, atol=1e-4)
     ref.assert_maps_round_trip(pair)
 
 

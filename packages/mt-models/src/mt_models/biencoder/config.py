@@ -7,6 +7,7 @@ from typing import Literal
 from mt_core.config.schema import Config, NonNegativeInt
 from mt_core.errors import ConfigError
 from mt_models.bert.config import BertConfig, check_encoder
+from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 
 
 class BiencoderConfig(BertConfig):
@@ -30,6 +31,7 @@ def check_biencoder(config: Config) -> None:
     """Raise ConfigError for towers that cannot be built, or samples or a loss made for another task."""
     model = config.model
     assert isinstance(model, BiencoderConfig)
+    refuse_divided_sequences_and_layers(config)
     check_encoder(model, config)
     if config.train.loss in ("cross_entropy", "bert", "classification"):
         raise ConfigError(
