@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -145,6 +146,8 @@ class _Worker:
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """A process started meanwhile never sees Ctrl-C, which reaches all of a terminal; this one sees it afterwards."""
+    # Python starts this helper with the first process, and unblocks SIGINT when it has.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
