@@ -110,6 +110,7 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (2, (PP2, "parallel.pipeline_model_parallel_layout=Ettt|tL")),
         (4, (PP4,)),
         (4, (PP2, ZERO, SMALL_BUCKETS)),
+        (4, (PP2, ZERO, SMALL_BUCKETS, GATHER)),
         (4, (PP2, FSDP)),
         (4, (PP2, TP2, SP)),
         (4, (PP2, CP2)),

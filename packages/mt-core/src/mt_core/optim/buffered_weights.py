@@ -64,6 +64,8 @@ class BufferedWeights(WholeWeights):
         self._names = [name for name, _ in trained_parameters(model)]
         self._passes = self._next_bucket = 0
         self._waiting: dict[int, int] = {}
+        self._outside: list[Bucket] = []
+        """Buckets with weights outside of layers, where updated weights are collected late."""
         for number, bucket in enumerate(self.buckets):
             for slot in bucket.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._accumulate(number, slot))
@@ -86,6 +88,8 @@ class BufferedWeights(WholeWeights):
 
     def expect(self, passes: int) -> None:
         """The step will have so many backward passes; after the last one through a bucket, it is reduced."""
+        for bucket in self._outside:
+            bucket.finish_gather()
         self._passes, self._next_bucket = passes, 0
         self._waiting = {number: passes * len(bucket.slots) for number, bucket in enumerate(self.buckets)}
 
@@ -152,7 +156,8 @@ class BufferedWeights(WholeWeights):
         slot.parameter.grad = target.view_as(grad) if grad.dtype == target.dtype else None
 
     def _wait_before_layers(self) -> None:
-        """Numbered layers wait for their own buckets; the rest of the model for what is outside of layers."""
+        """Numbered layers wait for their own buckets when they are called; `expect` waits for the rest, which is
+        used in several ways (tied word vectors without a call of their module)."""
         bucket_of = {id(slot.parameter): bucket for bucket in self.buckets for slot in bucket.slots}
         stacks = [module for module in self.model.modules() if isinstance(module, NumberedLayers)]
         inside: set[int] = set()
@@ -160,8 +165,7 @@ class BufferedWeights(WholeWeights):
             ids = {id(parameter) for parameter in layer.parameters()}
             inside |= ids
             layer.register_forward_pre_hook(_waiting_for([bucket_of[i] for i in ids if i in bucket_of]))
-        self.outside = [bucket for i, bucket in bucket_of.items() if i not in inside]
-        self.model.register_forward_pre_hook(_waiting_for(self.outside))
+        self._outside = [bucket for i, bucket in bucket_of.items() if i not in inside]
 
 
 @dataclass(frozen=True)
@@ -254,11 +258,13 @@ def build_buckets(
 def _runs(named: list[tuple[str, nn.Parameter]], elements: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Consecutive parameters, until there are at least so many elements."""
     run: list[tuple[str, nn.Parameter]] = []
+    size = 0
     for name, parameter in named:
         run.append((name, parameter))
-        if sum(p.numel() for _, p in run) >= elements:
+        size += parameter.numel()
+        if size >= elements:
             yield run
-            run = []
+            run, size = [], 0
     if run:
         yield run
 

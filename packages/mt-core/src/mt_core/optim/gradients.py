@@ -57,7 +57,7 @@ class GradientSums:
         if self.ctx.world.size == 1:
             return float(torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None]))
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
-        squares = sum(float(norm) ** 2 for norm in norms(own)) if own else 0.0
+        squares = float(torch.stack(norms(own)).double().square().sum()) if own else 0.0  # one wait for the device
         (total,) = sum_over([squares], self.ctx.world, self.ctx.device)
         return float(total**0.5)
 

@@ -102,7 +102,8 @@ class Checkpointed:
         self.weights.finish_gather()
         require_fit(reader, shapes, MODEL)
         self.load_model(reader, layouts)
-        trained = {name: shapes[name] for name in shapes if name not in untrained_of_all_stages(layouts, self.ctx)}
+        untrained = untrained_of_all_stages(layouts, self.ctx)
+        trained = {name: shape for name, shape in shapes.items() if name not in untrained}
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
             prefix = f"{OPTIMIZER}{MAIN}."

@@ -251,6 +251,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss on each validation set, over train.eval_iters global batches."""
         self.phases.enter("evaluate")
+        self.weights.finish_gather()
         losses = {}
         for name, dataset in self.valid_data.items():
             size = self.batch_size.full
