@@ -1,6 +1,7 @@
 """Bubbles of pipeline schedules: measured on ranks whose stages sleep, against the simulator's.
 
-    uv run python bench/pipeline_bubble.py [--ranks 4] [--micro-batches 8] [--unit-ms 20] [--pictures DIR]
+    uv run python bench/pipeline_bubble.py [--ranks 4] [--micro-batches 8] [--unit-ms 20] [--only zbv_zero_bubble]
+                                              [--pictures DIR]
 
 A rank works 2 units forward, 2 for gradients of inputs and 2 for those of weights on each micro-batch, divided over
 its stages, so that all schedules do the same work. Sleeping takes no processor: ranks do not disturb one another, and
@@ -101,10 +102,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--unit-ms", type=float, default=20.0)
+    parser.add_argument("--only", action="append", choices=list(SCHEDULES), help="measure this one; repeatable")
     parser.add_argument("--pictures", type=Path, help="write an SVG of each measured schedule into this folder")
     options = parser.parse_args()
     unit = options.unit_ms / 1000
-    schedules = [(name, schedule.min_stages_per_rank) for name, schedule in SCHEDULES.items()]
+    chosen = options.only or list(SCHEDULES)
+    schedules = [(name, SCHEDULES[name].min_stages_per_rank) for name in chosen]
     timelines = run_ranks(options.ranks, measured, schedules, options.micro_batches, unit, timeout=600)[0]
     print(f"{options.ranks} ranks, {options.micro_batches} micro-batches, unit {options.unit_ms:g} ms")
     print(f"{'schedule':24} stages/rank   step, units: measured simulated   ratio   bubble: measured simulated")
