@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from mt_ckpt.native.save import save_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import PluginHost
 from mt_core.train import Callback, Trainer
+from mt_core.train.fragments import whole_fragment
 from mt_core.train.run_directory import RunDirectory
-from mt_core.train.saving import Commit, HostCopies, WritesInBackground
+from mt_core.train.saving import Commit, Contents, HostCopies, WholeMethod, WritesInBackground
 
 SMALL = [
     "model.num_layers=1",
@@ -44,6 +46,8 @@ SMALL = [
     "logging.log_interval=1",
     "logging.progress=none",
 ]
+
+CONTEXT = build_parallel_context(AxisSizes())
 
 
 def small(host: PluginHost, *overrides: str) -> LoadedConfig:
@@ -86,7 +90,11 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def background(save: Callable[..., None], directory: RunDirectory, host: PluginHost, **keys) -> WritesInBackground:
     config = CheckpointConfig(async_save=True, **keys)
-    return WritesInBackground(Commit(save, directory, config, host), config.async_in_flight)
+    return WritesInBackground(WholeMethod(save, Commit(directory, config, host), CONTEXT), config.async_in_flight)
+
+
+def contents(tensors: Iterable[tuple[str, torch.Tensor]], metadata=None, files=None) -> Contents:
+    return Contents([whole_fragment(name, tensor) for name, tensor in tensors], metadata or {}, files or {})
 
 
 def test_what_is_written_is_what_the_tensors_were(directory: RunDirectory, host: PluginHost) -> None:
@@ -94,7 +102,7 @@ def test_what_is_written_is_what_the_tensors_were(directory: RunDirectory, host:
     writer = background(save, directory, host)
     weight, transposed = torch.arange(6.0), torch.arange(6).view(2, 3).t()
     path = directory.checkpoint(1)
-    writer.write(path, [("model.w", weight), ("model.t", transposed)], {"iteration": 1}, {})
+    writer.write(path, contents([("model.w", weight), ("model.t", transposed)], {"iteration": 1}))
     weight.fill_(-1)
     transposed.fill_(-1)
     assert writer.committed() == []
@@ -113,10 +121,10 @@ def test_what_is_written_is_what_the_tensors_were(directory: RunDirectory, host:
 def test_a_checkpoint_beyond_the_limit_waits(directory: RunDirectory, host: PluginHost, in_flight: int) -> None:
     save = HeldSave()
     writer = background(save, directory, host, async_in_flight=in_flight)
-    state = [("model.w", torch.ones(3))]
+    state = contents([("model.w", torch.ones(3))])
     for iteration in range(1, in_flight + 1):
-        writer.write(directory.checkpoint(iteration), state, {}, {})
-    further = threading.Thread(target=writer.write, args=(directory.checkpoint(9), state, {}, {}))
+        writer.write(directory.checkpoint(iteration), state)
+    further = threading.Thread(target=writer.write, args=(directory.checkpoint(9), state))
     further.start()
     assert save.begun.acquire(timeout=60)
     further.join(0.2)
@@ -142,22 +150,26 @@ def test_close_tells_what_became_of_those_in_flight(directory: RunDirectory, hos
 
     writer = background(fail_second, directory, host, async_in_flight=2)
     for iteration in (1, 2):
-        writer.write(directory.checkpoint(iteration), [("model.w", torch.ones(3))], {}, {})
+        writer.write(directory.checkpoint(iteration), contents([("model.w", torch.ones(3))]))
     assert writer.close() == ["committed iter_0000001", "iter_0000002 was not written: the disk is full"]
     assert directory.latest_checkpoint() == directory.checkpoint(1)
 
 
 def test_copies_keep_their_memory_and_follow_changed_tensors() -> None:
     copies = HostCopies()
-    copies.fill([("a", torch.ones(4)), ("b", torch.ones(2)), ("c", torch.ones(3))])
-    first = {name: tensor.data_ptr() for name, tensor in copies.tensors.items()}
-    kept = copies.tensors["b"]
-    copies.fill([("a", torch.full((4,), 2.0)), ("b", torch.full((3,), 3.0)), ("d", torch.ones(1, dtype=torch.int64))])
-    assert list(copies.tensors) == ["a", "b", "d"]
-    assert copies.tensors["a"].data_ptr() == first["a"]
-    assert copies.tensors["a"].tolist() == [2.0] * 4
-    assert copies.tensors["b"].tolist() == [3.0] * 3
-    assert kept.tolist() == [1.0] * 2
+
+    def fill(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {copy.name: copy.tensor() for copy in copies.fill([whole_fragment(*item) for item in tensors.items()])}
+
+    before = fill(a=torch.ones(4), b=torch.ones(2), c=torch.ones(3))
+    given = torch.full((4,), 2.0)
+    after = fill(a=given, b=torch.full((3,), 3.0), d=torch.ones(1, dtype=torch.int64))
+    given.fill_(-1)
+    assert list(after) == ["a", "b", "d"]
+    assert after["a"].data_ptr() == before["a"].data_ptr()
+    assert after["a"].tolist() == [2.0] * 4
+    assert after["b"].tolist() == [3.0] * 3
+    assert before["b"].tolist() == [1.0] * 2
 
 
 @pytest.mark.parametrize("tries", [20, pytest.param(100, marks=pytest.mark.slow)])
@@ -176,7 +188,8 @@ def test_killed_at_random_moments(saved: Path, kit, host: PluginHost, tries: int
         writer = background(save, directory, host, keep_last=2)
         for iteration in count(begin):
             value = 1 + iteration % 2
-            writer.write(directory.checkpoint(iteration), kit.states[value].items(), metadata[value], files)
+            state = contents(kit.states[value].items(), metadata[value], files)
+            writer.write(directory.checkpoint(iteration), state)
             os.write(told, b"." * len(writer.committed()))
 
     for number in range(1, tries + 1):

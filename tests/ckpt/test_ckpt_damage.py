@@ -92,7 +92,7 @@ def test_sizes_are_checked_before_anything_is_read(saved: Path) -> None:
 
 def test_damage_after_opening_is_found_at_the_read(saved: Path) -> None:
     reader = open_checkpoint(saved)
-    shard = saved / reader.manifest.tensors["model.bias"].shard
+    shard = saved / reader.manifest.tensors["model.bias"].pieces[0].shard
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{shard.name}: truncated"):
         reader.read("model.bias")
@@ -110,7 +110,7 @@ def open_checkpoint_without_sizes(path: Path):
 def test_shards_swapped_with_those_of_another_checkpoint(saved: Path, kit) -> None:
     other = saved.with_name("iter_0000002")
     kit.save(other, 2)
-    shard = saved / open_checkpoint(saved).manifest.tensors["model.layers.0.weight"].shard
+    shard = saved / open_checkpoint(saved).manifest.tensors["model.layers.0.weight"].pieces[0].shard
     shutil.copy(other / shard.name, shard)
     assert_both_name(saved, shard, "damaged", "model.layers.0.weight")
 
@@ -128,6 +128,10 @@ def rewrite_manifest(path: Path, change) -> None:
     file.write_bytes(f'{{"manifest_checksum": "{checksum(rest)}",\n'.encode() + rest)
 
 
+def rng_piece(content: dict) -> dict:
+    return content["tensors"]["rng"]["pieces"][0]
+
+
 def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
     rewrite_manifest(saved, lambda content: None)
     read_all(saved)
@@ -136,7 +140,7 @@ def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m.update(version=2, written_by="mt-ckpt 9.1.0"), ["version 2", 'pip install "mt-ckpt>=9.1.0"']),
+        (lambda m: m.update(version=3, written_by="mt-ckpt 9.1.0"), ["version 3", 'pip install "mt-ckpt>=9.1.0"']),
         (lambda m: m.update(format="other"), ["'other'", "not an mt checkpoint"]),
         (lambda m: m.update(version="1"), ["version '1'"]),
         (lambda m: m.update(checksum_algorithm="md5"), ["checksum_algorithm 'md5'"]),
@@ -148,9 +152,13 @@ def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
         ),
         (lambda m: m["tensors"]["rng"].update(dtype="PICKLE"), ["tensor rng", "'PICKLE'", "BF16"]),
         (lambda m: m["tensors"]["rng"].update(shape=[-1]), ["tensors.rng.shape"]),
-        (lambda m: m["tensors"]["rng"].update(shape=[10**18]), ["its tensors end at"]),
-        (lambda m: m["tensors"]["rng"].update(offset=0), ["tensor rng", "does not begin"]),
-        (lambda m: m["tensors"]["rng"].update(shard="x.safetensors"), ["tensor rng", "'x.safetensors'"]),
+        (lambda m: m["tensors"]["rng"].update(shape=[10**18]), ["tensor rng", "do not cover"]),
+        (lambda m: rng_piece(m).update(shape=[10**18]), ["tensor rng", "is not inside"]),
+        (lambda m: rng_piece(m).update(start=[1]), ["tensor rng", "is not inside"]),
+        (lambda m: rng_piece(m).update(start=[-1]), ["tensors.rng.pieces.0.start"]),
+        (lambda m: m["tensors"]["rng"]["pieces"].append(rng_piece(m)), ["tensor rng", "do not cover"]),
+        (lambda m: rng_piece(m).update(offset=0), ["tensor rng", "does not begin"]),
+        (lambda m: rng_piece(m).update(shard="x.safetensors"), ["tensor rng", "'x.safetensors'"]),
         (lambda m: m["tensors"].pop("rng"), ["its tensors end at"]),
     ],
 )

@@ -75,10 +75,11 @@ def test_layout_on_disk(tmp_path: Path) -> None:
     save_checkpoint(path, [("w", weight), ("step", torch.tensor(7))], {"iteration": 7}, {"a/b.txt": b"text"})
     first, rest = (path / "manifest.json").read_bytes().split(b"\n", 1)
     manifest = json.loads(first + rest)
-    assert (manifest["format"], manifest["version"], manifest["checksum_algorithm"]) == ("mt-checkpoint", 1, "xxh3_128")
+    assert (manifest["format"], manifest["version"], manifest["checksum_algorithm"]) == ("mt-checkpoint", 2, "xxh3_128")
     assert json.loads((path / "metadata.json").read_text()) == {"iteration": 7}
     assert (path / "files/a/b.txt").read_bytes() == b"text"
-    stored = manifest["tensors"]["w"]
+    (stored,) = manifest["tensors"]["w"]["pieces"]
+    assert (stored["start"], stored["shape"], manifest["tensors"]["w"]["shape"]) == ([0, 0], [2, 2], [2, 2])
     shard = (path / stored["shard"]).read_bytes()
     assert stored["offset"] % 8 == 0
     assert struct.unpack_from("<4f", shard, stored["offset"]) == (1.5, -2.0, 0.0, 4.0)

@@ -73,6 +73,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             name="mt",
             doc="mt's own format, staged, synced and renamed into place",
             save=Lazy("mt_ckpt.native.save:save_checkpoint"),
+            save_sharded=Lazy("mt_ckpt.native.sharded:ShardedSave"),
             convert=Lazy("mt_ckpt.native.convert:convert_checkpoint"),
         ),
         CheckpointSaverSpec(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mt_core.errors import CheckpointError
+from mt_core.paths import children, is_remote, remove_tree
 
 PREFIX = "iter_"
 
 
 def checkpoints_in(folder: Path, is_complete: Callable[[Path], bool]) -> list[Path]:
     """The complete checkpoints `iter_NNNNNNN` of a folder, oldest first."""
-    named = (path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal())
+    named = (path for path in children(folder) if re.fullmatch(rf"{PREFIX}\d+", path.name))
     return [path for path in sorted(named, key=iteration_of) if is_complete(path)]
 
 
@@ -34,13 +36,22 @@ def remove(checkpoint: Path) -> None:
     It is renamed to a name that the next save of mt's own format cleans up. Raises CheckpointError when it cannot be
     removed.
     """
-    aside = checkpoint.with_name(f".tmp-mt-{checkpoint.name}-removed")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
-        shutil.rmtree(aside)
+        _remove(checkpoint)
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: cannot be removed: {error.strerror or error}") from error
+
+
+def _remove(checkpoint: Path) -> None:
+    if is_remote(checkpoint):
+        for file in [file for file in children(checkpoint) if file.suffix == ".json"]:
+            file.unlink()  # without its manifest it is none any more
+        remove_tree(checkpoint)
+        return
+    aside = checkpoint.with_name(f".tmp-mt-{checkpoint.name}-removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
 
 
 def iteration_of(checkpoint: Path) -> int:

@@ -6,7 +6,7 @@ used, so that listing plugins never imports torch. This module must stay free of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from mt_core.config.schema import Config
+    from mt_core.nn.boxes import Box
     from mt_core.nn.environment import ModelEnvironment
     from mt_core.plugins import PluginHost
 
@@ -163,6 +164,8 @@ class AttentionRequest:
     deterministic: bool
     window: int | None = None
     logit_softcap: float | None = None
+    sinks: bool = False
+    """A trained score of each head takes part in the softmax and stands for no key."""
 
 
 class CheckpointReader(Protocol):
@@ -186,6 +189,30 @@ class CheckpointReader(Protocol):
     def files(self) -> Mapping[str, bytes]:
         """Small files that travel along, such as the tokenizer's."""
         ...
+
+
+@runtime_checkable
+class ReadsBoxes(Protocol):
+    """A `CheckpointReader` that can read parts of a tensor without the rest of it."""
+
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Each box of the canonical tensor, on CPU; what is read is verified."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A box of a canonical tensor, as one rank holds it.
+
+    shape: of the whole tensor. tensor: gives the box's elements, of any device and stride, as they are when it is
+    called.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    tensor: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +276,15 @@ class ModelSpec(Spec):
     build: Lazy[BuildModel]
     presets: Lazy[Mapping[str, Mapping[str, Any]]]
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
+    shrink: Lazy[ShrinkModel] | None = None
+    """Makes the model small, for checks on a few CPU processes, in the keys that only the family knows."""
+
+
+class ShrinkModel(Protocol):
+    def __call__(self, model: Mapping[str, Any], seq_length: int) -> Mapping[str, Any]:
+        """model: the section as a tree, its layers, widths and experts small already. seq_length: of the small samples.
+        Returns keys and their values."""
+        ...
 
 
 class BuildTokenizer(Protocol):
@@ -303,7 +339,10 @@ class CheckpointSaverSpec(Spec):
     """Writes one checkpoint format; `path` appears only when everything in it is on the disk."""
 
     save: Lazy[SaveCheckpoint] | None = None
-    """Saves a run while it trains; None: the format is written by conversion only."""
+    """Saves a run while it trains: one process writes whole tensors."""
+    save_sharded: Lazy[type[ShardedSave]] | None = None
+    """Saves a run while it trains: every rank writes what it holds; preferred to `save`. A format with neither is
+    written by conversion only."""
     convert: Lazy[ConvertCheckpoint] | None = None
     """Writes an open checkpoint in this format, a tensor at a time; None: not a target of conversion."""
 
@@ -325,6 +364,32 @@ class SaveCheckpoint(Protocol):
         metadata: Mapping[str, Any],
         files: Mapping[str, bytes],
     ) -> None: ...
+
+
+class ShardedSave(Protocol):
+    """Writes the checkpoints of one run, all ranks together. Made without arguments, on every rank.
+
+    Ranks share a file system or an object store, over which they tell one another what they wrote: `write` may run in
+    a thread beside training, so that it does not talk over process groups.
+    """
+
+    def begin(self, path: Path) -> str:
+        """On the first rank: makes room for a checkpoint. What it returns is handed to `write` on all ranks."""
+        ...
+
+    def write(
+        self,
+        path: Path,
+        place: str,
+        rank: int,
+        num_ranks: int,
+        fragments: Iterable[Fragment],
+        metadata: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Write this rank's fragments. Returns on the first rank when the whole checkpoint is complete at `path`, on
+        the others when their share is on the disk. metadata, files: of the first rank."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,48 +10,70 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mt_ckpt.locate import find_checkpoint
 from mt_ckpt.sizes import format_bytes
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 from mt_core.specs import CheckpointReader, ConvertOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from mt_ckpt.contents import Entry, Opened
     from mt_ckpt.difference import Difference
-    from mt_ckpt.native.manifest import Manifest, StoredTensor
-    from mt_ckpt.native.read import NativeReader
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average and thin out checkpoints.")
 
-CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint directory, or a run directory for its latest one.")]
+# A folder, or an address such as s3://bucket/run: what these read may lie in an object store.
+CheckpointPath = Annotated[
+    Path, typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint, or a run directory for its latest one.")
+]
 
-AnyCheckpoint = Annotated[Path, typer.Argument(help="A checkpoint of any format, or a run directory for its latest.")]
-RunDirectory = Annotated[Path, typer.Argument(help="A run directory, or its checkpoints folder.")]
+AnyCheckpoint = Annotated[
+    Path,
+    typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint of any format, or a run for its latest."),
+]
+Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+RunDirectory = Annotated[
+    Path, typer.Argument(parser=as_path, metavar="RUN", help="A run directory, or its checkpoints folder.")
+]
 
 
 @app.command()
 def inspect(
-    path: CheckpointPath,
+    path: AnyCheckpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    loader: Loader = "auto",
 ) -> None:
-    """Show a checkpoint's metadata, sizes and tensors. Only its metadata is read."""
-    from mt_ckpt.native.read import open_checkpoint
+    """Show a checkpoint's format, metadata, sizes and tensors. No tensor is read."""
+    from mt_ckpt.contents import entries, open_any
 
-    reader = open_checkpoint(find_checkpoint(path))
+    opened = open_any(path, load_plugins(), loader)
+    found = list(entries(opened.reader))
     console = Console(markup=False)  # names and values are shown as they are
-    console.print(_summary(reader))
-    console.print(_tensor_table(reader.manifest) if tensors else _group_table(reader.manifest))
+    console.print(_summary(opened))
+    console.print(_tensor_table(found) if tensors else _group_table(found))
 
 
 @app.command()
-def verify(path: CheckpointPath) -> None:
-    """Read every byte of a checkpoint and compare it with the stored checksums."""
+def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
+    """Read every tensor of a checkpoint; compare with its checksums, where it has any, and with its configuration."""
+    from mt_ckpt.contents import open_any
+    from mt_ckpt.locate import resolve_run
+    from mt_ckpt.native.manifest import detect
+
+    found = resolve_run(path)
+    if loader in ("auto", "mt") and detect(found):
+        typer.echo(_verify_every_byte(found))
+    else:
+        typer.echo(_verify_every_tensor(open_any(found, load_plugins(), loader)))
+
+
+def _verify_every_byte(checkpoint: Path) -> str:
+    """Of mt's own format. Raises CheckpointError that names the damaged files."""
     from mt_ckpt.native.manifest import read_manifest
     from mt_ckpt.native.verify import find_damage
 
-    checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
     num_bytes = sum(manifest.sizes.values())
     with _progress() as progress:
@@ -61,7 +82,25 @@ def verify(path: CheckpointPath) -> None:
     if problems:
         raise CheckpointError("\n".join(problems))
     num_files = len(manifest.sizes) + 1
-    typer.echo(f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {num_files} files, {format_bytes(num_bytes)})")
+    return f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {num_files} files, {format_bytes(num_bytes)})"
+
+
+def _verify_every_tensor(opened: Opened) -> str:
+    """Of another format. Raises CheckpointError that names what is missing, unknown or unreadable."""
+    from mt_ckpt.completeness import find_problems, has_checksums
+    from mt_ckpt.contents import entries, files_of
+
+    tensors, files = list(entries(opened.reader)), files_of(opened.path)
+    with _progress() as progress:
+        bar = progress.add_task("verifying", total=sum(entry.num_bytes for entry in tensors))
+        problems = find_problems(opened, tensors, load_plugins(), lambda done: progress.advance(bar, done))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    values = "their checksums are right" if has_checksums(opened) else "its files have no checksums of values"
+    return (
+        f"{opened.path}: whole as far as {opened.loader.name} tells ({len(tensors)} tensors, {len(files)} files, "
+        f"{format_bytes(sum(files.values()))}): the tensors are those of the configuration and can be read; {values}"
+    )
 
 
 @app.command()
@@ -110,7 +149,10 @@ def prune(
 
 @app.command()
 def average(
-    checkpoints: Annotated[list[Path], typer.Argument(help="Checkpoints of any formats, or one run with --last.")],
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(parser=as_path, metavar="PATH...", help="Checkpoints, or one run with --last."),
+    ],
     save_dir: Annotated[Path, typer.Option(help="The checkpoint to write; it must not exist, or be empty.")],
     last: Annotated[int | None, typer.Option(min=1, help="Of a run: average so many of the newest.")] = None,
     saver: Annotated[str, typer.Option(help="The format to write.")] = "mt",
@@ -146,10 +188,9 @@ def _chosen(paths: list[Path], last: int | None) -> list[Path]:
 
 
 def _open_any(path: Path) -> CheckpointReader:
-    from mt_ckpt.locate import resolve_run
-    from mt_core.train.checkpointing import open_checkpoint
+    from mt_ckpt.contents import open_any
 
-    return open_checkpoint(resolve_run(path), load_plugins())
+    return open_any(path, load_plugins()).reader
 
 
 def _progress() -> Progress:
@@ -169,23 +210,38 @@ def _difference_table(found: list[Difference], top: int) -> Table:
     return table
 
 
-def _summary(reader: NativeReader) -> Table:
+def _summary(opened: Opened) -> Table:
     """One line for each fact of the checkpoint and each plain value of its metadata."""
     table = Table.grid(padding=(0, 2))
-    for key, value in _facts(reader):
+    for key, value in _facts(opened):
         table.add_row(key, value)
     return table
 
 
-def _facts(reader: NativeReader) -> Iterator[tuple[str, str]]:
-    manifest = reader.manifest
-    yield "checkpoint", str(reader.path)
-    yield "format", f"{manifest.format} {manifest.version}, written by {manifest.written_by}"
-    yield "size", f"{format_bytes(sum(manifest.sizes.values()))} in {len(manifest.sizes) + 1} files"
+def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
+    from mt_ckpt.contents import files_of, iterations_beside, rank_layout
+
+    reader, files = opened.reader, files_of(opened.path)
+    yield "checkpoint", str(opened.path)
+    yield "format", _format(opened)
+    yield "size", f"{format_bytes(sum(files.values()))} in {len(files)} files"
+    if (layout := rank_layout(reader.metadata)) is not None:
+        yield "layout", layout
+    if len(iterations := iterations_beside(opened.path)) > 1:
+        yield "iterations", ", ".join(str(iteration) for iteration in iterations)
     for key, value in reader.metadata.items():
         yield key, _brief(value)
-    for name, file in manifest.files.items():
-        yield "file", f"{name} ({format_bytes(file.num_bytes)})"
+    for name, content in reader.files().items():
+        yield "file", f"{name} ({format_bytes(len(content))})"
+
+
+def _format(opened: Opened) -> str:
+    from mt_ckpt.native.read import NativeReader
+
+    if isinstance(opened.reader, NativeReader):
+        manifest = opened.reader.manifest
+        return f"{manifest.format} {manifest.version}, written by {manifest.written_by}"
+    return f"{opened.loader.name}: {opened.loader.doc}"
 
 
 def _brief(value: Any) -> str:
@@ -196,22 +252,24 @@ def _brief(value: Any) -> str:
     return str(value)
 
 
-def _group_table(manifest: Manifest) -> Table:
+def _group_table(tensors: Iterable[Entry]) -> Table:
     """Tensors by the first parts of their names: `model`, `optimizer.exp_avg`, ..."""
     table = _new_table("group", "tensors", "elements", "dtypes", "bytes")
-    groups: dict[str, list[StoredTensor]] = {}
-    for name, tensor in manifest.tensors.items():
-        groups.setdefault(_group(name), []).append(tensor)
+    groups: dict[str, list[Entry]] = {}
+    for entry in tensors:
+        groups.setdefault(_group(entry.name), []).append(entry)
     for group, members in groups.items():
-        table.add_row(group, str(len(members)), _num_elements(members), _dtypes(members), _num_bytes(members))
+        elements, num_bytes = (sum(part) for part in zip(*((x.numel, x.num_bytes) for x in members), strict=True))
+        dtypes = ", ".join(sorted({entry.dtype for entry in members}))
+        table.add_row(group, str(len(members)), f"{elements:,}", dtypes, format_bytes(num_bytes))
     return table
 
 
-def _tensor_table(manifest: Manifest) -> Table:
-    table = _new_table("tensor", "dtype", "shape", "bytes", "shard")
-    for name, tensor in manifest.tensors.items():
-        shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-        table.add_row(name, tensor.dtype, shape, format_bytes(tensor.num_bytes), tensor.shard)
+def _tensor_table(tensors: Iterable[Entry]) -> Table:
+    table = _new_table("tensor", "dtype", "shape", "bytes", "file")
+    for entry in tensors:
+        shape = " x ".join(str(size) for size in entry.shape) or "scalar"
+        table.add_row(entry.name, entry.dtype, shape, format_bytes(entry.num_bytes), entry.place)
     return table
 
 
@@ -227,15 +285,3 @@ def _new_table(*columns: str) -> Table:
 def _group(name: str) -> str:
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
-
-
-def _num_elements(tensors: Iterable[StoredTensor]) -> str:
-    return f"{sum(math.prod(tensor.shape) for tensor in tensors):,}"
-
-
-def _dtypes(tensors: Iterable[StoredTensor]) -> str:
-    return ", ".join(sorted({tensor.dtype for tensor in tensors}))
-
-
-def _num_bytes(tensors: Iterable[StoredTensor]) -> str:
-    return format_bytes(sum(tensor.num_bytes for tensor in tensors))

@@ -9,13 +9,16 @@ import typer
 from rich.console import Console
 
 from mt_ckpt.sizes import format_bytes, parse_bytes
+from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions
 
 if TYPE_CHECKING:
     from mt_ckpt.convert import Report
 
-LoadDir = Annotated[Path, typer.Option(help="The checkpoint, or a run directory for its latest one.")]
+LoadDir = Annotated[
+    Path, typer.Option(parser=as_path, metavar="PATH", help="The checkpoint, or a run directory for its latest one.")
+]
 SaveDir = Annotated[Path, typer.Option(help="The directory to write; it must not exist, or be empty.")]
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
@@ -41,6 +44,9 @@ def convert(
     make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
     ] = None,
+    trim_vocabulary: Annotated[
+        bool, typer.Option("--trim-vocabulary", help="Drop rows beyond the vocab_size of the source's configuration.")
+    ] = False,
     upcycle_experts: Annotated[
         int | None, typer.Option(min=2, help="Turn dense feed-forwards into mixtures of so many experts.")
     ] = None,
@@ -77,6 +83,7 @@ def convert(
             options=options,
             dry_run=dry_run,
             verify=verify,
+            trim_vocabulary=trim_vocabulary,
             host=load_plugins(),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -14,10 +14,12 @@ from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.resumable import require_free
 from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
 from mt_ckpt.convert.verify import Verification, verify_conversion
+from mt_ckpt.convert.vocabulary import without_padding
 from mt_ckpt.locate import resolve_run
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
+from mt_core.paths import absolute, as_path
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertCheckpoint, ConvertOptions
 from mt_core.train.checkpointing import open_checkpoint, open_with, require_fit
@@ -50,6 +52,7 @@ def convert(
     options: ConvertOptions | None = None,
     dry_run: bool = False,
     verify: bool = False,
+    trim_vocabulary: bool = False,
     host: PluginHost | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Report:
@@ -57,7 +60,8 @@ def convert(
 
     load_dir: a checkpoint, or a run directory for its latest one. loader: the name of a format, or "auto" for the
     one that recognizes the files. dry_run: every check, but nothing is written. verify: read the result again and
-    compare every tensor bit for bit and the outputs of both models layer by layer.
+    compare every tensor bit for bit and the outputs of both models layer by layer. trim_vocabulary: drop rows of the
+    embedding and the output beyond the vocabulary of the configuration, which are an error otherwise.
 
     Memory: at most twice the largest tensor beside what the libraries take (`verify` holds a whole model for its
     last part). A conversion that was killed is gone on with where it was, where the saver can.
@@ -70,12 +74,14 @@ def convert(
     write = _writer(host.checkpoint_savers.get(saver, key="--saver"))
     if verify:
         host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
-    path = resolve_run(Path(load_dir).absolute())
+    path = resolve_run(absolute(as_path(load_dir)))
     reader = upcycled(_open(path, loader, host), options, host)
     config = model_config(reader, host)
     parameters = expected_parameters(config, host)
+    vocab_size = getattr(config.model, "vocab_size", None)
+    reader = without_padding(reader, _shapes(parameters), vocab_size, trim=trim_vocabulary)
     require_fit(reader, _shapes(parameters), MODEL)
-    source = _source(path, reader, parameters, options, progress)
+    source = _source(reader, identity_of(path, options, trim_vocabulary), parameters, options, progress)
     if dry_run:
         _rehearse(write, source, options, host)
         return _report(config, parameters, source)
@@ -98,14 +104,14 @@ def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost
 
 
 def _source(
-    path: Path,
     reader: CheckpointReader,
+    identity: str,
     parameters: dict[str, ParameterLayout],
     options: ConvertOptions,
     progress: Progress,
 ) -> Source:
     declared = [name for name, layout in parameters.items() if layout.dtype is not None]
-    return Source(reader, identity_of(path, options), dtype=options.dtype, kept=declared, progress=progress)
+    return Source(reader, identity, dtype=options.dtype, kept=declared, progress=progress)
 
 
 def _report(

@@ -8,16 +8,24 @@ write fitting checksums.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from mt_core.errors import CheckpointError
+from mt_core.paths import is_remote
 
 ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 4 << 20
 """Read or written at once: large enough for the disk, small enough to be hashed while in the cache."""
+REMOTE_BLOCK_BYTES = 64 << 20
+"""Asked of an object store at once: large enough for the time to its first byte not to matter."""
+
+ReadInto = Callable[[memoryview, int], int]
+"""(target, offset) -> bytes that were read, at most the target's."""
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -28,9 +36,9 @@ def checksum(data: bytes | memoryview) -> str:
 def read_range(file: Path, offset: int, target: memoryview) -> str:
     """Fill `target` from `file`, beginning at `offset` bytes; returns the checksum of what was read."""
     hasher = xxhash.xxh3_128()
-    with file.open("rb", buffering=0) as stream:
+    with _opened(file) as read_into:
         while target:
-            block = target[: os.preadv(stream.fileno(), [target[:BLOCK_BYTES]], offset)]
+            block = target[: read_into(target, offset)]
             if not block:
                 raise CheckpointError(f"{file}: truncated: it ends at byte {offset}")
             hasher.update(block)
@@ -41,13 +49,32 @@ def read_range(file: Path, offset: int, target: memoryview) -> str:
 def checksum_range(file: Path, offset: int, length: int, progress: Callable[[int], None]) -> str:
     """The checksum of `length` bytes of `file`, read block by block; `progress` is told of each block's bytes."""
     hasher = xxhash.xxh3_128()
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset)
+    buffer = memoryview(bytearray(min(length, REMOTE_BLOCK_BYTES if is_remote(file) else BLOCK_BYTES)))
+    with _opened(file) as read_into:
         while length:
-            block = stream.read(min(length, BLOCK_BYTES))
+            block = buffer[: read_into(buffer[:length], offset)]
             if not block:
                 raise CheckpointError(f"{file}: truncated: {length} bytes are missing")
             hasher.update(block)
             progress(len(block))
-            length -= len(block)
+            offset, length = offset + len(block), length - len(block)
     return hasher.hexdigest()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[ReadInto]:
+    if is_remote(file):
+        yield _remote(file)
+        return
+    with file.open("rb", buffering=0) as stream:
+        yield lambda target, offset: os.preadv(stream.fileno(), [target[:BLOCK_BYTES]], offset)
+
+
+def _remote(file: Any) -> ReadInto:
+    def read_into(target: memoryview, offset: int) -> int:
+        end = offset + min(len(target), REMOTE_BLOCK_BYTES)
+        data: bytes = file.fs.cat_file(file.path, start=offset, end=end)
+        target[: len(data)] = data
+        return len(data)
+
+    return read_into

@@ -13,7 +13,7 @@ from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.native import manifest as manifests
 from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.dtypes import format_name
-from mt_ckpt.native.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
+from mt_ckpt.native.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredPiece, StoredShard, StoredTensor
 from mt_ckpt.native.save import MAX_SHARD_BYTES, small_files
 from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
 from mt_core.plugins import PluginHost
@@ -71,7 +71,9 @@ def _manifest(
         for name, info in group.items():
             dtype = format_name(info.dtype) or ""  # the writer has refused what has none
             digest = finished[file][TENSOR_CHECKSUMS][name]
-            stored[name] = StoredTensor(shard=file, offset=offset, dtype=dtype, shape=info.shape, checksum=digest)
+            start = (0,) * len(info.shape)
+            piece = StoredPiece(shard=file, offset=offset, start=start, shape=info.shape, checksum=digest)
+            stored[name] = StoredTensor(dtype=dtype, shape=info.shape, pieces=(piece,))
             offset += info.num_bytes
     manifest = Manifest(
         written_by=_writer(),

@@ -2,13 +2,16 @@
 
 A directory that holds a manifest is a checkpoint; the manifest is written last and the directory is
 renamed into place after that.
+
+Version 2: a tensor consists of pieces, boxes of it that ranks have written into files of their own.
+Version 1 had whole tensors only, and is read as tensors of one piece.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -17,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mt_ckpt.native.checksum import ALGORITHM, checksum
 from mt_ckpt.native.dtypes import ELEMENT_TYPES
 from mt_core.errors import CheckpointError
+from mt_core.nn.boxes import Box
 
 FORMAT = "mt-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = "metadata.json"
 FILES_FOLDER = "files"
@@ -47,18 +51,38 @@ class StoredShard(_Entry):
     header_checksum: Checksum
 
 
-class StoredTensor(_Entry):
-    """A tensor: its bytes begin `offset` bytes into `shard`, in row-major order, little-endian."""
+class StoredPiece(_Entry):
+    """A box of a tensor, from element `start` on: its bytes begin `offset` bytes into `shard`, in row-major order,
+    little-endian."""
 
     shard: str
     offset: Count
-    dtype: str
+    start: tuple[Count, ...]
     shape: tuple[Count, ...]
     checksum: Checksum
 
     @property
+    def box(self) -> Box:
+        return Box(self.start, self.shape)
+
+
+class StoredTensor(_Entry):
+    """A tensor, which its pieces cover without overlapping."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_TYPES[self.dtype].num_bytes
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ELEMENT_TYPES[self.dtype].num_bytes
+        return math.prod(self.shape) * self.element_bytes
+
+    def bytes_of(self, piece: StoredPiece) -> int:
+        return piece.box.numel * self.element_bytes
 
 
 class Manifest(_Entry):
@@ -77,6 +101,11 @@ class Manifest(_Entry):
         """Bytes of each file other than the manifest."""
         files = {name: file.num_bytes for name, file in self.files.items()}
         return files | {name: shard.num_bytes for name, shard in self.shards.items()}
+
+
+def piece_name(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name of a piece in its safetensors file: the tensor's own, and where the piece begins if it is not whole."""
+    return name if box.shape == shape else f"{name}@{','.join(map(str, box.start))}"
 
 
 def detect(path: Path) -> bool:
@@ -132,7 +161,7 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(_no_manifest(path)) from None
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
     if first_line != _first_line(content):
         raise CheckpointError(
             f"{file}: damaged (or not written by mt): the checksum in its first line is not that of the other lines"
@@ -160,7 +189,7 @@ def _no_manifest(path: Path) -> str:
 def _parse(file: Path, content: dict[str, Any]) -> Manifest:
     _check_version(file, content)
     try:
-        manifest = Manifest.model_validate(content)
+        manifest = Manifest.model_validate(_MIGRATIONS.get(content["version"], _unchanged)(content))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -195,15 +224,67 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_contradictions(manifest: Manifest) -> Iterator[str]:
-    ends = {name: shard.header_bytes for name, shard in manifest.shards.items()}
+    pieces: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.shards}
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ELEMENT_TYPES:
             yield f"tensor {name}: dtype {tensor.dtype!r} is none of {', '.join(ELEMENT_TYPES)}"
             return
-        if tensor.offset != ends.get(tensor.shard):
-            yield f"tensor {name}: does not begin where the one before it in {tensor.shard!r} ends"
+        for problem in _piece_contradictions(tensor, pieces):
+            yield f"tensor {name}: {problem}"
             return
-        ends[tensor.shard] += tensor.num_bytes
-    for name, shard in manifest.shards.items():
-        if ends[name] != shard.num_bytes:
-            yield f"shard {name}: {shard.num_bytes} bytes, but its tensors end at {ends[name]}"
+        for piece in tensor.pieces:
+            pieces[piece.shard].append((piece.offset, piece.offset + tensor.bytes_of(piece), name))
+    for shard, stored in manifest.shards.items():
+        yield from _gaps(shard, stored, sorted(pieces[shard]))
+
+
+def _piece_contradictions(tensor: StoredTensor, shards: Collection[str]) -> Iterator[str]:
+    for piece in tensor.pieces:
+        if piece.shard not in shards:
+            yield f"a piece is in {piece.shard!r}, which is not listed"
+        if len(piece.start) != len(piece.shape) or not piece.box.is_inside(tensor.shape):
+            yield f"a piece from {list(piece.start)} of shape {list(piece.shape)} is not inside {list(tensor.shape)}"
+    if sum(piece.box.numel for piece in tensor.pieces) != math.prod(tensor.shape):
+        yield "its pieces do not cover it"
+    if len({piece.start for piece in tensor.pieces}) != len(tensor.pieces):
+        yield "two of its pieces begin at the same place"
+
+
+def _gaps(name: str, shard: StoredShard, pieces: list[tuple[int, int, str]]) -> Iterator[str]:
+    """pieces: first byte, last byte + 1, tensor; in order."""
+    end = shard.header_bytes
+    for first, last, tensor in pieces:
+        if first != end:
+            yield f"tensor {tensor}: does not begin where the one before it in {name!r} ends"
+            return
+        end = last
+    if end != shard.num_bytes:
+        yield f"shard {name}: {shard.num_bytes} bytes, but its tensors end at {end}"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Earlier versions
+# ---------------------------------------------------------------------------------------------------
+
+
+def _unchanged(content: dict[str, Any]) -> dict[str, Any]:
+    return content
+
+
+def _from_version_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Tensors were whole: each had a shard, an offset and a checksum of its own."""
+    tensors = content.get("tensors")
+    if not isinstance(tensors, dict):
+        return content
+    return {**content, "tensors": {n: _as_one_piece(t) for n, t in tensors.items()}}
+
+
+def _as_one_piece(tensor: Any) -> Any:
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("shape"), list):
+        return tensor
+    piece = {key: value for key, value in tensor.items() if key != "dtype"}
+    whole = {"dtype": tensor.get("dtype"), "shape": tensor["shape"]}
+    return {**whole, "pieces": [{**piece, "start": [0] * len(tensor["shape"])}]}
+
+
+_MIGRATIONS = {1: _from_version_1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,17 @@ import torch
 
 from mt_ckpt.native.checksum import read_range
 from mt_ckpt.native.dtypes import ELEMENT_TYPES
-from mt_ckpt.native.manifest import FILES_FOLDER, METADATA_NAME, Manifest, parse_json, read_manifest
+from mt_ckpt.native.manifest import (
+    FILES_FOLDER,
+    METADATA_NAME,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    parse_json,
+    read_manifest,
+)
 from mt_core.errors import CheckpointError, did_you_mean
+from mt_core.nn.boxes import Box
 
 
 def open_checkpoint(path: Path) -> NativeReader:
@@ -21,10 +30,10 @@ def open_checkpoint(path: Path) -> NativeReader:
     Raises CheckpointError when its manifest or metadata is missing or damaged, when it was written by a
     newer version, and when a file is missing or has another size than it had.
     """
-    manifest = read_manifest(Path(path))
+    manifest = read_manifest(path)
     for name, num_bytes in manifest.sizes.items():
-        check_size(Path(path) / name, num_bytes)
-    return NativeReader(Path(path), manifest)
+        check_size(path / name, num_bytes)
+    return NativeReader(path, manifest)
 
 
 class NativeReader:
@@ -50,15 +59,43 @@ class NativeReader:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
+        return self.read_boxes(name, [Box.whole(self._stored(name).shape)])[0]
+
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Parts of a tensor, each on CPU and contiguous. Only the pieces that have some of it are read, those whole.
+
+        Raises CheckpointError for an unknown name and for a damaged file.
+        """
+        stored = self._stored(name)
+        dtype = ELEMENT_TYPES[stored.dtype].torch_dtype()
+        targets = [(box, torch.empty(box.shape, dtype=dtype)) for box in boxes]
+        for piece in stored.pieces:
+            wanted = [
+                (common.relative_to(piece.start).slices, target[common.relative_to(box.start).slices])
+                for box, target in targets
+                if (common := piece.box.meet(box)) is not None
+            ]
+            if len(wanted) == 1 and wanted[0][1].shape == piece.shape and wanted[0][1].is_contiguous():
+                self._read_piece(name, piece, wanted[0][1])
+            elif wanted:
+                values = torch.empty(piece.shape, dtype=dtype)
+                self._read_piece(name, piece, values)
+                for place, target in wanted:
+                    target.copy_(values[place])
+        return [target for _, target in targets]
+
+    def _stored(self, name: str) -> StoredTensor:
         stored = self.manifest.tensors.get(name)
         if stored is None:
             near = did_you_mean(name, self.manifest.tensors)
             raise CheckpointError(f"{self.path}: has no tensor {name}{near}; `mt ckpt inspect --tensors` lists all")
-        self._check_header(stored.shard)
-        tensor = torch.empty(stored.shape, dtype=ELEMENT_TYPES[stored.dtype].torch_dtype())
-        target = tensor.reshape(-1).view(torch.uint8).numpy().data
-        self._read_checked(self.path / stored.shard, stored.offset, target, stored.checksum, f"tensor {name}")
-        return tensor
+        return stored
+
+    def _read_piece(self, name: str, piece: StoredPiece, target: torch.Tensor) -> None:
+        """target: contiguous, of the piece's shape."""
+        self._check_header(piece.shard)
+        data = target.reshape(-1).view(torch.uint8).numpy().data
+        self._read_checked(self.path / piece.shard, piece.offset, data, piece.checksum, f"tensor {name}")
 
     def files(self) -> Mapping[str, bytes]:
         """The small files that travel along, by the names under which they were saved."""
@@ -85,7 +122,7 @@ class NativeReader:
         try:
             found = read_range(file, offset, target)
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
         if found != expected:
             raise CheckpointError(damaged(file, what))
 
@@ -95,7 +132,7 @@ def check_size(file: Path, num_bytes: int) -> None:
     try:
         found = file.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
+        raise CheckpointError(f"{file}: missing or unreadable: {error.strerror or error}") from None
     if found != num_bytes:
         kind = "truncated" if found < num_bytes else "damaged"
         raise CheckpointError(f"{file}: {kind}: {found} bytes instead of {num_bytes}")

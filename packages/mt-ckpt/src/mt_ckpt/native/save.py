@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_ckpt.native import manifest as manifests
+from mt_ckpt.native import places
 from mt_ckpt.native.checksum import checksum
-from mt_ckpt.native.manifest import FILES_FOLDER, MANIFEST_NAME, METADATA_NAME, Manifest, StoredFile
+from mt_ckpt.native.manifest import FILES_FOLDER, METADATA_NAME, Manifest, StoredFile, StoredShard, StoredTensor
 from mt_ckpt.native.shards import ShardWriter
-from mt_ckpt.native.staging import Staging, write_file
 from mt_ckpt.sizes import format_bytes
 from mt_core.errors import CheckpointError
+from mt_core.paths import absolute, is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -50,19 +50,21 @@ def save_checkpoint(
     Raises CheckpointError when `path` exists and is no checkpoint, when something cannot be stored, and
     when writing fails; nothing under the name `path` has changed then.
     """
-    path = Path(os.path.abspath(path))
-    _refuse_foreign(path)
+    path = absolute(path)
+    refuse_foreign(path)
     small = small_files(metadata, files)
-    with _writing(path):
-        staging = Staging(path)
-    with closing(staging), closing(ShardWriter(staging.content, max_shard_bytes)) as writer:
+    with writing(path):
+        _, place = places.begin(path)
+    with (
+        closing(place),
+        closing(ShardWriter(place.folder, max_shard_bytes, place.prefix, place.shard_on_disk)) as writer,
+    ):
         for name, tensor in tensors:
-            with _writing(path, tensor.numel() * tensor.element_size()):
+            with writing(path, tensor.numel() * tensor.element_size()):
                 writer.add(name, tensor)
-        with _writing(path):
+        with writing(path):
             writer.finish()
-            _write_small_files(staging.content, small, writer)
-            staging.commit()
+            place.commit(small, build_manifest(small, writer.shards, writer.tensors))
 
 
 def small_files(metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -73,17 +75,16 @@ def small_files(metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> dict
     return {METADATA_NAME: _encode_metadata(metadata), **_named_files(files)}
 
 
-def _write_small_files(folder: Path, small: Mapping[str, bytes], writer: ShardWriter) -> None:
-    """The small files, then the manifest, which lists them and the shards."""
-    for name, data in small.items():
-        write_file(folder / name, data)
-    manifest = Manifest(
-        written_by=f"mt-ckpt {version('mt-ckpt')}",
-        files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small.items()},
-        shards=writer.shards,
-        tensors=writer.tensors,
-    )
-    write_file(folder / MANIFEST_NAME, manifests.to_bytes(manifest))
+def build_manifest(
+    small: Mapping[str, bytes], shards: dict[str, StoredShard], tensors: dict[str, StoredTensor]
+) -> bytes:
+    """The content of manifest.json, which lists everything else."""
+    files = {name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small.items()}
+    return manifests.to_bytes(Manifest(written_by=written_by(), files=files, shards=shards, tensors=tensors))
+
+
+def written_by() -> str:
+    return f"mt-ckpt {version('mt-ckpt')}"
 
 
 def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:
@@ -102,17 +103,19 @@ def _named_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {f"{FILES_FOLDER}/{name}": data for name, data in files.items()}
 
 
-def _refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: Path) -> None:
     """Only a checkpoint or an empty directory may be replaced."""
     if not path.exists() or manifests.detect(path):
         return
     if path.is_dir() and not any(path.iterdir()):
         return
+    if is_remote(path) and all(entry.name == places.REPORTS or _is_shard(entry) for entry in path.iterdir()):
+        return  # what an interrupted attempt left
     raise CheckpointError(f"{path}: exists and is not an mt checkpoint; remove it or save under another name")
 
 
 @contextmanager
-def _writing(path: Path, num_bytes: int = 0) -> Iterator[None]:
+def writing(path: Path, num_bytes: int = 0) -> Iterator[None]:
     """Turns an OSError into a CheckpointError; num_bytes is what was to be written."""
     try:
         yield
@@ -124,13 +127,19 @@ def _failure(path: Path, error: OSError, num_bytes: int) -> str:
     where = f" ({error.filename})" if error.filename else ""
     reason = f"{error.strerror or error}{where}"
     advice = _OUT_OF_SPACE.get(error.errno or 0)
-    if advice:
+    if is_remote(path):
+        advice = "check the address and the credentials of the object store"
+    elif advice:
         needed = f"at least {format_bytes(num_bytes)} more needed, " if num_bytes else ""
         free = format_bytes(shutil.disk_usage(_existing(path)).free)
         reason += f"; {needed}{free} free on the disk that holds {path.parent}"
     else:
         advice = "make the directory writable or choose another run directory"
     return f"{path}: not saved: {reason}; checkpoints saved before are untouched; {advice}"
+
+
+def _is_shard(file: Path) -> bool:
+    return file.name.endswith(".safetensors")
 
 
 def _existing(path: Path) -> Path:

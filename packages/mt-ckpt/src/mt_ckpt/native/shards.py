@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import xxhash
 
 from mt_ckpt.native.checksum import BLOCK_BYTES, checksum
 from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
-from mt_ckpt.native.manifest import StoredShard, StoredTensor
+from mt_ckpt.native.manifest import StoredPiece, StoredShard, StoredTensor, piece_name
 from mt_core.errors import CheckpointError
+from mt_core.nn.boxes import Box
 
 HEADER_BYTES = 64 << 10
 """Room for the header of a shard: some 500 tensors."""
@@ -28,16 +30,23 @@ SYNC_BYTES = 64 << 20
 
 
 class ShardWriter:
-    """Puts tensors into `folder` as `tensors-00001.safetensors` and so on.
+    """Puts tensors, or boxes of them, into `folder` as `<prefix>tensors-00001.safetensors` and so on.
 
     A shard is closed when the next tensor would make it larger than max_shard_bytes; a larger tensor has
     a shard for itself. After `finish` all shards are on the disk, and `shards` and `tensors` list them.
+    on_disk: told of each file that is complete and synced, in a thread beside the writing one.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_shard_bytes: int,
+        prefix: str = "",
+        on_disk: Callable[[Path], None] = lambda file: None,
+    ) -> None:
         self.shards: dict[str, StoredShard] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self._folder = folder
+        self._folder, self._prefix, self._on_disk = folder, prefix, on_disk
         self._max_shard_bytes = max_shard_bytes
         self._open: dict[int, _Shard] = {}
         self._num_shards = 0
@@ -45,19 +54,24 @@ class ShardWriter:
         self._syncs: list[Future[None]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor of any shape, stride and device; it is free to change afterwards.
+        """Write one whole tensor of any shape, stride and device; it is free to change afterwards.
 
         Raises CheckpointError for a name given twice and for a tensor that the format cannot hold.
         """
         if name in self.tensors:
             raise CheckpointError(f"tensor {name}: given twice")
-        dtype, data = _raw_bytes(name, tensor)
-        shard = self._shard_for(name, tensor, dtype, len(data))
+        shape = tuple(tensor.shape)
+        self.add_piece(name, shape, Box.whole(shape), tensor)
+
+    def add_piece(self, name: str, shape: tuple[int, ...], box: Box, values: torch.Tensor) -> None:
+        """Write a box of the tensor `name`, which has the given shape as a whole."""
+        dtype, data = _raw_bytes(name, values)
+        shard = self._shard_for(piece_name(name, shape, box), box.shape, dtype, len(data))
         offset = shard.num_bytes
         digest = shard.write(data)
-        self.tensors[name] = StoredTensor(
-            shard=shard.file.name, offset=offset, dtype=dtype, shape=tuple(tensor.shape), checksum=digest
-        )
+        piece = StoredPiece(shard=shard.file.name, offset=offset, start=box.start, shape=box.shape, checksum=digest)
+        before = self.tensors[name].pieces if name in self.tensors else ()
+        self.tensors[name] = StoredTensor(dtype=dtype, shape=shape, pieces=(*before, piece))
         if shard.unsynced >= SYNC_BYTES:
             shard.unsynced = 0
             self._syncs.append(self._disk.submit(shard.sync))
@@ -76,24 +90,24 @@ class ShardWriter:
             shard.close()
         self._open.clear()
 
-    def _shard_for(self, name: str, tensor: torch.Tensor, dtype: str, num_bytes: int) -> _Shard:
+    def _shard_for(self, name: str, shape: tuple[int, ...], dtype: str, num_bytes: int) -> _Shard:
         element_bytes = ELEMENT_TYPES[dtype].num_bytes
         shard = self._open.get(element_bytes)
         if shard and shard.data_bytes and shard.data_bytes + num_bytes > self._max_shard_bytes:
             self._finish_shard(element_bytes)
             shard = None
-        if shard and shard.declare(name, dtype, tuple(tensor.shape), num_bytes):
+        if shard and shard.declare(name, dtype, shape, num_bytes):
             return shard
         if shard:
             self._finish_shard(element_bytes)
         shard = self._open[element_bytes] = self._new_shard()
-        if not shard.declare(name, dtype, tuple(tensor.shape), num_bytes):
+        if not shard.declare(name, dtype, shape, num_bytes):
             raise CheckpointError(f"tensor {name[:80]}...: a name of {len(name)} characters is too long")
         return shard
 
     def _new_shard(self) -> _Shard:
         self._num_shards += 1
-        return _Shard(self._folder / f"tensors-{self._num_shards:05d}.safetensors")
+        return _Shard(self._folder / f"{self._prefix}tensors-{self._num_shards:05d}.safetensors")
 
     def _finish_shard(self, element_bytes: int) -> None:
         shard = self._open[element_bytes]
@@ -102,7 +116,11 @@ class ShardWriter:
             num_bytes=shard.num_bytes, header_bytes=HEADER_BYTES, header_checksum=header_checksum
         )
         del self._open[element_bytes]
-        self._syncs.append(self._disk.submit(shard.sync_and_close))
+        self._syncs.append(self._disk.submit(self._finish_on_disk, shard))
+
+    def _finish_on_disk(self, shard: _Shard) -> None:
+        shard.sync_and_close()
+        self._on_disk(shard.file)
 
 
 class _Shard:

@@ -15,6 +15,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from mt_core.paths import sync_directory
+
 STAGING_PREFIX = ".tmp-mt-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -89,14 +91,6 @@ def write_file(file: Path, data: bytes) -> None:
 
 def sync_file(file: Path) -> None:
     descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

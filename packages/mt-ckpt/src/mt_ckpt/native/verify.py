@@ -37,7 +37,8 @@ def parts_by_file(manifest: Manifest) -> dict[str, list[Part]]:
     for name, shard in manifest.shards.items():
         parts[name] = [(0, shard.header_bytes, shard.header_checksum, "the header")]
     for name, tensor in manifest.tensors.items():
-        parts[tensor.shard].append((tensor.offset, tensor.num_bytes, tensor.checksum, f"tensor {name}"))
+        for piece in tensor.pieces:
+            parts[piece.shard].append((piece.offset, tensor.bytes_of(piece), piece.checksum, f"tensor {name}"))
     return parts
 
 
@@ -46,7 +47,7 @@ def _check_file(file: Path, num_bytes: int, parts: list[Part], progress: Callabl
     try:
         wrong = list(_wrong_parts(file, parts, progress))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(damaged(file, wrong[0] + more))

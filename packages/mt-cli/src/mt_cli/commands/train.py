@@ -119,8 +119,10 @@ def convert_checkpoint(
     if saver is None or save_dir is None:
         missing = "--ckpt-convert-format" if saver is None else "--ckpt-convert-save"
         raise ConfigError(f"{missing} is missing: --ckpt-convert-format and --ckpt-convert-save go together")
-    load = loaded.config.checkpoint.load
-    source = RunDirectory(directory).latest_checkpoint() or (find_checkpoint(load) if load is not None else None)
+    keys = loaded.config.checkpoint
+    load = keys.resume_from or keys.load
+    own = RunDirectory(directory, keys.save).find(keys.ckpt_step)
+    source = own or (find_checkpoint(load, keys.ckpt_step) if load is not None else None)
     if source is None:
         raise CheckpointError(
             f"{directory} has no checkpoint and checkpoint.load is not set: there is nothing to convert; give the "

@@ -307,6 +307,9 @@ class CheckpointConfig(Section):
 
     ckpt_format: str = "mt"
     """Name of the checkpoint saver."""
+    save: str | None = None
+    """Folder for checkpoints, also of an object store, such as s3://bucket/run (which needs mt-core[remote] and the
+    package of the scheme). null: `checkpoints` in the run directory."""
     save_interval: PositiveInt | None = 100
     """Steps between checkpoints; null saves only at the end."""
     async_save: bool = False
@@ -320,6 +323,12 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto` goes on from the run directory's latest checkpoint if it has one; `required` is an error
     without one; `never` refuses a run directory that already holds checkpoints."""
+    resume_from: str | None = None
+    """Another run (or a checkpoint of one) to go on from with all of its state, unless the run directory already has a
+    checkpoint of its own."""
+    ckpt_step: PositiveInt | None = None
+    """Go on from the checkpoint of this step instead of the latest. Later ones are left alone until they are written
+    anew."""
     load: str | None = None
     """Start from the weights of this checkpoint (a run directory or a checkpoint) with a new optimizer,
     unless the run directory already has a checkpoint of its own."""

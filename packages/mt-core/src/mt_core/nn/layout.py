@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
+from mt_core.nn.boxes import Box
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import SINGLE, AxisName, ParallelContext
 
@@ -53,6 +55,14 @@ class Split:
         own = [block // len(shares) for block in self.block_sizes(size)]
         blocks = zip(*(share.split(own, self.dim) for share in shares), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A box of a canonical tensor that lies in one piece in a rank's local tensor, from `local` on."""
+
+    canonical: Box
+    local: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,30 @@ class ParameterLayout:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
 
+    def patches(self, ctx: ParallelContext) -> list[Patch]:
+        """What of the canonical tensor this rank's local one consists of; padding is none of it."""
+        runs = [self._runs(dim, ctx) for dim in range(len(self.shape))]
+        return [
+            Patch(
+                Box(tuple(run.canonical for run in combined), tuple(run.length for run in combined)),
+                tuple(run.local for run in combined),
+            )
+            for combined in product(*runs)
+        ]
+
+    def _runs(self, dim: int, ctx: ParallelContext) -> list[_Run]:
+        """Neighbours of the canonical tensor that are neighbours in the local one, along one dimension."""
+        places = torch.arange(self.padded.get(dim, self.shape[dim]))
+        for split in self.splits:
+            if split.dim == dim:
+                axis = ctx.axis(split.axis)
+                places = replace(split, dim=0).cut(places, axis.size)[axis.rank]
+        local = (places < self.shape[dim]).nonzero().flatten()
+        places = places[local]
+        breaks = ((places.diff() != 1) | (local.diff() != 1)).nonzero().flatten() + 1
+        starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(places)]
+        return [_Run(int(places[a]), int(local[a]), b - a) for a, b in zip(starts, ends, strict=True) if b > a]
+
     def gather(self, slices: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
         """The canonical tensor of all ranks' local ones: what `to_local` cuts, put together again.
 
@@ -116,6 +150,13 @@ class ParameterLayout:
             tensors = [split.join(tensors[i : i + size]) for i in range(0, len(tensors), size)]
         (whole,) = tensors
         return self.to_canonical(whole)
+
+
+@dataclass(frozen=True)
+class _Run:
+    canonical: int
+    local: int
+    length: int
 
 
 class LayoutModule(nn.Module):

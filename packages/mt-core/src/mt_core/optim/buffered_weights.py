@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core.nn.boxes import Box, boxes_of_run
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.stage import NumberedLayers
 from mt_core.optim.buckets import Bucket, ReplicaAxes, Slot
@@ -128,6 +129,9 @@ class BufferedWeights(WholeWeights):
     def part(self, name: str, local: Tensor) -> Tensor:
         return self._piece_of[name].cut(local)
 
+    def held(self, name: str) -> list[Box]:
+        return self._piece_of[name].boxes()
+
     # -- hooks ----------------------------------------------------------------------------------
 
     def _accumulate(self, number: int, slot: Slot) -> Callable[[Tensor], None]:
@@ -188,6 +192,11 @@ class Piece:
     def cut(self, local: Tensor) -> Tensor:
         """This rank's elements of a tensor of the parameter's local shape."""
         return local.reshape(-1)[self.first : self.last].clone() if self.divided else local
+
+    def boxes(self) -> list[Box]:
+        """The elements of this rank, as boxes of the local tensor."""
+        shape = tuple(self.slot.parameter.shape)
+        return list(boxes_of_run(shape, self.first, self.last)) if self.divided else [Box.whole(shape)]
 
     def whole(self, part: Tensor | None) -> Tensor:
         if not self.divided or self.bucket.axes.shard.size == 1:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.nn.boxes import Box
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.stage import NumberedLayers, Pipelined
 from mt_core.optim.gradients import SHARDS
@@ -79,13 +80,17 @@ class FullyShardedWeights(WholeWeights):
         of = self._parameters[name]
         return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
 
-    def read(self, name: str) -> Tensor:
-        return self.whole(name, self._parameters[name].to_local().detach())
+    def held(self, name: str) -> list[Box]:
+        """Rows: of `shard` ranks each has as many as torch.chunk gives it."""
+        whole = self._parameters[name]
+        mesh = whole.device_mesh
+        number, ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        first = min(-(-whole.shape[0] // ranks) * number, whole.shape[0])
+        own = tuple(whole.to_local().shape)
+        return [Box((first,) + (0,) * (len(own) - 1), own)]
 
-    @torch.no_grad()
-    def write(self, name: str, local: Tensor) -> None:
-        target: Tensor = self._parameters[name].to_local()
-        target.copy_(self.part(name, local.to(target.device, target.dtype)))
+    def held_weight(self, name: str) -> tuple[list[Box], Tensor]:
+        return self.held(name), self._parameters[name].to_local().detach()
 
 
 def fully_shard_model(

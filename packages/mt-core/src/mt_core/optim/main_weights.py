@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core._torch_compat import zero_all_
+from mt_core.nn.boxes import Box
 
 
 class MainWeights(Protocol):
@@ -54,12 +55,13 @@ class MainWeights(Protocol):
         """What this rank has of a local tensor; the inverse of `whole`."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """The model's own parameter, whole, in its number format. Collective."""
+    def held(self, name: str) -> list[Box]:
+        """The boxes of the local tensor that this rank's part of a state consists of, in the order of its elements."""
         ...
 
-    def write(self, name: str, local: Tensor) -> None:
-        """Set the model's own parameter; `refresh` has to follow unless main weights are set too."""
+    def held_weight(self, name: str) -> tuple[list[Box], Tensor]:
+        """The same of the model's own parameter, with the memory itself. After it was written to, `refresh` has to
+        follow unless main weights are set too."""
         ...
 
 
@@ -84,12 +86,12 @@ class WholeWeights:
     def part(self, name: str, local: Tensor) -> Tensor:
         return local
 
-    def read(self, name: str) -> Tensor:
-        return self.model.get_parameter(name).detach()
+    def held(self, name: str) -> list[Box]:
+        return [Box.whole(tuple(self.model.get_parameter(name).shape))]
 
-    @torch.no_grad()
-    def write(self, name: str, local: Tensor) -> None:
-        self.model.get_parameter(name).copy_(local)
+    def held_weight(self, name: str) -> tuple[list[Box], Tensor]:
+        parameter = self.model.get_parameter(name).detach()
+        return [Box.whole(tuple(parameter.shape))], parameter
 
 
 class ModelWeights(WholeWeights):

@@ -24,8 +24,9 @@ from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
+from mt_core.specs import CheckpointLoaderSpec, CheckpointReader, Fragment
 from mt_core.train import random_streams
+from mt_core.train.fragments import Held, fill, whole_fragment
 from mt_core.train.state import TrainState
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -55,32 +56,39 @@ class Checkpointed:
     state: TrainState
     ctx: ParallelContext
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, canonical tensor), one at a time, on rank 0. Collective: every rank goes through it to the end."""
+    def fragments(self) -> list[Fragment]:
+        """What this rank holds of all of it; ranks that repeat one another hold equal fragments."""
         self.weights.finish_gather()
-        yield from over_stages(list(self._parts()), self.ctx)
+        return list(self._fragments())
 
-    def _parts(self) -> Iterator[Part]:
-        """What this rank's stage holds, in an order that its ranks share."""
+    def _fragments(self) -> Iterator[Fragment]:
         layouts = parameter_layouts(self.model)
         for name, parameter in self.model.named_parameters():
-            yield Part(MODEL + name, layouts[name], parameter.dtype, self.ctx, partial(self.weights.read, name))
+            yield from self._weight(name, layouts[name], parameter.dtype).fragments(self.ctx)
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
             for name, piece in pieces.items():
-                whole = partial(self.weights.whole, name, self._main(piece))
-                yield Part(f"{OPTIMIZER}{MAIN}.{name}", layouts[name], torch.float32, self.ctx, whole)
+                main = self._state(MAIN, name, layouts[name], torch.float32, partial(self._main, piece))
+                yield from main.fragments(self.ctx)
         for name, piece in pieces.items():
             for key, value in self.optimizer.state.get(piece, {}).items():
                 if key == REMAINDER:
                     continue  # a part of the main weight
-                full_name = f"{OPTIMIZER}{key}.{name}"
                 if not isinstance(value, Tensor) or value.shape != piece.shape:
-                    scalar = torch.as_tensor(value)
-                    yield Part(full_name, None, scalar.dtype, self.ctx, partial(torch.clone, scalar))
+                    yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
                 else:
-                    whole = partial(self.weights.whole, name, value)
-                    yield Part(full_name, layouts[name], value.dtype, self.ctx, whole)
+                    state = self._state(key, name, layouts[name], value.dtype, partial(_given, value))
+                    yield from state.fragments(self.ctx)
+        yield from random_streams.fragments(self.ctx)
+
+    def _weight(self, name: str, layout: ParameterLayout, dtype: torch.dtype) -> Held:
+        boxes, weight = self.weights.held_weight(name)
+        return Held(MODEL + name, layout, dtype, boxes, partial(_given, weight))
+
+    def _state(
+        self, key: str, name: str, layout: ParameterLayout, dtype: torch.dtype, part: Callable[[], Tensor]
+    ) -> Held:
+        return Held(f"{OPTIMIZER}{key}.{name}", layout, dtype, self.weights.held(name), part)
 
     @property
     def _has_copies(self) -> bool:
@@ -106,10 +114,9 @@ class Checkpointed:
         trained = {name: shape for name, shape in shapes.items() if name not in untrained}
         pieces = dict(self.weights.named_parameters())
         if self._has_copies:
-            prefix = f"{OPTIMIZER}{MAIN}."
-            require_fit(reader, trained, prefix)
+            require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
             for name, piece in pieces.items():
-                self._copy_part(piece, name, layouts[name].to_local(reader.read(prefix + name), self.ctx))
+                self._set_main(piece, self._read_state(reader, MAIN, name, layouts[name], piece))
         self._restore_optimizer(reader, layouts, pieces, trained)
         random_streams.restore_rng(reader, self.ctx)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
@@ -118,16 +125,28 @@ class Checkpointed:
 
     def load_model(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
         """The model's own weights, which have to fit."""
-        for name in layouts:
-            self.weights.write(name, layouts[name].to_local(reader.read(MODEL + name), self.ctx))
+        for name, layout in layouts.items():
+            weight = self._weight(name, layout, torch.float32)
+            if layout.padded:
+                weight.part().zero_()
+            fill(weight, reader, self.ctx)
+
+    def _read_state(
+        self, reader: CheckpointReader, key: str, name: str, layout: ParameterLayout, piece: Tensor
+    ) -> Tensor:
+        """This rank's part of a state, in the stored number format; padding is zero."""
+        dtype = reader.dtypes()[f"{OPTIMIZER}{key}.{name}"]
+        # In order, as the weight is: fused optimizers go through both by the same offsets.
+        part = torch.zeros(piece.shape, dtype=dtype, device=piece.device)
+        fill(self._state(key, name, layout, dtype, partial(_given, part)), reader, self.ctx)
+        return part
 
     def _main(self, piece: nn.Parameter) -> Tensor:
         """The fp32 weight that the optimizer updates."""
         return self.optimizer.main(piece) if isinstance(self.optimizer, CompletesWeights) else piece.detach()
 
     @torch.no_grad()
-    def _copy_part(self, piece: nn.Parameter, name: str, local: Tensor) -> None:
-        part = self.weights.part(name, local)
+    def _set_main(self, piece: nn.Parameter, part: Tensor) -> None:
         if isinstance(self.optimizer, CompletesWeights):
             self.optimizer.set_main(piece, part)
         else:
@@ -140,7 +159,7 @@ class Checkpointed:
         pieces: Mapping[str, nn.Parameter],
         trained: Mapping[str, tuple[int, ...]],
     ) -> None:
-        for full_name in reader.shapes():
+        for full_name, shape in reader.shapes().items():
             if not full_name.startswith(OPTIMIZER):
                 continue
             key, _, name = full_name.removeprefix(OPTIMIZER).partition(".")
@@ -150,62 +169,13 @@ class Checkpointed:
                 raise CheckpointError(f"the checkpoint has optimizer state for {name}, which the model does not have")
             if name not in pieces:
                 continue  # of another pipeline stage
-            value = reader.read(full_name)
-            if value.shape == layouts[name].shape and value.ndim:
-                local = layouts[name].to_local(value, self.ctx).to(pieces[name].device)
-                # In order, as the weight is: fused optimizers go through both by the same offsets.
-                value = self.weights.part(name, local).contiguous()
-            self.optimizer.state[pieces[name]][key] = value
+            layout, piece = layouts[name], pieces[name]
+            is_like_weight = bool(shape) and tuple(shape) == layout.shape
+            state = self._read_state(reader, key, name, layout, piece) if is_like_weight else reader.read(full_name)
+            self.optimizer.state[piece][key] = state
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor that a stage contributes. layout: of tensors with a parameter's shape; None: alike on all ranks."""
-
-    name: str
-    layout: ParameterLayout | None
-    dtype: torch.dtype
-    ctx: ParallelContext
-    local: Callable[[], Tensor]
-    """Its local tensor; collective over the ranks that divide it further."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return () if self.layout is None else self.layout.shape
-
-    def canonical(self) -> Tensor:
-        local = self.local()
-        return local if self.layout is None else self.layout.to_canonical(local, self.ctx)
-
-
-def over_stages(parts: list[Part], ctx: ParallelContext) -> Iterator[tuple[str, Tensor]]:
-    """The canonical tensors of all pipeline stages, on the ranks of the first one. Collective."""
-    if ctx.pp.size == 1:
-        yield from ((part.name, part.canonical()) for part in parts)
-        return
-    everyone: list[list[tuple[str, tuple[int, ...], torch.dtype]] | None] = [None] * ctx.pp.size
-    dist.all_gather_object(everyone, [(part.name, part.shape, part.dtype) for part in parts], group=ctx.pp.group)
-    own, seen = {part.name: part for part in parts}, set()
-    for stage, held in enumerate(everyone):
-        for name, shape, dtype in held or []:
-            if name in seen:
-                continue
-            seen.add(name)
-            yield name, _from_stage(stage, own.get(name), shape, dtype, ctx)
-
-
-def _from_stage(
-    stage: int, part: Part | None, shape: tuple[int, ...], dtype: torch.dtype, ctx: ParallelContext
-) -> Tensor:
-    if stage == ctx.pp.rank:
-        assert part is not None
-        tensor = part.canonical().contiguous()
-        if stage > 0:
-            dist.send(tensor.to(ctx.device), dst=ctx.pp.ranks[0], group=ctx.pp.group)
-        return tensor
-    tensor = torch.empty(shape, dtype=dtype, device=ctx.device)
-    if ctx.pp.rank == 0:
-        dist.recv(tensor, src=ctx.pp.ranks[stage], group=ctx.pp.group)
+def _given(tensor: Tensor) -> Tensor:
     return tensor
 
 

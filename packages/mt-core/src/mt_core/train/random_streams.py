@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from mt_core.nn.layout import stream_seed
 from mt_core.parallel.context import AxisName, ParallelContext
-from mt_core.specs import CheckpointReader
+from mt_core.specs import CheckpointReader, Fragment
+from mt_core.train.fragments import whole_fragment
 
 RNG = "rng."
 PART_OF: dict[AxisName, str] = {
@@ -30,17 +31,12 @@ def dropout_stream(ctx: ParallelContext) -> str:
     return " of ".join(["dropout", *places])
 
 
-def gather_rng(ctx: ParallelContext) -> dict[str, Tensor]:
-    """`rng.<device>.<rank>` -> state, of all ranks of the world; collective."""
+def fragments(ctx: ParallelContext) -> Iterator[Fragment]:
+    """`rng.<device>.<rank>`: the states of this rank."""
     rank = ctx.world.rank
-    own = {f"{RNG}cpu.{rank}": torch.get_rng_state()}
+    yield whole_fragment(f"{RNG}cpu.{rank}", torch.get_rng_state())
     if ctx.device.type == "cuda":
-        own[f"{RNG}cuda.{rank}"] = torch.cuda.get_rng_state(ctx.device)
-    if ctx.world.size == 1:
-        return own
-    everyone: list[dict[str, Tensor] | None] = [None] * ctx.world.size
-    dist.all_gather_object(everyone, own, group=ctx.world.group)
-    return {name: state for states in everyone if states for name, state in states.items()}
+        yield whole_fragment(f"{RNG}cuda.{rank}", torch.cuda.get_rng_state(ctx.device))
 
 
 def restore_rng(reader: CheckpointReader, ctx: ParallelContext) -> None:

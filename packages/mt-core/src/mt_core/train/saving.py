@@ -1,29 +1,44 @@
-"""Who writes a run's checkpoints: the training thread, or a thread of its own while training goes on.
+"""How a run's checkpoints get to the disk.
 
-One rank writes; the others take part in collecting what it writes. All have a `CheckpointWriter`.
+Of a format with `save_sharded` every rank writes its share, of one with `save` the first rank writes whole tensors
+that the others send it (`Method`); in the training thread, or in a thread of its own while training goes on
+(`CheckpointWriter`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mt_core import retention
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.boxes import Box
+from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import SaveCheckpoint
+from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
+from mt_core.train.fragments import whole_fragment
 from mt_core.train.run_directory import RunDirectory
+from mt_core.train.write_plan import WritePlan, collect
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+
+@dataclass(frozen=True)
+class Contents:
+    """What one checkpoint consists of. fragments: what this rank holds; metadata and files are alike on all ranks."""
+
+    fragments: list[Fragment]
+    metadata: Mapping[str, Any]
+    files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -39,40 +54,15 @@ class Committed:
     problem: str | None = None
 
 
-class CheckpointWriter(Protocol):
-    """Takes checkpoints to the disk, in the order in which they are given."""
-
-    def write(self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """When this returns, the tensors may change. Goes through `tensors`, which is collective, on every rank."""
-        ...
-
-    def committed(self) -> list[Committed]:
-        """What became complete since the last call. Raises the error of a checkpoint that could not be written."""
-        ...
-
-    def finish(self) -> list[Committed]:
-        """The same, after everything that was given has been written."""
-        ...
-
-    def close(self) -> list[str]:
-        """After an error elsewhere: finish without raising. Returns a sentence on each checkpoint still in flight."""
-        ...
-
-
 class Commit:
-    """Writes one checkpoint, then points `latest` to it, then removes what is not to be kept."""
+    """Points `latest` to a written checkpoint, then removes what is not to be kept."""
 
-    def __init__(
-        self, save: SaveCheckpoint, directory: RunDirectory, config: CheckpointConfig, host: PluginHost
-    ) -> None:
-        self._save, self._directory, self._config = save, directory, config
+    def __init__(self, directory: RunDirectory, config: CheckpointConfig, host: PluginHost) -> None:
+        self._directory, self._config = directory, config
         self._detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
 
-    def __call__(
-        self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]
-    ) -> Committed:
-        started = time.perf_counter()
-        self._save(path, tensors, metadata, files)
+    def __call__(self, path: Path, started: float) -> Committed:
+        """started: when writing began, by time.perf_counter."""
         self._directory.set_latest(path)
         seconds = time.perf_counter() - started
         removed: list[Path] = []
@@ -88,18 +78,109 @@ class Commit:
         if self._config.keep_last is None:
             return []
         found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
+        # Later ones are of a run that was given up when this one went on from an earlier step: not ours to count.
+        found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
         return retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
 
 
-class WritesNow:
-    """Training waits until the checkpoint is on the disk; one tensor at a time is collected."""
+# ---------------------------------------------------------------------------------------------------
+# Which rank writes what
+# ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, commit: Commit) -> None:
-        self._commit = commit
+Write = Callable[[Iterable[Fragment]], Committed | None]
+"""Takes what this rank writes to the disk. None: on this rank it is not known when the checkpoint is complete."""
+
+
+class Method(Protocol):
+    """Collective over all ranks."""
+
+    def begin(self, path: Path, contents: Contents) -> tuple[Iterable[Fragment], Write]:
+        """What this rank writes, and how. Going through the former is collective, too; the latter need not be called
+        in this thread."""
+        ...
+
+
+class ShardedMethod:
+    """Every rank writes a share of what it holds; the first one commits."""
+
+    def __init__(self, saver: ShardedSave, commit: Commit, ctx: ParallelContext) -> None:
+        self._saver, self._commit, self._ctx = saver, commit, ctx
+        self._plan = WritePlan()
+
+    def begin(self, path: Path, contents: Contents) -> tuple[list[Fragment], Write]:
+        started = time.perf_counter()
+        world = self._ctx.world
+        place = [self._saver.begin(path) if self._ctx.is_writer else ""]
+        if world.size > 1:
+            dist.broadcast_object_list(place, src=world.ranks[0], group=world.group)
+
+        def write(fragments: Iterable[Fragment]) -> Committed | None:
+            self._saver.write(path, place[0], world.rank, world.size, fragments, contents.metadata, contents.files)
+            return self._commit(path, started) if self._ctx.is_writer else None
+
+        return self._plan.share(contents.fragments, self._ctx), write
+
+
+class WholeMethod:
+    """The first rank writes whole tensors, one at a time, as the others send them."""
+
+    def __init__(self, save: SaveCheckpoint, commit: Commit, ctx: ParallelContext) -> None:
+        self._save, self._commit, self._ctx = save, commit, ctx
+
+    def begin(self, path: Path, contents: Contents) -> tuple[Iterator[Fragment], Write]:
+        def write(fragments: Iterable[Fragment]) -> Committed | None:
+            if not self._ctx.is_writer:
+                deque(fragments, maxlen=0)
+                return None
+            started = time.perf_counter()
+            tensors = ((fragment.name, fragment.tensor()) for fragment in fragments)
+            self._save(path, tensors, contents.metadata, contents.files)
+            return self._commit(path, started)
+
+        return self._collected(contents.fragments), write
+
+    def _collected(self, fragments: list[Fragment]) -> Iterator[Fragment]:
+        for name, tensor in collect(fragments, self._ctx):
+            if self._ctx.is_writer:
+                yield whole_fragment(name, tensor)
+
+
+# ---------------------------------------------------------------------------------------------------
+# When it is written
+# ---------------------------------------------------------------------------------------------------
+
+
+class CheckpointWriter(Protocol):
+    """Takes checkpoints to the disk, in the order in which they are given. All ranks have one."""
+
+    def write(self, path: Path, contents: Contents) -> None:
+        """When this returns, the tensors may change. Collective."""
+        ...
+
+    def committed(self) -> list[Committed]:
+        """What became complete since the last call. Raises the error of a checkpoint that could not be written."""
+        ...
+
+    def finish(self) -> list[Committed]:
+        """The same, after everything that was given has been written."""
+        ...
+
+    def close(self) -> list[str]:
+        """After an error elsewhere: finish without raising. Returns a sentence on each checkpoint still in flight."""
+        ...
+
+
+class WritesNow:
+    """Training waits until the checkpoint is on the disk."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
         self._done: list[Committed] = []
 
-    def write(self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        self._done.append(self._commit(path, tensors, metadata, files))
+    def write(self, path: Path, contents: Contents) -> None:
+        fragments, write = self._method.begin(path, contents)
+        # All ranks wait for the first one before they go on, so that the others know that it is complete, too.
+        self._done.append(write(fragments) or Committed(path))
 
     def committed(self) -> list[Committed]:
         done, self._done = self._done, []
@@ -118,20 +199,19 @@ class WritesInBackground:
     in_flight: checkpoints that may be copied and not yet written. A further one waits for the oldest.
     """
 
-    def __init__(self, commit: Commit, in_flight: int) -> None:
-        self._commit = commit
+    def __init__(self, method: Method, in_flight: int) -> None:
+        self._method = method
         self._free = [HostCopies() for _ in range(in_flight)]
-        self._in_flight: deque[tuple[Path, HostCopies, Future[Committed]]] = deque()
+        self._in_flight: deque[tuple[Path, HostCopies, Future[Committed | None]]] = deque()
         self._done: list[Committed] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
 
-    def write(self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    def write(self, path: Path, contents: Contents) -> None:
         if not self._free:
             self._settle_oldest()
         copies = self._free.pop()
-        copies.fill(tensors)
-        future = self._thread.submit(self._commit, path, copies.tensors.items(), metadata, files)
-        self._in_flight.append((path, copies, future))
+        fragments, write = self._method.begin(path, contents)
+        self._in_flight.append((path, copies, self._thread.submit(write, copies.fill(fragments))))
 
     def committed(self) -> list[Committed]:
         while self._in_flight and self._in_flight[0][2].done():
@@ -149,20 +229,21 @@ class WritesInBackground:
         return [
             f"{path.name} was not written: {error}" if (error := future.exception()) else f"committed {path.name}"
             for path, _, future in self._in_flight
+            if future.exception() or future.result()
         ]
 
     def _settle_oldest(self) -> None:
         _, copies, future = self._in_flight.popleft()
         committed = future.result()
         self._free.append(copies)
-        self._done.append(committed)
+        if committed is not None:
+            self._done.append(committed)
 
 
-class TakesPart:
-    """A rank that does not write; it cannot know when a checkpoint that is written in the background is complete."""
+class WritesNothing:
+    """Of a run without a directory."""
 
-    def write(self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        deque(tensors, maxlen=0)
+    def write(self, path: Path, contents: Contents) -> None: ...
 
     def committed(self) -> list[Committed]:
         return []
@@ -174,66 +255,66 @@ class TakesPart:
         return []
 
 
-class WaitsForWriter(TakesPart):
-    """A rank that goes on when the writer has written, so that it knows that the checkpoint is there."""
-
-    def __init__(self) -> None:
-        self._done: list[Committed] = []
-
-    def write(self, path: Path, tensors: NamedTensors, metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        super().write(path, tensors, metadata, files)
-        self._done.append(Committed(path))
-
-    def committed(self) -> list[Committed]:
-        done, self._done = self._done, []
-        return done
-
-
 class HostCopies:
-    """Copies of a checkpoint's tensors in host memory, page-locked for tensors of a GPU.
+    """Copies of fragments in host memory, page-locked for tensors of a GPU.
 
     The memory is kept for the next checkpoint: to get it from the system again takes longer than to copy.
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, Box], Tensor] = {}
 
     @torch.no_grad()
-    def fill(self, tensors: NamedTensors) -> None:
-        """Take the values of `tensors`, of any device and stride, as they are now."""
-        before, self.tensors = self.tensors, {}
-        on_gpu = False
-        for name, tensor in tensors:
-            copy = before.get(name)
+    def fill(self, fragments: Iterable[Fragment]) -> list[Fragment]:
+        """The fragments with their values, of any device and stride, as they are now."""
+        before, self._copies = self._copies, {}
+        copied, on_gpu = [], False
+        for fragment in fragments:
+            tensor = fragment.tensor().detach()
+            copy = before.get((fragment.name, fragment.box))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-            self.tensors[name] = copy.copy_(tensor.detach(), non_blocking=True)
+            self._copies[fragment.name, fragment.box] = copy.copy_(tensor, non_blocking=True)
+            copied.append(replace(fragment, tensor=partial(_given, copy)))
             on_gpu = on_gpu or tensor.is_cuda
         if on_gpu:
             torch.cuda.synchronize()
+        return copied
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def build_checkpoint_writer(
-    config: CheckpointConfig, host: PluginHost, directory: RunDirectory | None, *, is_writer: bool
+    config: CheckpointConfig, host: PluginHost, directory: RunDirectory | None, ctx: ParallelContext
 ) -> CheckpointWriter:
     """The writer that the configuration asks for; directory: None for a run that writes nothing.
 
     Raises PluginError for an unknown checkpoint.ckpt_format and ConfigError for one that is no target of training.
     """
     if directory is None:
-        return TakesPart()
-    spec = host.checkpoint_savers.get(config.ckpt_format, key="checkpoint.ckpt_format")
-    if spec.save is None:
-        able = ", ".join(saver.name for saver in host.checkpoint_savers if saver.save is not None)
-        raise ConfigError(
-            f"checkpoint.ckpt_format={config.ckpt_format} is written by mt convert only; training writes {able}"
-        )
+        return WritesNothing()
+    method = _method(config, host, Commit(directory, config, host), ctx)
     if config.keep_every is not None and config.keep_last is None:
         raise ConfigError(
             f"checkpoint.keep_every={config.keep_every}: without checkpoint.keep_last every checkpoint is kept; set "
             "checkpoint.keep_last, too"
         )
-    if not is_writer:
-        return TakesPart() if config.async_save else WaitsForWriter()
-    commit = Commit(spec.save.load(), directory, config, host)
-    return WritesInBackground(commit, config.async_in_flight) if config.async_save else WritesNow(commit)
+    # Who only sends what another rank writes has done so before training goes on.
+    only_sends = isinstance(method, WholeMethod) and not ctx.is_writer
+    if config.async_save and not only_sends:
+        return WritesInBackground(method, config.async_in_flight)
+    return WritesNow(method)
+
+
+def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:
+    spec = host.checkpoint_savers.get(config.ckpt_format, key="checkpoint.ckpt_format")
+    if spec.save_sharded is not None:
+        return ShardedMethod(spec.save_sharded.load()(), commit, ctx)
+    if spec.save is not None:
+        return WholeMethod(spec.save.load(), commit, ctx)
+    able = ", ".join(saver.name for saver in host.checkpoint_savers if saver.save or saver.save_sharded)
+    raise ConfigError(
+        f"checkpoint.ckpt_format={config.ckpt_format} is written by mt convert only; training writes {able}"
+    )

@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -56,10 +55,10 @@ from mt_core.train.evaluation import evaluate
 from mt_core.train.late_step import LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
 from mt_core.train.loss_check import ExpectedLoss, RecentLosses, expected_loss, is_comparable
 from mt_core.train.partial_load import fresh_parameters
-from mt_core.train.random_streams import dropout_stream, gather_rng
+from mt_core.train.random_streams import dropout_stream
 from mt_core.train.resume import change_table, require_same_run
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
-from mt_core.train.saving import Committed, build_checkpoint_writer
+from mt_core.train.saving import Committed, Contents, build_checkpoint_writer
 from mt_core.train.signals import StopSignals
 from mt_core.train.stages import ThroughStages, build_stages, require_pipelined
 from mt_core.train.state import TrainState
@@ -135,7 +134,7 @@ class Trainer:
         self.host = host or load_plugins()
         self.phases = phases or Phases()
         self.loaded = config
-        self.directory = RunDirectory(run_dir) if run_dir is not None else None
+        self.directory = RunDirectory(run_dir, config.config.checkpoint.save) if run_dir is not None else None
         self.state = TrainState()
         # What configuration asks for speaks to the console and to files: one process does that for all.
         self.callbacks = CallbackList([*(self._configured_callbacks() if is_writer() else []), *callbacks])
@@ -152,9 +151,7 @@ class Trainer:
         self.tokenizer = building.build_tokenizer(config.config, self.host)
         self.config = build.with_vocab_size(config.config, self.tokenizer)
         self.ctx = build.build_context(self.config, self.device)
-        self.checkpoint_writer = build_checkpoint_writer(
-            self.config.checkpoint, self.host, self.directory, is_writer=self.ctx.is_writer
-        )
+        self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         self.stages = build_stages(self.config, self.ctx)
         self.kernels = configured_kernels(self.config, self.ctx)
         self.model = model if model is not None else self._build_model()
@@ -274,9 +271,9 @@ class Trainer:
         self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
         state = self.checkpointed()
-        tensors = chain(state.tensors(), gather_rng(self.ctx).items())
         metadata = {**state.metadata(self.config), "recent_losses": self.recent_losses.to_list()}
-        self.checkpoint_writer.write(path, tensors, metadata, dict(self.tokenizer.files()))
+        contents = Contents(state.fragments(), metadata, dict(self.tokenizer.files()))
+        self.checkpoint_writer.write(path, contents)
         wait_for_all()
         self._last_saved = self.state.iteration
         if self.config.checkpoint.async_save:
@@ -534,16 +531,20 @@ class Trainer:
     def _find_resume(self) -> Path | None:
         """The checkpoint to go on from, or an error before anything is built."""
         self._last_saved = self._last_evaluated = -1
-        resume = self.loaded.config.checkpoint.resume
-        latest = self.directory.latest_checkpoint() if self.directory is not None else None
-        if resume == "required" and latest is None:
-            where = self.directory.path if self.directory is not None else "no run directory was given, so it"
-            raise CheckpointError(f"checkpoint.resume=required, but {where} has no checkpoint")
-        if resume == "never" and latest is not None:
+        keys = self.loaded.config.checkpoint
+        own = self.directory.find(keys.ckpt_step) if self.directory is not None else None
+        if keys.resume == "never" and own is not None:
             raise CheckpointError(
-                f"checkpoint.resume=never, but {latest} exists; choose another --run-dir or remove that one"
+                f"checkpoint.resume=never, but {own} exists; choose another --run-dir or remove that one"
             )
-        return latest
+        found = own
+        if own is None and keys.resume_from is not None:
+            found = find_checkpoint(keys.resume_from, keys.ckpt_step)
+        if found is None and (keys.resume == "required" or keys.ckpt_step is not None):
+            where = self.directory.checkpoints if self.directory is not None else "no run directory was given, so it"
+            key = "resume=required" if keys.resume == "required" else f"ckpt_step={keys.ckpt_step}"
+            raise CheckpointError(f"checkpoint.{key}, but {where} has no checkpoint")
+        return found
 
     def _restore(self) -> None:
         if self._resumed_from is not None:

@@ -13,9 +13,12 @@ from torch import Tensor
 from mt_core.config.loading import LoadedConfig
 from mt_core.nn.layout import parameter_layouts
 from mt_core.plugins import PluginHost
+from mt_core.specs import Fragment
 from mt_core.train.callbacks import Callback
-from mt_core.train.checkpointing import MODEL, Part, over_stages
+from mt_core.train.checkpointing import MODEL
+from mt_core.train.fragments import Held
 from mt_core.train.trainer import Trainer
+from mt_core.train.write_plan import collect
 
 
 @dataclass
@@ -37,11 +40,11 @@ class _Recorder(Callback):
         self.record, self.steps = record, steps
 
     def on_train_start(self, run: Trainer) -> None:
-        def gradients() -> None:
+        def keep() -> None:
             if not self.record.gradients:
-                self.record.gradients = collected(gradient_parts(run), run)
+                self.record.gradients = dict(collect(list(gradients(run)), run.ctx))
 
-        run.step.on_gradients = gradients
+        run.step.on_gradients = keep
 
     def on_step_end(self, run: Trainer, metrics: Mapping[str, float | int | str]) -> None:
         self.record.losses.append(float(metrics["loss"]))
@@ -53,29 +56,23 @@ class _Recorder(Callback):
 def record_run(
     config: LoadedConfig, steps: int = 3, *, host: PluginHost | None = None, run_dir: Path | None = None
 ) -> RunRecord:
-    """Train `steps` steps and tell what they computed; complete on the first pipeline stage's ranks. Collective."""
+    """Train `steps` steps and tell what they computed; tensors are complete on the first rank. Collective."""
     record = RunRecord()
     trainer = Trainer(config, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
     trainer.train()
-    weights = (
-        (name.removeprefix(MODEL), tensor)
-        for name, tensor in trainer.checkpointed().tensors()
-        if name.startswith(MODEL)
-    )
-    record.weights = {name: tensor.detach().cpu().clone() for name, tensor in weights}
+    held = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
+    record.weights = {name.removeprefix(MODEL): tensor for name, tensor in collect(held, trainer.ctx)}
     record.evaluation = next(iter(trainer.evaluate().values()), None)
     return record
 
 
-def gradient_parts(run: Trainer) -> Iterator[Part]:
-    """Each parameter's gradient, as the optimizer would see it before clipping."""
+def gradients(run: Trainer) -> Iterator[Fragment]:
+    """Each parameter's gradient, as the optimizer would see it before clipping, as far as this rank has it."""
     layouts = parameter_layouts(run.model)
-    scale = run.scaler.scale
     for name, piece in run.weights.named_parameters():
-        gradient = torch.zeros_like(piece) if piece.grad is None else piece.grad
-        whole = partial(run.weights.whole, name, gradient / scale)
-        yield Part(name, layouts[name], gradient.dtype, run.ctx, whole)
+        part = partial(_gradient, piece, run.scaler.scale)
+        yield from Held(name, layouts[name], piece.dtype, run.weights.held(name), part).fragments(run.ctx)
 
 
-def collected(parts: Iterator[Part], run: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in over_stages(list(parts), run.ctx)}
+def _gradient(piece: Tensor, scale: float) -> Tensor:
+    return torch.zeros_like(piece) if piece.grad is None else piece.grad / scale

@@ -1,0 +1,127 @@
+"""Saves a checkpoint in mt's own format from all ranks of a run, each writing what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from mt_ckpt.native import places
+from mt_ckpt.native.manifest import StoredShard, StoredTensor
+from mt_ckpt.native.save import MAX_SHARD_BYTES, build_manifest, refuse_foreign, small_files, writing
+from mt_ckpt.native.shards import ShardWriter
+from mt_core.errors import CheckpointError
+from mt_core.paths import absolute
+from mt_core.specs import Fragment
+
+
+class Report(BaseModel):
+    """What a rank wrote, or why it could not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shards: dict[str, StoredShard] = {}
+    tensors: dict[str, StoredTensor] = {}
+    error: str | None = None
+
+
+class ShardedSave:
+    """A `mt_core.specs.ShardedSave`."""
+
+    def __init__(self, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        self._max_shard_bytes = max_shard_bytes
+        self._begun: dict[str, places.FirstRanksPlace | places.RemotePlace] = {}
+
+    def begin(self, path: Path) -> str:
+        """Raises CheckpointError when `path` exists and is no checkpoint, and when nothing can be written there."""
+        path = absolute(path)
+        refuse_foreign(path)
+        with writing(path):
+            token, place = places.begin(path)
+        self._begun[token] = place
+        return token
+
+    def write(
+        self,
+        path: Path,
+        place: str,
+        rank: int,
+        num_ranks: int,
+        fragments: Iterable[Fragment],
+        metadata: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Raises CheckpointError when this rank, or on the first one any rank, cannot write its share."""
+        path = absolute(path)
+        if rank > 0:
+            with places.joined(path, place) as joined:
+                self._write_own(path, joined, rank, num_ranks, fragments)
+            return
+        with closing(self._begun.pop(place)) as first:
+            small = small_files(metadata, files)
+            own = self._write_own(path, first, rank, num_ranks, fragments)
+            reports = [own, *_others(path, first, num_ranks)]
+            with writing(path):
+                first.commit(small, build_manifest(small, *_merged(reports)))
+
+    def _write_own(
+        self,
+        path: Path,
+        place: places.StagedPlace | places.RemotePlace,
+        rank: int,
+        num_ranks: int,
+        fragments: Iterable[Fragment],
+    ) -> Report:
+        try:
+            report = self._write_shards(path, place, rank, num_ranks, fragments)
+        except CheckpointError as error:
+            with writing(path):
+                place.report(rank, Report(error=str(error)).model_dump_json().encode())
+            raise
+        if rank > 0:
+            with writing(path):
+                place.report(rank, report.model_dump_json().encode())
+        return report
+
+    def _write_shards(
+        self,
+        path: Path,
+        place: places.StagedPlace | places.RemotePlace,
+        rank: int,
+        num_ranks: int,
+        fragments: Iterable[Fragment],
+    ) -> Report:
+        of_rank = f"rank-{rank:05d}-" if num_ranks > 1 else ""
+        prefix = place.prefix + of_rank
+        with closing(ShardWriter(place.folder, self._max_shard_bytes, prefix, place.shard_on_disk)) as writer:
+            for fragment in fragments:
+                values = fragment.tensor()
+                with writing(path, values.numel() * values.element_size()):
+                    writer.add_piece(fragment.name, fragment.shape, fragment.box, values)
+            with writing(path):
+                writer.finish()
+        return Report(shards=writer.shards, tensors=writer.tensors)
+
+
+def _others(path: Path, place: places.StagedPlace | places.RemotePlace, num_ranks: int) -> list[Report]:
+    with writing(path):
+        found = places.wait_for_reports(place, num_ranks - 1)
+    reports = {rank: Report.model_validate_json(content) for rank, content in sorted(found.items())}
+    for rank, report in reports.items():
+        if report.error is not None:
+            raise CheckpointError(f"{path}: rank {rank} could not write its share: {report.error}")
+    return list(reports.values())
+
+
+def _merged(reports: Iterable[Report]) -> tuple[dict[str, StoredShard], dict[str, StoredTensor]]:
+    shards: dict[str, StoredShard] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for report in reports:
+        shards.update(report.shards)
+        for name, tensor in report.tensors.items():
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = tensor.model_copy(update={"pieces": (*before, *tensor.pieces)})
+    return shards, tensors
