@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.native.sharded import ShardedSave
 from mt_ckpt.native.verify import find_damage
+from mt_core import retention
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.boxes import Box
 from mt_core.paths import as_path
 from mt_core.specs import Fragment
+from mt_core.train.run_directory import RunDirectory
 
 MATRIX = torch.arange(35.0).reshape(5, 7)
 TENSORS = {"model.matrix": MATRIX, "model.vector": torch.arange(3).to(torch.bfloat16), "step": torch.tensor(4)}
@@ -222,3 +226,41 @@ def test_a_full_disk_is_named_by_the_rank_that_has_it(tmp_path: Path, monkeypatc
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nowhere://bucket/run: nowhere:// cannot be used"):
         as_path("nowhere://bucket/run")
+
+
+@pytest.mark.parametrize("tries", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path: Path, tries: int) -> None:
+    """Three ranks save one step after the other until the process dies; what `latest` names is always whole."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    moments = random.Random(7)
+    latest = None
+    for number in range(1, tries + 1):
+        kill_while_saving(directory, 1000 * number, moments.uniform(0, 0.05))
+        latest = directory.latest_checkpoint()
+        assert latest is not None
+        assert retention.iteration_of(latest) >= 1000 * number
+        assert_whole(latest)
+    write(directory.checkpoint(1000 * tries + 999))
+    assert not [entry.name for entry in directory.checkpoints.iterdir() if entry.name.startswith(".tmp-mt-")]
+
+
+def kill_while_saving(directory: RunDirectory, first: int, seconds: float) -> None:
+    """In a forked process, which is killed some time after its first commit."""
+    hears, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for iteration in count(first):
+                write(directory.checkpoint(iteration))
+                directory.set_latest(directory.checkpoint(iteration))
+                os.write(told, b".")
+        finally:
+            os._exit(1)
+    os.close(told)
+    heard = os.read(hears, 1)
+    os.close(hears)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert heard

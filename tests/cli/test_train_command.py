@@ -110,6 +110,21 @@ def test_the_same_command_goes_on(tmp_path, capsys) -> None:
     assert "This run is complete (4 steps)" in capsys.readouterr().out
 
 
+def test_time_limits_of_phases_come_from_the_configuration(tmp_path, monkeypatch) -> None:
+    from mt_core.launch import phases
+
+    limits = {}
+    entered = phases.Phases.enter
+
+    def enter(self: phases.Phases, phase: str, timeout: float | None = None, step: int | None = None) -> None:
+        entered(self, phase, timeout, step)
+        limits[phase] = self.position.timeout
+
+    monkeypatch.setattr(phases.Phases, "enter", enter)
+    assert run(arguments(tmp_path, timeouts__step="7.5", timeouts__save="90")) == 0
+    assert (limits["step"], limits["save"], limits["load"]) == (7.5, 90, 3600)
+
+
 def test_sigterm_saves_and_exits_with_zero(tmp_path) -> None:
     command = [sys.executable, "-m", "mt_cli", *arguments(tmp_path / "run", train__train_iters="1000000")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -134,13 +134,15 @@ def convert_checkpoint(
 
 def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> None:
     """Train in this process, alone or as one of the ranks that a launcher started."""
+    from mt_core.launch.phases import PhaseTimeouts
     from mt_core.launch.session import rank_session
     from mt_core.parallel.context import is_writer
     from mt_core.train import build
     from mt_core.train.trainer import Trainer
 
     device = build.resolve_device(loaded.config.train.device)
-    with rank_session(device.type, run_dir=directory) as session:
+    timeouts = PhaseTimeouts(**loaded.config.timeouts.model_dump())
+    with rank_session(device.type, run_dir=directory, timeouts=timeouts) as session:
         trainer = Trainer(loaded, run_dir=directory, host=host, phases=session.phases)
         already = trainer.state.iteration
         result = trainer.train()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -356,6 +357,23 @@ class LoggingConfig(Section):
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
 
 
+class TimeoutsConfig(Section):
+    """Seconds that a rank may be in a phase; then the run ends with the name of the rank that is late."""
+
+    init: PositiveFloat = 600.0
+    """Until every rank has arrived and the process groups stand."""
+    data: PositiveFloat = 1800.0
+    """Building data sets."""
+    load: PositiveFloat = 3600.0
+    """Reading a checkpoint."""
+    step: PositiveFloat = 1800.0
+    """One step of training, waiting for its batch included."""
+    evaluate: PositiveFloat = 3600.0
+    """All of an evaluation."""
+    save: PositiveFloat = 3600.0
+    """Saving a checkpoint, as long as training waits for it."""
+
+
 class Config(Section):
     """The whole configuration. Sections hold the types of the plugins that they name."""
 
@@ -371,6 +389,7 @@ class Config(Section):
     recompute: RecomputeConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    timeouts: TimeoutsConfig
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and TOML values, every key present (None included)."""
@@ -390,6 +409,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "timeouts": TimeoutsConfig,
 }
 
 REGISTRY_OF_SECTION: Mapping[str, str] = {

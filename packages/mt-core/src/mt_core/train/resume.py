@@ -29,7 +29,7 @@ FREE_KEYS = frozenset(
     }
 )
 """Keys that change no weight of the run."""
-FREE_SECTIONS = frozenset({"checkpoint", "logging"})
+FREE_SECTIONS = frozenset({"checkpoint", "logging", "timeouts"})
 
 
 class Change(NamedTuple):
