@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,3 +113,22 @@ def torch_pipeline_order(
         ]
         for rank in range(num_ranks)
     ]
+
+
+# -- which gradients a backward pass is asked for ----------------------------------------------------
+
+
+def gradients_wanted(ctx: Any, count: int) -> tuple[bool, ...]:
+    """In the backward of an autograd function: whether each of its first `count` inputs gets a gradient in this pass.
+
+    `ctx.needs_input_grad` is what the forward pass knew. A pass for some inputs alone, as one half of a split
+    backward pass is, wants less.
+    """
+    known = ctx.needs_input_grad[:count]
+    if torch.compiler.is_compiling():
+        return tuple(known)
+    edges = ctx.next_functions[:count]
+    return tuple(
+        needed and node is not None and torch._C._will_engine_execute_node(node)
+        for needed, (node, _) in zip(known, edges, strict=True)
+    )

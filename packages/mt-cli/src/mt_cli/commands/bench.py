@@ -51,7 +51,7 @@ def kernels(
 def train(
     context: typer.Context,
     preset: Annotated[list[str] | None, typer.Option(help="124m, 1.2b, 3b or 8b; repeatable. Default: all.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16 or fp32. On a CPU fp32 is quicker.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32. On a CPU fp32 is quicker.")] = "bf16",
     steps: Annotated[int, typer.Option(help="Steps that are timed.", min=1)] = 30,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
@@ -61,14 +61,14 @@ def train(
     """Steps of training on random tokens: speed, utilization, memory, where the time goes."""
     need("torch", "mt-models", "mt-data", command="mt bench train")
     from mt_core.bench.training import measure_training
-    from mt_core.bench.training_presets import PRESETS
+    from mt_core.bench.training_presets import PRECISIONS, PRESETS
     from mt_core.errors import ConfigError
 
     for name in preset or ():
         if name not in PRESETS:
             raise ConfigError(f"--preset {name}: it can be {', '.join(PRESETS)}")
-    if precision not in ("bf16", "fp32"):
-        raise ConfigError(f"--precision {precision}: it can be bf16 or fp32")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"--precision {precision}: it can be {', '.join(PRECISIONS)}")
     machine, host = _machine(10), host_of(context)
     cases = (
         measure_training(name, PRESETS[name], precision, machine, steps, set_ or [], host) for name in preset or PRESETS

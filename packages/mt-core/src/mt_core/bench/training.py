@@ -114,7 +114,7 @@ def measure_training(
         "name": f"{name} {precision}",
         "settings": settings,
         "steps": steps,
-        **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goal),
+        **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goals.get(precision)),
         "step_ms": seconds * 1e3,
         "loss": run.told.loss,
         **_memory(peak, plan),

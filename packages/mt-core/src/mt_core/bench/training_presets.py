@@ -22,6 +22,14 @@ TEN_BYTES = (
     "precision.accumulate_allreduce_grads_in_fp32=false",
 )
 """Weights, remainders, two moments and gradients, 2 bytes each."""
+PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bf16": ("precision.dtype=bf16",),
+        "fp8": ("precision.dtype=bf16", "precision.fp8_format=hybrid", "precision.fp8_recipe=tensorwise"),
+        "fp32": ("precision.dtype=fp32",),
+    }
+)
+"""What `--precision` stands for; another FP8 recipe is a `--set`."""
 SMALL = (
     "model.num_layers=2",
     "model.hidden_size=64",
@@ -35,22 +43,24 @@ SMALL = (
 
 @dataclass(frozen=True)
 class BenchPreset:
-    """goal: tokens a second on one H200 in bf16; None where there is none."""
+    """goals: tokens a second on one H200, by precision, where there is one."""
 
     preset: str
     overrides: tuple[str, ...]
-    goal: float | None
+    goals: Mapping[str, float]
     small: tuple[str, ...] = SMALL
 
     def settings(self, precision: str, *, small: bool) -> list[str]:
         sizes = self.small if small else ()
-        return [*self.overrides, *COMMON, f"precision.dtype={precision}", *sizes]
+        return [*self.overrides, *COMMON, *PRECISIONS[precision], *sizes]
 
 
-def _preset(preset: str, sequence: int, micro: int, goal: float | None, *more: str, **small: object) -> BenchPreset:
+def _preset(
+    preset: str, sequence: int, micro: int, goals: Mapping[str, float], *more: str, **small: object
+) -> BenchPreset:
     sizes = (f"data.seq_length={sequence}", f"train.micro_batch_size={micro}")
     return BenchPreset(
-        preset, (*sizes, *more), goal, (*SMALL, *(f"model.{key}={value}" for key, value in small.items()))
+        preset, (*sizes, *more), goals, (*SMALL, *(f"model.{key}={value}" for key, value in small.items()))
     )
 
 
@@ -58,9 +68,19 @@ LLAMA = {"ffn_hidden_size": 128, "num_query_groups": 2}
 
 PRESETS: Mapping[str, BenchPreset] = MappingProxyType(
     {
-        "124m": _preset("gpt2-124m", 1024, 32, 620e3, "model.vocab_size=50304"),
-        "1.2b": _preset("llama3.2-1b", 4096, 4, 70e3, "train.loss=linear_cross_entropy_sum", **LLAMA),
-        "3b": _preset("llama3.2-3b", 4096, 2, 27.8e3, "train.loss=linear_cross_entropy_sum", **LLAMA),
-        "8b": _preset("llama3-8b", 8192, 1, 11.5e3, "train.loss=linear_cross_entropy_sum", *TEN_BYTES, **LLAMA),
+        "124m": _preset("gpt2-124m", 1024, 32, {"bf16": 620e3}, "model.vocab_size=50304"),
+        "1.2b": _preset(
+            "llama3.2-1b", 4096, 4, {"bf16": 70e3, "fp8": 87.5e3}, "train.loss=linear_cross_entropy_sum", **LLAMA
+        ),
+        "3b": _preset("llama3.2-3b", 4096, 2, {"bf16": 27.8e3}, "train.loss=linear_cross_entropy_sum", **LLAMA),
+        "8b": _preset(
+            "llama3-8b",
+            8192,
+            1,
+            {"bf16": 11.5e3, "fp8": 15e3},
+            "train.loss=linear_cross_entropy_sum",
+            *TEN_BYTES,
+            **LLAMA,
+        ),
     }
 )

@@ -31,10 +31,38 @@ def check_config(config: Config) -> None:
     check_duration(config)
     check_schedule(config)
     check_recompute(config)
+    check_fp8(config)
+
+
+def check_fp8(config: Config) -> None:
+    precision, parallel = config.precision, config.parallel
+    if precision.fp8_format == "none":
+        return
+    if precision.dtype == "fp16":
+        raise ConfigError(
+            f"precision.fp8_format={precision.fp8_format} goes with bf16 weights and activations, which need no loss "
+            "scale, or with fp32 on a CPU; precision.dtype can be bf16 or fp32"
+        )
+    if precision.fp8_recipe == "delayed" and parallel.use_torch_fsdp2:
+        raise ConfigError(
+            "precision.fp8_recipe=delayed keeps a history in fp32 on every process, and parallel.use_torch_fsdp2 "
+            "divides and rounds all that a layer holds; use tensorwise, rowwise or blockwise, or "
+            "parallel.use_distributed_optimizer"
+        )
+    if precision.fp8_output_proj and config.train.loss.startswith("linear_cross_entropy"):
+        raise ConfigError(
+            f"precision.fp8_output_proj=true: train.loss={config.train.loss} multiplies by the output matrix itself; "
+            "use train.loss=cross_entropy or precision.fp8_output_proj=false"
+        )
 
 
 def check_recompute(config: Config) -> None:
     recompute, parallel = config.recompute, config.parallel
+    if "mla_up_proj" in recompute.recompute_modules and not hasattr(config.model, "kv_lora_rank"):
+        raise ConfigError(
+            "recompute.recompute_modules has mla_up_proj, the way up from latents; "
+            f"model.family={config.model.family} has none; remove it"
+        )
     if not recompute.distribute_saved_activations:
         return
     if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:

@@ -119,6 +119,15 @@ class ParallelConfig(Section):
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, as `Et*3|(tt|)*6mL`: E embedding, t a layer, L the loss, | between stages. Default:
     layers are divided so that stages cost about the same."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline rank; the others have the same number each (Megatron's
+    decoder_first_pipeline_num_layers)."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline rank (Megatron's decoder_last_pipeline_num_layers)."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Layers are divided evenly, and the embedding counts as one layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Layers are divided evenly, and the output matrix with the loss counts as one layer of the last stage."""
     expert_model_parallel_size: PositiveInt = 1
     """Processes that share the experts of a mixture."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -232,6 +241,9 @@ class LRScheduleConfig(Section):
     """The same in samples."""
 
 
+FP8 = ("e4m3", "hybrid")
+
+
 class PrecisionConfig(Section):
     """Number formats."""
 
@@ -253,6 +265,34 @@ class PrecisionConfig(Section):
     """Gradients are sent in bf16."""
     attention_softmax_in_fp32: bool = True
     """The eager attention computes its softmax in fp32."""
+    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
+    """The matrix products of layers take their operands in FP8: all in e4m3, or gradients in e5m2 (hybrid). See
+    docs/fp8.md."""
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise"] = used_when("tensorwise", fp8_format=FP8)
+    """What shares a scale: a tensor, by its own largest magnitude (tensorwise) or those of past steps (delayed); a row
+    (rowwise); 128 numbers of an activation and 128 x 128 of a weight (blockwise)."""
+    fp8_margin: NonNegativeInt = used_when(0, fp8_format=FP8)
+    """Powers of two that scales leave free above the largest magnitude."""
+    fp8_amax_history_len: PositiveInt = used_when(1, fp8_recipe="delayed")
+    """Steps whose largest magnitudes are remembered."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = used_when("most_recent", fp8_recipe="delayed")
+    """Scales follow the last step's largest magnitude, or the largest one remembered."""
+    fp8_wgrad: bool = used_when(True, fp8_format=FP8)
+    """Gradients of weights are products in FP8, too; else in the format of the weights."""
+    fp8_output_proj: bool = used_when(False, fp8_format=FP8)
+    """The output layer is a product in FP8, too."""
+    fp8_min_features: PositiveInt | None = used_when(None, fp8_format=FP8)
+    """Matrices with fewer input or output features on a process stay in 16 bits. Default: on a GPU 1025, as casts cost
+    more than products of 1024 gain; on a CPU 1."""
+    fp8_implementation: Literal["auto", "torch", "emulated", "te", "torchao"] = used_when("auto", fp8_format=FP8)
+    """What computes the products: torch's scaled_mm, fp32 products of the same numbers (emulated, for tests),
+    Transformer Engine or torchao. auto: torch on a GPU, emulated on a CPU."""
+    first_last_layers_bf16: bool = used_when(False, fp8_format=FP8)
+    """The first and last layers have no FP8 products."""
+    num_layers_at_start_in_bf16: NonNegativeInt = used_when(1, first_last_layers_bf16=True)
+    """How many first ones."""
+    num_layers_at_end_in_bf16: NonNegativeInt = used_when(1, first_last_layers_bf16=True)
+    """How many last ones."""
 
 
 OwnKernel = Literal["auto", "torch", "triton"]
@@ -287,11 +327,11 @@ class RecomputeConfig(Section):
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts"]] = used_when(
-        ["core_attn"], recompute_granularity="selective"
+    recompute_modules: list[Literal["core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]] = (
+        used_when(["core_attn"], recompute_granularity="selective")
     )
-    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, and mixtures of experts
-    or parts of them."""
+    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, queries, keys and values that
+    come from latents, and mixtures of experts or parts of them."""
     recompute_method: Literal["block", "uniform"] = used_when("block", recompute_granularity="full")
     """`block` recomputes the first recompute_num_layers layers of each stage one by one; `uniform` keeps one input
     for every recompute_num_layers layers."""

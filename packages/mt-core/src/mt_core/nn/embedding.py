@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split
-from mt_core.nn.linear import column_parallel_linear, leave_tensor_parallel
+from mt_core.nn.linear import Cut, LinearModule, column_parallel_linear, leave_tensor_parallel
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 
@@ -63,22 +63,26 @@ class VocabParallelEmbedding(LayoutModule):
         return leave_tensor_parallel(own.masked_fill(elsewhere[..., None], 0.0), self.ctx)
 
 
-class VocabParallelOutput(LayoutModule):
+class VocabParallelOutput(LinearModule):
     """Logits x W^T with W [vocab, hidden], divided by rows."""
 
-    weight: Tensor
+    cut: Cut = "output"
 
     def __init__(
         self, vocab_size: int, hidden_size: int, ctx: ParallelContext, *, init: Init, divisible_by: int
     ) -> None:
         super().__init__(ctx)
+        self.multiply = column_parallel_linear
         self.vocab_size = vocab_size
         layout = vocab_layout(vocab_size, hidden_size, init, divisible_by * ctx.tp.size)
         self.range = vocab_range(vocab_size, layout.padded.get(0, vocab_size), ctx)
         self.declare("weight", layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return project_to_vocab(x, self.weight, self.range, self.ctx)
+        if self.multiply is column_parallel_linear:
+            return project_to_vocab(x, self.weight, self.range, self.ctx)
+        # A product of another kind wants whole multiples of rows.
+        return self.multiply(x, self.weight, None, self.ctx)[..., : len(self.range)]
 
 
 def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:

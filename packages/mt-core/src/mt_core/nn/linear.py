@@ -6,7 +6,7 @@ divided along S: a column-parallel layer gathers its input, a row-parallel one s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,32 @@ from mt_core.parallel.context import Axis, ParallelContext
 
 SEQUENCE_DIM = 1
 """Of activations [B, S, H]."""
+Cut = Literal["output", "input", "none"]
+"""Which features of a matrix tensor-parallel ranks have pieces of."""
 
 
-class ColumnParallelLinear(LayoutModule):
+class Multiply(Protocol):
+    """x W^T + b, of this rank's piece of W, with the communication that the layer's division takes."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor: ...
+
+
+class LinearModule(LayoutModule):
+    """A layer that is one matrix. Its product may be replaced by another way to compute it (FP8)."""
+
+    cut: Cut
+    multiply: Multiply
+    weight: Tensor
+    """[out, in] of this rank."""
+
+
+class ColumnParallelLinear(LinearModule):
     """y = x W^T + b with the output features divided: W [out, in], split on dimension 0.
 
     sections: blocks of output features that each rank holds a share of (2 for gate and up).
     """
 
-    weight: Tensor
+    cut: Cut = "output"
     bias: Tensor | None
 
     def __init__(
@@ -48,23 +65,25 @@ class ColumnParallelLinear(LayoutModule):
         sections: int = 1,
     ) -> None:
         super().__init__(ctx)
+        self.multiply = column_parallel_linear
         split = Split(dim=0, axis="tp", sections=sections)
         self.declare("weight", ParameterLayout((out_features, in_features), init, (split,)))
         self.declare("bias", ParameterLayout((out_features,), zeros, (split,)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in] (S divided with sequence parallelism) -> [B, S, out / tp]"""
-        return column_parallel_linear(x, self.weight, self.bias, self.ctx)
+        return self.multiply(x, self.weight, self.bias, self.ctx)
 
 
-class RowParallelLinear(LayoutModule):
+class RowParallelLinear(LinearModule):
     """y = x W^T + b with the input features divided: W [out, in], split on dimension 1; b is replicated."""
 
-    weight: Tensor
+    cut: Cut = "input"
     bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, bias: bool, init: Init) -> None:
         super().__init__(ctx)
+        self.multiply = row_parallel_linear
         self.declare("weight", ParameterLayout((out_features, in_features), init, (Split(dim=1, axis="tp"),)))
         # With sequence parallelism each rank adds the bias to its own positions only.
         layout = ParameterLayout((out_features,), zeros, partial_gradient=sequence_axes(ctx))
@@ -72,10 +91,15 @@ class RowParallelLinear(LayoutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in / tp] -> [B, S, out] (S divided with sequence parallelism)"""
-        if self.ctx.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = leave_tensor_parallel(F.linear(x, self.weight), self.ctx)
-        return out if self.bias is None else out + self.bias
+        return self.multiply(x, self.weight, self.bias, self.ctx)
+
+
+def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+    """x W^T for this rank's columns of W, summed over tp, then b."""
+    if ctx.tp.size == 1:
+        return F.linear(x, weight, bias)
+    out = leave_tensor_parallel(F.linear(x, weight), ctx)
+    return out if bias is None else out + bias
 
 
 def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:

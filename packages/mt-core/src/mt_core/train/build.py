@@ -17,6 +17,7 @@ from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
@@ -112,6 +113,7 @@ def build_model(
     environment = ModelEnvironment(config, ctx, host, stages, kernels)
     model = spec.build.load()(config.model, environment)
     use_kernels(model.modules(), environment.kernels)
+    use_fp8(model, config, ctx)
     return model
 
 

@@ -28,6 +28,7 @@ from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingErro
 from mt_core.launch.phases import Phases
 from mt_core.nn.auxiliary import ReportsMetrics
 from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
+from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -588,6 +589,9 @@ class Trainer:
         for choice in self.kernels.choices:
             if choice.implementation.name != "torch" or not choice.automatic:
                 self.callbacks.on_message(self, f"kernel {choice}")
+        fp8 = fp8_report(self.model)
+        if fp8 is not None:
+            self.callbacks.on_message(self, str(fp8))
         if self._resumed_from is not None:
             self.callbacks.on_message(self, f"resumed from {self._resumed_from} (step {self.state.iteration})")
         elif self.config.checkpoint.load is not None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, zeros
-from mt_core.nn.linear import column_parallel_linear
+from mt_core.nn.layout import Init, ParameterLayout, Split, zeros
+from mt_core.nn.linear import Cut, LinearModule, column_parallel_linear
 from mt_core.parallel.context import ParallelContext
 
 
@@ -16,20 +16,21 @@ def packed_layout(blocks: Sequence[int], rest: Sequence[int], init: Init) -> Par
     return ParameterLayout((sum(blocks), *rest), init, (Split(dim=0, axis="tp", sections=tuple(blocks)),))
 
 
-class PackedColumnParallelLinear(LayoutModule):
+class PackedColumnParallelLinear(LinearModule):
     """y = x W^T + b, W [sum of blocks, in], with the rows of every block divided over the ranks."""
 
-    weight: Tensor
+    cut: Cut = "output"
     bias: Tensor | None
 
     def __init__(
         self, in_features: int, blocks: Sequence[int], ctx: ParallelContext, *, bias: bool, init: Init
     ) -> None:
         super().__init__(ctx)
+        self.multiply = column_parallel_linear
         self.local_blocks = [block // ctx.tp.size for block in blocks]
         self.declare("weight", packed_layout(blocks, (in_features,), init))
         self.declare("bias", packed_layout(blocks, (), zeros) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, S, in] (S divided with sequence parallelism) -> [B, S, block / tp] for each block"""
-        return column_parallel_linear(x, self.weight, self.bias, self.ctx).split(self.local_blocks, dim=-1)
+        return self.multiply(x, self.weight, self.bias, self.ctx).split(self.local_blocks, dim=-1)

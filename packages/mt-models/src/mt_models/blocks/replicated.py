@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, sequence_axes, zeros
+from mt_core.nn.layout import Init, ParameterLayout, sequence_axes, zeros
+from mt_core.nn.linear import Cut, LinearModule
 from mt_core.parallel.context import AxisName, ParallelContext
 
 
-class ReplicatedLinear(LayoutModule):
+class ReplicatedLinear(LinearModule):
     """y = x W^T + b, W [out, in].
 
     on_sequence: it is applied to the residual stream, which sequence parallelism divides, so that each rank's
     gradient is that of its own positions.
     """
 
-    weight: Tensor
+    cut: Cut = "none"
     bias: Tensor | None
 
     def __init__(
@@ -30,10 +31,16 @@ class ReplicatedLinear(LayoutModule):
         on_sequence: bool = False,
     ) -> None:
         super().__init__(ctx)
+        self.multiply = whole_linear
         partial: tuple[AxisName, ...] = sequence_axes(ctx) if on_sequence else ()
         self.declare("weight", ParameterLayout((out_features, in_features), init, partial_gradient=partial))
         self.declare("bias", ParameterLayout((out_features,), zeros, partial_gradient=partial) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.weight, self.bias, self.ctx)
+
+
+def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+    """x W^T + b on every rank."""
+    return F.linear(x, weight, bias)

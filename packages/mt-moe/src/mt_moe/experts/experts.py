@@ -6,10 +6,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.activations import Activation, activate, is_gated
+from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, zeros
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_moe.config import MoeConfig
 from mt_moe.experts.choose import load_product, resolve_product
+from mt_moe.experts.fp8 import fp8_grouped_product
 from mt_moe.experts.groups import GroupedProduct, Groups
 
 
@@ -52,6 +54,14 @@ class ExpertLinear(LayoutModule):
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """[R, in] -> [R, out], without the bias"""
         return self.product(x, self.weight, groups)
+
+    def use_fp8(self, options: Fp8Options) -> str | None:
+        """See mt_core.nn.fp8.use.UsesFp8."""
+        found = fp8_grouped_product(options, self.weight)
+        if isinstance(found, str):
+            return found
+        self.product = found
+        return None
 
     def bias_rows(self, experts: Tensor) -> Tensor:
         """[R] experts -> [R, out], the bias of each; zeros on ranks that leave it to another."""

@@ -25,7 +25,7 @@ class _LoopProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
         dx = _times(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
-        dweight = _outer(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
+        dweight = outer_products(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
         return dx, dweight, None
 
 
@@ -38,7 +38,7 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[R, out] and [R, in] -> [E, out, in]; zeros for an expert without rows."""
     found = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
     for matrix, (first, end) in zip(found, groups.bounds, strict=True):

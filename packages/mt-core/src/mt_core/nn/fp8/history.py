@@ -1,0 +1,88 @@
+"""Largest magnitudes of past steps, from which delayed scaling takes its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mt_core.nn.fp8.formats import ROLES, Role
+from mt_core.nn.layout import LayoutModule, ParameterLayout
+from mt_core.parallel.context import Axis, ParallelContext
+
+Algorithm = Literal["most_recent", "max"]
+NOTHING = -1.0
+"""Stands in the history for steps that there were not."""
+
+
+class AmaxHistory(LayoutModule):
+    """Of a linear layer. amax_history: [3 roles, length] fp32, the last step first; it is saved with the weights.
+
+    Scales stay the same for a whole step, so that neither the order of micro-batches nor a recomputed or repeated
+    pass changes any: magnitudes of the step at hand are only noted, by their maximum.
+    """
+
+    amax_history: Tensor
+    noted: Tensor
+
+    def __init__(self, length: int, algorithm: Algorithm, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.algorithm = algorithm
+        self.declare(
+            "amax_history", ParameterLayout((len(ROLES), length), _nothing, dtype=torch.float32, trained=False)
+        )
+        self.register_buffer("noted", torch.zeros(len(ROLES), device=ctx.device), persistent=False)
+        self.has_stepped = False
+        """In this process. Before, the history may be without an entry; after, it has one."""
+
+    def amax(self, role: Role) -> Tensor:
+        """[] fp32: what the scale follows; NOTHING before the first step."""
+        past = self.amax_history.detach()[ROLES.index(role)]
+        return past.amax() if self.algorithm == "max" else past[0]
+
+    def note(self, role: Role, amax: Tensor) -> None:
+        """amax: [] fp32 of a tensor of this step. One that is not finite is left out."""
+        own = self.noted[ROLES.index(role)]
+        torch.maximum(own, torch.where(amax.isfinite(), amax, 0.0), out=own)
+
+    @torch.no_grad()
+    def advance(self, amaxes: Tensor) -> None:
+        """amaxes: [3], of the step that ended, over all ranks."""
+        self.amax_history.copy_(torch.cat([amaxes[:, None], self.amax_history[:, :-1]], 1))
+        self.noted.zero_()
+        self.has_stepped = True
+
+
+def _nothing(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(NOTHING)
+
+
+class AdvanceHistories(nn.Module):
+    """Ends a step for all histories of a model with one message (see UpdatesItself). Has no parameters of its own."""
+
+    def __init__(self, histories: Sequence[AmaxHistory], ctx: ParallelContext) -> None:
+        super().__init__()
+        self.histories = tuple(histories)  # a tuple, so that they keep the names they have in their layers
+        self.axes = (ctx.dp_cp, ctx.tp)
+
+    def after_step(self) -> None:
+        """Ranks that share the layers, or their work, go on with the same scales."""
+        if not self.histories:
+            return
+        noted = torch.stack([history.noted for history in self.histories])
+        for axis in self.axes:
+            noted = largest_over(noted, axis)
+        for history, amaxes in zip(self.histories, noted, strict=True):
+            history.advance(amaxes)
+
+
+def largest_over(amax: Tensor, axis: Axis) -> Tensor:
+    """The maximum over the ranks of the axis. Collective."""
+    if axis.size == 1:
+        return amax
+    amax = amax.clone()
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
+    return amax

@@ -1,0 +1,152 @@
+"""x W^T in FP8 for linear layers that tensor parallelism may divide: one autograd function for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.fp8.casts import Scaled
+from mt_core.nn.fp8.formats import Role
+from mt_core.nn.fp8.products import Product
+from mt_core.nn.fp8.scaling import Map, Operand, Scaling
+from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel
+from mt_core.parallel.collectives import all_gather, split_pieces
+from mt_core.parallel.context import SINGLE, Axis, ParallelContext
+
+
+@dataclass(frozen=True)
+class Fp8Multiply:
+    """A `Multiply` in FP8. cut: what of the layer's matrix tensor-parallel ranks have pieces of.
+
+    Forward y = x W^T; backward dx = dy W and dW = dy^T x. The products take their operands in FP8 and give the format
+    of x and of W. wgrad_in_fp8=False computes dW in that format, from an x that is kept in it.
+    """
+
+    scaling: Scaling
+    product: Product
+    cut: Cut
+    wgrad_in_fp8: bool = True
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+        """x [..., in] -> [..., out], divided as the layer says."""
+        out = _Fp8Linear.apply(x, weight, LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled()))
+        if self.cut == "input" and ctx.tp.size > 1:
+            out = leave_tensor_parallel(out, ctx)
+        return out if bias is None else out + bias
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One use of a layer on one rank."""
+
+    layer: Fp8Multiply
+    axis: Axis
+    sequence_parallel: bool
+    notes: bool
+    """Whether its magnitudes count for later scales: in training passes."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether x is what all ranks multiply, and its gradient the sum of theirs."""
+        return self.layer.cut == "output" and self.axis.size > 1
+
+    @property
+    def gathers(self) -> bool:
+        return self.communicates and self.sequence_parallel
+
+    def operand(self, matrix: Tensor, role: Role, scale: Tensor | None = None) -> Operand:
+        return self.layer.scaling.operand(matrix, role, cut_over=self._cut_over(role), note=self.notes, scale=scale)
+
+    def _cut_over(self, role: Role) -> Axis:
+        """The ranks that have the other pieces of a matrix."""
+        cut, divided = self.layer.cut, self.sequence_parallel
+        if role == "weight":
+            in_pieces = cut != "none"
+        elif role == "input":
+            in_pieces = divided or cut == "input"
+        else:
+            in_pieces = cut == "output" or (divided and cut == "none")
+        return self.axis if in_pieces else SINGLE
+
+    def multiply(self, a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        return self.layer.product(a, b, dtype, fast=fast)
+
+    def map_rows(self, shape: torch.Size) -> Map | None:
+        """Rows of this rank's piece of a sequence -> those of all. shape: of the piece, [B, S / tp, ...]."""
+        return (lambda rows: gather_rows(rows, shape, self.axis)) if self.gathers else None
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """Of a divided sequence x is gathered as FP8, and only this rank's piece is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: LayerCall) -> Tensor:
+        rows = x.flatten(0, -2)
+        inputs, weights = call.operand(rows, "input"), call.operand(weight, "weight")
+        a = inputs.along_columns(call.map_rows(x.shape))
+        out = call.multiply(a, weights.along_columns(), x.dtype, fast=True)
+        kept = inputs.kept() if call.layer.wgrad_in_fp8 else rows
+        ctx.save_for_backward(kept, inputs.scale, weight, weights.scale)
+        ctx.call, ctx.shape = call, x.shape
+        return out.view(*_gathered_shape(x.shape, call), len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        kept, scale, weight, weight_scale = ctx.saved_tensors
+        call: LayerCall = ctx.call
+        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        grad = grads[0].flatten(0, -2)
+        gradients = call.operand(grad, "gradient")
+        dx = dweight = reducing = None
+        if wants_dx:
+            weights = call.operand(weight, "weight", weight_scale)
+            rows = call.multiply(gradients.along_columns(), weights.along_rows(), grad.dtype)
+            dx, reducing = _leave(rows.view(*_gathered_shape(ctx.shape, call), weight.shape[1]), call)
+        if wants_dweight:
+            gather = call.map_rows(ctx.shape)
+            whole = kept if gather is None else gather(kept)
+            dweight = _weight_gradient(call, grad, gradients, whole, scale, weight.dtype)
+        if reducing is not None:
+            reducing.wait()
+        return dx, dweight, None
+
+
+def _weight_gradient(
+    call: LayerCall, grad: Tensor, gradients: Operand, kept: Tensor, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """dy^T x: [out, in]"""
+    if not call.layer.wgrad_in_fp8:
+        return grad.t() @ kept
+    inputs = call.layer.scaling.restored(kept, scale, "input")
+    return call.multiply(gradients.along_rows(), inputs.along_rows(), dtype)
+
+
+def _leave(dx: Tensor, call: LayerCall) -> tuple[Tensor, dist.Work | None]:
+    """The gradient of x summed over the ranks, of a divided sequence this rank's piece, on its way."""
+    if not call.communicates:
+        return dx, None
+    if not call.gathers:
+        return dx, dist.all_reduce(dx, group=call.axis.group, async_op=True)
+    pieces = split_pieces(dx, SEQUENCE_DIM, call.axis.size)
+    own = pieces.new_empty(pieces.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=call.axis.group, async_op=True)
+
+
+def _gathered_shape(shape: torch.Size, call: LayerCall) -> list[int]:
+    """[B, S / tp, in] -> [B, S]"""
+    sizes = list(shape[:-1])
+    if call.gathers:
+        sizes[SEQUENCE_DIM] *= call.axis.size
+    return sizes
+
+
+def gather_rows(rows: Tensor, shape: torch.Size, axis: Axis) -> Tensor:
+    """[B * S / tp, n] of each rank -> [B * S, n], any format. shape: [B, S / tp, ...]. Collective."""
+    # No backend sends FP8, which is bytes.
+    sent = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+    return all_gather(sent.unflatten(0, shape[:-1]), SEQUENCE_DIM, axis).flatten(0, 1).view(rows.dtype)

@@ -1,0 +1,114 @@
+"""What the configuration asks of FP8, and which matrices it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mt_core.config.schema import PrecisionConfig
+from mt_core.errors import ConfigError
+from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK
+from mt_core.nn.fp8.external import MODULES, borrowed_linear, external_objection
+from mt_core.nn.fp8.formats import FORMATS, Role
+from mt_core.nn.fp8.history import AmaxHistory
+from mt_core.nn.fp8.multiply import Fp8Multiply
+from mt_core.nn.fp8.products import Product, emulated_product, torch_product
+from mt_core.nn.fp8.scaling import BlockScaling, CurrentScaling, DelayedScaling, RowScaling, Scaling
+from mt_core.nn.linear import LinearModule, Multiply
+from mt_core.parallel.context import ParallelContext
+
+SLOWER_UP_TO = 1024
+"""Features: torchao measured 0.8 times the speed of bf16 for 1024 x 2048 x 1024 on an H100."""
+PRODUCTS: Mapping[str, Product] = {"torch": torch_product, "emulated": emulated_product}
+SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int], Scaling]] = {
+    "tensorwise": CurrentScaling,
+    "rowwise": RowScaling,
+    "blockwise": BlockScaling,
+}
+"""By precision.fp8_recipe, those without a history."""
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """Of a run, on its device. implementation: as resolved."""
+
+    config: PrecisionConfig
+    implementation: str
+    min_features: int
+
+    @property
+    def dtypes(self) -> Mapping[Role, torch.dtype]:
+        return FORMATS[self.config.fp8_format]
+
+    @property
+    def margin(self) -> int:
+        return self.config.fp8_margin
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.config.fp8_recipe == "delayed"
+
+    def history(self, ctx: ParallelContext) -> AmaxHistory:
+        """Of one layer."""
+        return AmaxHistory(self.config.fp8_amax_history_len, self.config.fp8_amax_compute_algo, ctx)
+
+    def multiply(self, module: LinearModule, history: AmaxHistory | None) -> Multiply:
+        """The product of a layer."""
+        if self.implementation in MODULES:
+            return borrowed_linear(self.implementation, module.weight, module.cut, self.config)
+        product = PRODUCTS[self.implementation]
+        return Fp8Multiply(self.scaling(history), product, module.cut, self.config.fp8_wgrad)
+
+    def scaling(self, history: AmaxHistory | None) -> Scaling:
+        """history: of the layer, for delayed scaling."""
+        if self.config.fp8_recipe == "delayed":
+            assert history is not None
+            return DelayedScaling(self.dtypes, history, self.margin)
+        return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin)
+
+    @property
+    def multiple(self) -> int:
+        """What divides the sizes of matrices that the recipe can cast."""
+        return BLOCK if self.config.fp8_recipe == "blockwise" else ALIGNMENT
+
+    def objection(self, sizes: Sequence[int], multiple: int) -> str | None:
+        """Why a matrix of these sizes on a process stays in 16 bits; None: it does not."""
+        for features in sizes:
+            if features % multiple:
+                return f"{features} features are no multiple of {multiple}"
+            if features < self.min_features:
+                return f"{features} features are below precision.fp8_min_features={self.min_features}"
+        return None
+
+
+def resolve_options(config: PrecisionConfig, ctx: ParallelContext) -> Fp8Options:
+    """Raises ConfigError where the device or what is installed cannot do what is asked for."""
+    on_gpu = ctx.device.type == "cuda"
+    wanted = config.fp8_implementation
+    implementation = ("torch" if on_gpu else "emulated") if wanted == "auto" else wanted
+    problem = None
+    if implementation in MODULES:
+        problem = external_objection(implementation, config, ctx.device)
+    elif implementation == "torch":
+        problem = _torch_objection(config, ctx.device)
+    if problem is not None:
+        raise ConfigError(f"precision.fp8_implementation={wanted} cannot serve: {problem}")
+    automatic = SLOWER_UP_TO + 1 if on_gpu else 1
+    return Fp8Options(config, implementation, config.fp8_min_features or automatic)
+
+
+def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | None:
+    blockwise = config.fp8_recipe == "blockwise"
+    if device.type != "cuda":
+        lacks = "torch's scaled_mm has no blocks on a CPU; use emulated or another precision.fp8_recipe"
+        return lacks if blockwise else None
+    if config.dtype != "bf16":
+        return f"its products on a GPU give bf16, and precision.dtype={config.dtype}; set precision.dtype=bf16"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return f"it needs compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}; set fp8_format=none"
+    if blockwise and capability[0] != 9:
+        return "torch's scaled_mm has blocks on Hopper alone; set precision.fp8_recipe=tensorwise or rowwise"
+    return None

@@ -1,0 +1,169 @@
+"""Products of experts in FP8, with a scale for each row of both operands.
+
+All operands are e4m3, gradients as well: torch's grouped product takes nothing else, and a scale for each row gives
+them range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.fp8.casts import ALIGNMENT, cast_rows
+from mt_core.nn.fp8.formats import E4M3, scale_of, to_fp8
+from mt_core.nn.fp8.options import Fp8Options
+from mt_core.nn.fp8.products import emulated_product
+from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import outer_products
+
+SERVED = ((9, 0), (10, 0))
+"""Compute capabilities of GPUs that torch's grouped product in FP8 runs on."""
+
+
+class ScaledGroups(Protocol):
+    """The two kinds of products, cast and multiplied. margin: powers of two that scales leave free."""
+
+    def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
+        """x [R, n], matrices [E, m, n] -> [R, m]: the rows of expert e times matrices[e]^T"""
+        ...
+
+    def outer(self, grad: Tensor, x: Tensor, groups: Groups, margin: int) -> Tensor:
+        """grad [R, out], x [R, in] -> [E, out, in], summed over the rows of each expert; zeros for one without any"""
+        ...
+
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """The same in the format of x."""
+        ...
+
+
+class EmulatedGroups:
+    """One expert after another, in fp32. The reference."""
+
+    def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
+        out = x.new_empty(len(x), matrices.shape[1])
+        for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
+            a, b = cast_rows(x[first:end], E4M3, margin), cast_rows(matrix, E4M3, margin)
+            out[first:end] = emulated_product(a, b, x.dtype, fast=fast)
+        return out
+
+    def outer(self, grad: Tensor, x: Tensor, groups: Groups, margin: int) -> Tensor:
+        found = x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
+        for expert, (first, end) in enumerate(groups.bounds):
+            if end > first:
+                a, b = cast_rows(grad[first:end].t(), E4M3, margin), cast_rows(x[first:end].t(), E4M3, margin)
+                found[expert] = emulated_product(a, b, x.dtype, fast=False)
+        return found
+
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        return outer_products(grad, x, groups)
+
+
+class TorchGroups:
+    """torch's scaled_grouped_mm: all experts in one kernel, and no number passes through the host."""
+
+    def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
+        a, b = cast_rows(x, E4M3, margin), cast_rows(matrices.flatten(0, 1), E4M3, margin)
+        per_expert = matrices.shape[:2]
+        data = b.data.unflatten(0, per_expert).mT
+        return _grouped(a.data, data, a.scale.flatten(), b.scale.view(per_expert), groups.ends, fast=fast)
+
+    def outer(self, grad: Tensor, x: Tensor, groups: Groups, margin: int) -> Tensor:
+        places = AlignedRows(groups, len(x))
+        a, a_scale = places.cast(grad, margin)
+        b, b_scale = places.cast(x, margin)
+        return _grouped(a, b.t(), a_scale.flatten(), b_scale.flatten(), places.ends, fast=False)
+
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        return F.grouped_mm(grad.t(), x, offs=groups.ends)
+
+
+def _grouped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, *, fast: bool) -> Tensor:
+    by_row = F.ScalingType.RowWise
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a, b, a_scale, by_row, b_scale, by_row, offs=ends, output_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+class AlignedRows:
+    """Rows moved apart, so that those of each expert begin at a multiple of 16: the sum over them runs in steps of
+    that. There is room for the most that it can take, which the host knows."""
+
+    def __init__(self, groups: Groups, rows: int) -> None:
+        sizes = (groups.counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        ends = sizes.cumsum(0)
+        shifts = (ends - sizes) - (groups.counts.cumsum(0) - groups.counts)
+        self.experts = groups.numbers(rows)
+        self.count = len(groups.counts)
+        self.places = torch.arange(rows, device=ends.device) + shifts[self.experts]
+        self.room = -(-rows // ALIGNMENT) * ALIGNMENT + self.count * ALIGNMENT
+        self.ends = ends.to(torch.int32)
+
+    def cast(self, x: Tensor, margin: int) -> tuple[Tensor, Tensor]:
+        """[R, n] -> ([n, room] FP8 with zeros between, [E, n] scales of each column among the rows of an expert)"""
+        rows_of = self.experts[:, None].expand_as(x)
+        amax = x.new_zeros((self.count, x.shape[1]), dtype=torch.float32)
+        amax = amax.scatter_reduce(0, rows_of, x.abs().float(), "amax")
+        scale = scale_of(amax, E4M3, margin)
+        data = to_fp8(x, scale[self.experts], E4M3).view(torch.uint8)
+        apart = data.new_zeros((self.room, x.shape[1])).index_copy(0, self.places, data)
+        return apart.t().contiguous().view(E4M3), scale
+
+
+@dataclass(frozen=True)
+class Fp8GroupedProduct:
+    """A GroupedProduct in FP8. wgrad_in_fp8=False: gradients of weights are products in their own format."""
+
+    groups: ScaledGroups
+    margin: int
+    wgrad_in_fp8: bool
+
+    def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        return _Fp8GroupedProduct.apply(x, weight, groups, self)
+
+
+class _Fp8GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, product: Fp8GroupedProduct) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups, ctx.product = groups, product
+        return product.groups.rows_times(x, weight, groups, product.margin, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        product: Fp8GroupedProduct = ctx.product
+        grad = grads[0].contiguous()
+        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        dx = dweight = None
+        if wants_dx:
+            dx = product.groups.rows_times(grad, weight.mT, ctx.groups, product.margin, fast=False)
+        if wants_dweight and product.wgrad_in_fp8:
+            dweight = product.groups.outer(grad, x, ctx.groups, product.margin)
+        elif wants_dweight:
+            dweight = product.groups.wide_outer(grad, x, ctx.groups)
+        return dx, dweight, None, None
+
+
+def fp8_grouped_product(options: Fp8Options, weight: Tensor) -> Fp8GroupedProduct | str:
+    """For a weight [E, out, in] of this rank; or why it cannot be in FP8."""
+    objection = options.objection(weight.shape[1:], ALIGNMENT) or _objection(options, weight.device)
+    if objection is not None:
+        return objection
+    groups: ScaledGroups = EmulatedGroups() if options.implementation == "emulated" else TorchGroups()
+    return Fp8GroupedProduct(groups, options.margin, options.config.fp8_wgrad)
+
+
+def _objection(options: Fp8Options, device: torch.device) -> str | None:
+    if options.implementation == "emulated":
+        return None
+    if options.implementation != "torch":
+        return f"experts have torch's grouped product in FP8, not one of {options.implementation}"
+    if device.type != "cuda":
+        return "torch's grouped product in FP8 runs on a GPU alone"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability in SERVED else f"no grouped product in FP8 on compute capability {capability}"

@@ -1,0 +1,111 @@
+"""On a GPU: FP8 products of torch against the emulated ones, layers against fp64, experts, and compiled blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.core.fp8.test_products import PAIRS
+from torch import Tensor
+
+from mt_core.config.loading import load_config
+from mt_core.config.schema import PrecisionConfig
+from mt_core.nn.fp8.formats import E4M3, E5M2
+from mt_core.nn.fp8.options import Fp8Options
+from mt_core.nn.fp8.products import emulated_product, torch_product
+from mt_core.nn.layout import initialize, normal
+from mt_core.nn.linear import ColumnParallelLinear
+from mt_core.parallel.context import ParallelContext
+from mt_core.train import Trainer
+from mt_moe.experts.fp8 import EmulatedGroups, Fp8GroupedProduct, TorchGroups
+from mt_moe.experts.groups import Groups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+    ),
+]
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def off(mine: Tensor, reference: Tensor) -> float:
+    return ((mine.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.mark.parametrize("left", [E4M3, E5M2])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", [(384, 512, 640), (33, 256, 128)])
+def test_products(pair: str, left: torch.dtype, shape: tuple[int, int, int]) -> None:
+    rows, columns, length = shape
+    cast_a, cast_b = PAIRS[pair]
+    a, b = cast_a(random(rows, length), left), cast_b(random(columns, length, seed=1), E4M3)
+    exact = emulated_product(a, b, torch.float32, fast=False)
+    assert off(torch_product(a, b, torch.bfloat16, fast=False), exact) < 4e-3
+    assert off(torch_product(a, b, torch.bfloat16, fast=True), exact) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [(2, 512), (3, 37)])
+def test_layers(recipe: str, tokens: tuple[int, int]) -> None:
+    """Also a number of tokens that no product takes without padding."""
+    ctx = ParallelContext(device=torch.device("cuda", 0), params_dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(512, 1024, ctx, bias=True, init=normal(0.05))
+    options = Fp8Options(PrecisionConfig(dtype="bf16", fp8_format="hybrid", fp8_recipe=recipe), "torch", 1)
+    history = options.history(ctx) if recipe == "delayed" else None
+    if history is not None:
+        layer.add_module("fp8", history)
+    layer.multiply = options.multiply(layer, history)
+    initialize(layer, 0, ctx)
+    x, grad = random(*tokens, 512).requires_grad_(), random(*tokens, 1024, seed=3)
+    out = layer(x)
+    out.backward(grad)
+    rows, of_rows, weight = (
+        x.detach().flatten(0, 1).double(),
+        grad.flatten(0, 1).double(),
+        layer.weight.detach().double(),
+    )
+    assert off(out.flatten(0, 1), rows @ weight.T) < 0.05
+    assert off(x.grad.flatten(0, 1), of_rows @ weight) < 0.07
+    assert off(layer.weight.grad, of_rows.T @ rows) < 0.07
+
+
+def test_experts() -> None:
+    counts = torch.tensor([100, 0, 1, 300, 47, 16], device="cuda")
+    x, weight, grad = random(464, 256), random(6, 512, 256, seed=1), random(464, 512, seed=2)
+    found = []
+    for groups in (TorchGroups(), EmulatedGroups()):
+        own, matrix = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = Fp8GroupedProduct(groups, 0, True)(own, matrix, Groups(counts))
+        out.backward(grad)
+        found.append((out.detach(), own.grad, matrix.grad))
+    for mine, emulated in zip(*found, strict=True):
+        assert off(mine, emulated) < 1e-2
+
+
+@pytest.mark.parametrize("compile_", ["none", "blocks"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_runs_stay_near_bf16(recipe: str, compile_: str) -> None:
+    common = [
+        "model.num_layers=2",
+        "model.hidden_size=512",
+        "model.ffn_hidden_size=1536",
+        "data.seq_length=256",
+        "train.train_iters=60",
+        "train.eval_interval=null",
+        "train.sample_prompt=null",
+        "checkpoint.save_interval=null",
+        "logging.progress=none",
+        "optimizer.lr=5e-4",
+        "precision.dtype=bf16",
+    ]
+    fp8 = ["precision.fp8_format=hybrid", f"precision.fp8_recipe={recipe}", "precision.fp8_min_features=1"]
+    losses = []
+    for more in ([], [*fp8, f"train.compile={compile_}"]):
+        losses.append(Trainer(load_config(preset="gpt-tiny", overrides=[*common, *more])).train().losses["valid_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
