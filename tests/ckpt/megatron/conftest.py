@@ -18,6 +18,24 @@ from mt_core.specs import CheckpointReader
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101}
 GPT = {"family": "gpt", **SHAPE, "max_position_embeddings": 16, "ffn_hidden_size": 48}
 LLAMA = {"family": "llama", **SHAPE, "num_query_groups": 2, "ffn_hidden_size": 48}
+LATENT = {
+    "family": "deepseek",
+    **SHAPE,
+    "ffn_hidden_size": 48,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+MIXER = {"mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 4}
+HYBRID = {
+    "family": "hybrid",
+    "hidden_size": 32,
+    "vocab_size": 101,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    **MIXER,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt_untied_odd": {**GPT, "untie_embeddings_and_output_weights": True, "vocab_size": 77, "activation": "gelu_tanh"},
@@ -63,12 +81,82 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_output_bias": True,
         "decoder_num_layers": 2,
     },
-    "moe": {**LLAMA, "moe": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_enable_expert_bias": True}},
+    "moe": {
+        **LLAMA,
+        "family": "mixtral",
+        "moe": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_enable_expert_bias": True},
+    },
+    "moe_windowed": {**LLAMA, "family": "mixtral", "sliding_window": 9, "moe": {"num_experts": 4}},
     "moe_shared": {
         **LLAMA,
+        "family": "qwen_moe",
+        "qk_layernorm": False,
         "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "qwen2_moe": {
+        **LLAMA,
+        "family": "qwen_moe",
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    },
+    "qwen3_moe": {**LLAMA, "family": "qwen_moe", "moe": {"num_experts": 4, "moe_latent_size": 12}},
+    "gpt_moe": {**GPT, "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16}},
+    "deepseek_v2_lite": {
+        **LATENT,
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "rope_mscale": 0.707,
+        "rope_mscale_all_dim": 0.707,
+        "moe": {
+            "num_experts": 4,
+            "moe_layer_freq": "([0]*1+[1]*3)",
+            "moe_ffn_hidden_size": 24,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "q_lora_rank": 20,
+        "mtp_num_layers": 2,
+        "mtp_loss_scaling_factor": 0.3,
+        "moe": {
+            "num_experts": 4,
+            "moe_layer_freq": "([0]*1+[1]*3)",
+            "moe_ffn_hidden_size": 24,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+    },
+    "latent_dense": {**LATENT, "untie_embeddings_and_output_weights": False, "mtp_num_layers": 1},
+    "mamba": {
+        "family": "mamba",
+        "num_layers": 4,
+        "hidden_size": 32,
+        "vocab_size": 101,
+        **MIXER,
+        "untie_embeddings_and_output_weights": False,
+        "fp32_residual_connection": True,
+    },
+    "hybrid": {**HYBRID, "hybrid_layer_pattern": "M-M*M*M-", "mamba_num_heads": 12, "num_query_groups": 2},
+    "hybrid_rotary": {
+        **HYBRID,
+        "hybrid_layer_pattern": "M*E*MEM*",
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "activation": "swiglu",
+        "add_bias_linear": True,
+        "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+    },
 }
+UNCUT = ("t5",)
+"""Models that are not cut into pipeline stages."""
+MIXTURES = [name for name, model in MODELS.items() if "moe" in model]
 
 
 class RandomCheckpoint:
@@ -88,7 +176,7 @@ class RandomCheckpoint:
                 self.tensors[f"optimizer.{state}.{name}"] = torch.randn(layout.shape, generator=generator)
             if optimizer and layout.trained:
                 self.tensors[f"optimizer.step.{name}"] = torch.tensor(7.0)
-                if dtype != torch.float32:
+                if (layout.dtype or dtype) != torch.float32:
                     self.tensors[f"optimizer.main.{name}"] = value
                     self.tensors[f"model.{name}"] = value.to(dtype)
         train = {"train_iters": 20, "micro_batch_size": 2, "global_batch_size": 4}

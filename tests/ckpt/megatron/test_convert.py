@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tests.ckpt.megatron.conftest import LLAMA, MODELS, RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.conftest import LLAMA, MIXTURES, MODELS, RandomCheckpoint, assert_same_tensors
 from tests.ckpt.megatron.test_round_trip import options, through
 
 from mt_ckpt.convert import convert
@@ -38,6 +38,21 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
     assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
 
 
+FAMILIES = (*MIXTURES, "latent_dense", "mamba", "hybrid")
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-dist"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_arguments_compute_what_the_configuration_does(model, name, tmp_path, host) -> None:
+    """--verify: the model that Megatron's arguments describe has the same logits, bit for bit."""
+    source = RandomCheckpoint(MODELS[model], host)
+    for key, tensor in source.tensors.items():
+        source.tensors[key] = tensor * 0.1
+    through("mt", source, options(), tmp_path / "mt", host)
+    convert(tmp_path / "mt", tmp_path / name, saver=name, options=options(), verify=True, host=host)
+    assert_same_tensors(open_with(host.checkpoint_loaders.get(name), tmp_path / name, host), source)
+
+
 def test_what_a_dry_run_finds(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["gpt"], host)
     through("mt", source, options(), tmp_path / "mt", host)
@@ -47,7 +62,7 @@ def test_what_a_dry_run_finds(tmp_path, host) -> None:
 
 
 MEASURED = """
-import resource, sys
+import sys
 from pathlib import Path
 
 import torch
@@ -56,19 +71,24 @@ from mt_ckpt.convert import convert
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions
 
+def peak():  # in KiB, of this program alone: ru_maxrss begins with what the parent had
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
 torch.set_num_threads(1)
 host = load_plugins()
 source, target, saver, tp = sys.argv[1:]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 convert(source, target, saver=saver, options=ConvertOptions(target_tensor_parallel_size=int(tp)), host=host)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(("first", "second"), [("megatron", "megatron-dist"), ("megatron-dist", "megatron")])
 def test_memory_stays_at_two_of_the_largest_tensors(first, second, tmp_path, host) -> None:
-    """A model of 240 MiB with a tensor of 30 MiB: beside what libraries take, at most twice that and some."""
+    """A model of 240 MiB with a tensor of 30 MiB: at most twice that, and 110 MiB for libraries and what they keep,
+    which makes 170."""
     model = {**LLAMA, "hidden_size": 768, "ffn_hidden_size": 2048, "vocab_size": 10240}
     source = RandomCheckpoint({**model, "num_layers": 1}, host)
     for name, tensor in list(source.tensors.items()):
@@ -81,5 +101,5 @@ def test_memory_stays_at_two_of_the_largest_tensors(first, second, tmp_path, hos
     through(first, source, options(2), tmp_path / "a", host)
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b"), second, "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 2 * largest + 60 * MIB, done.stdout
+    assert int(done.stdout) * 1024 < 2 * largest + 110 * MIB, done.stdout
     assert (tmp_path / "b").is_dir()

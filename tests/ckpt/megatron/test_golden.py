@@ -222,3 +222,47 @@ def test_rank_files_have_megatrons_entries(model, folder, layout, golden, host, 
         ):
             assert args[name] == theirs[name], name
         assert args["params_dtype"] is torch.float32
+
+
+def test_flat_buffers_are_megatrons(golden, host, tmp_path) -> None:
+    """`distrib_optim.pt`, read by torch: keys, sizes, and every element, those between parameters included; and what
+    stands in the model's file of the optimizer."""
+    from argparse import Namespace
+
+    theirs = golden / "gpt_distopt/legacy_dp2/iter_0000003/mp_rank_00"
+    reader = opened(golden / "gpt_distopt/legacy_dp2", host, PADDED["gpt_distopt"])
+    ours = converted(tmp_path / "a", "megatron", reader, host) / "iter_0000003/mp_rank_00"
+    found, expected = (torch.load(place / "distrib_optim.pt", weights_only=True) for place in (ours, theirs))
+    assert found.keys() == expected.keys()
+    assert found[0].keys() == expected[0].keys()
+    buffers, wanted = (value[0][torch.float32, torch.float32] for value in (found, expected))
+    assert buffers.pop("numel_unpadded") == wanted.pop("numel_unpadded") == 43840
+    assert buffers.keys() == wanted.keys()
+    for name, buffer in wanted.items():
+        assert torch.equal(buffers[name], buffer), name
+    with torch.serialization.safe_globals([Namespace]):
+        content = torch.load(ours / "model_optim_rng.pt", weights_only=True)
+    groups = content["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 3.0), (0.0, 3.0)]
+    assert content["args"].use_distributed_optimizer is True
+
+
+GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1)]
+
+
+@pytest.mark.parametrize("model", FOLDERS)
+@pytest.mark.parametrize(("tp", "pp", "vpp", "ep"), [*GRIDS, (1, 1, 1, 2), (1, 2, 1, 4), (2, 2, 2, 2)])
+def test_what_megatron_wrote_survives_every_layout(model, tp, pp, vpp, ep, golden, host, tmp_path) -> None:
+    """Model and optimizer, read, written for a layout, and read again."""
+    reader = opened(golden / model / FOLDERS[model][0], host)
+    layers = reader.metadata["config"]["model"]["num_layers"]
+    if layers % (pp * vpp) or (ep > 1 and model != "moe"):
+        pytest.skip("the model cannot be divided so")
+    layout = {
+        "target_tensor_parallel_size": tp,
+        "target_pipeline_parallel_size": pp,
+        "target_virtual_pipeline_parallel_size": vpp,
+        "target_expert_parallel_size": ep,
+    }
+    for saver in ("megatron", "megatron-dist"):
+        assert_same_tensors(opened(converted(tmp_path / saver, saver, reader, host, **layout), host), reader)

@@ -21,7 +21,7 @@ from tests.ckpt.megatron.test_rank_files import assert_is
 
 from mt_ckpt.megatron_legacy.qkv import from_grouped, to_grouped
 from mt_ckpt.megatron_legacy.reader import open_checkpoint
-from mt_core.errors import CheckpointError
+from mt_core.errors import CheckpointError, ConfigError
 from mt_core.train import checkpointing
 
 OLDEST = {
@@ -101,6 +101,87 @@ def test_every_version_over_ranks(version, tp, pp, tmp_path, host) -> None:
                 del stored["checkpoint_version"]
                 torch.save(stored, file, _use_new_zipfile_serialization=False)
     assert_is(checkpointing.open_checkpoint(tmp_path, host), tensors)
+
+
+def torch_state(states, version: float, heads: int, *, mixed: bool) -> dict:
+    """What Megatron-LM saved of Adam: parameters numbered in the order of the model, the decayed ones first; of mixed
+    precision with fp32 copies."""
+    names = list(states["main"])
+    groups = [[n for n in names if n.endswith(".weight") and "layernorm" not in n]]
+    groups.append([n for n in names if n not in groups[0]])
+
+    def stored(state: str, name: str) -> torch.Tensor:
+        tensor = states[state][name]
+        return in_order_of(version, tensor, heads) if ".linear_qkv." in name else tensor
+
+    ordered = [name for group in groups for name in group]
+    moments = {i: {m: stored(m, name) for m in ("exp_avg", "exp_avg_sq")} for i, name in enumerate(ordered)}
+    count = len(groups[0])
+    numbers = [list(range(count)), list(range(count, len(ordered)))]
+    decay = [{"params": numbers[i], "weight_decay": (0.1, 0.0)[i], "step": 9} for i in range(2)]
+    inner = {"state": moments, "param_groups": decay}
+    if not mixed:
+        return inner
+    return {"optimizer": inner, "fp32_from_fp16_params": [[stored("main", n) for n in group] for group in groups]}
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 3.0])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_optimizer_is_in_the_order_of_its_version_too(version, mixed, tmp_path, host) -> None:
+    states = {"main": gpt(), "exp_avg": gpt(seed=1), "exp_avg_sq": gpt(seed=2)}
+    weights = {name: t.half() if mixed else t for name, t in states["main"].items()}
+    for rank in range(2):
+        own = {s: {n: part_of_rank(n, t, rank, 2) for n, t in tensors.items()} for s, tensors in states.items()}
+        model = {n: part_of_rank(n, t, rank, 2) for n, t in weights.items()}
+        content = {
+            "args": arguments(tensor_model_parallel_size=2, params_dtype=torch.float16 if mixed else torch.float32),
+            "model": old_model(model, version, HEADS // 2, stack="encoder", parts=OLDEST, final="final_layernorm"),
+            "optimizer": torch_state(own, version, HEADS // 2, mixed=mixed),
+            "checkpoint_version": version,
+        }
+        save_rank(tmp_path, f"mp_rank_{rank:02d}", content)
+    reader = checkpointing.open_checkpoint(tmp_path, host)
+    assert_is(reader, weights)
+    for state in ("exp_avg", "exp_avg_sq", *(["main"] if mixed else [])):
+        for name, tensor in states[state].items():
+            assert torch.equal(reader.read(f"optimizer.{state}.{name}"), tensor), name
+    assert reader.read("optimizer.step.decoder.final_layernorm.bias") == 9
+    assert "optimizer_left_out" not in reader.metadata["megatron"]
+
+
+def test_an_optimizer_of_another_kind_is_left_out_with_the_reason(tmp_path, host) -> None:
+    tensors = gpt()
+    model = old_model(tensors, 3.0, HEADS, stack="encoder", parts=OLDEST, final="final_layernorm")
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0], "weight_decay": 0.1}]}
+    save_rank(tmp_path, "mp_rank_00", {"args": arguments(), "model": model, "optimizer": optimizer})
+    reader = open_checkpoint(tmp_path, host)
+    assert_is(reader, tensors)
+    assert not any(name.startswith("optimizer.") for name in reader.shapes())
+    reason = reader.metadata["megatron"]["optimizer_left_out"]
+    assert "a group with weight decay has 1 parameters, the model 18" in reason
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"language_model": {"encoder": {}, "decoder": {"layers.0.mlp.dense_h_to_4h.weight": torch.ones(2, 2)}}},
+            r"has parameters language_model.decoder.\*, of the T5 from before Megatron-Core, which is not read",
+        ),
+        (
+            {"query_model": {"language_model": {"embedding": {"word_embeddings": {"weight": torch.ones(2, 2)}}}}},
+            r"has parameters query_model.\*, of two encoders of questions and texts, which is not read",
+        ),
+        (
+            {"vision_model.class_token": torch.ones(2), "language_model.decoder.final_layernorm.weight": torch.ones(2)},
+            r"has parameters vision_model.\*, of a model of images and text, which is not read",
+        ),
+    ],
+)
+def test_models_of_other_kinds_are_refused_by_what_they_are(model, words, tmp_path, host) -> None:
+    save_rank(tmp_path, "mp_rank_00", {"args": arguments(), "model": model})
+    with pytest.raises(ConfigError, match=words):
+        checkpointing.open_checkpoint(tmp_path, host)
 
 
 def test_the_last_names(tmp_path, host) -> None:

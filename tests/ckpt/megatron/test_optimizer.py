@@ -12,6 +12,7 @@ from tests.ckpt.megatron.handmade import HIDDEN, arguments, gpt, part_of_rank, r
 from tests.ckpt.megatron.test_rank_files import llama_like
 
 from mt_ckpt.megatron.flat_buffers import Bucketing, FlatParameter, buckets_of
+from mt_ckpt.megatron.names import Style
 from mt_ckpt.megatron.order import in_order
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core.errors import CheckpointError
@@ -234,6 +235,14 @@ def test_buffers_that_do_not_fit(wrong, words, states, tmp_path, host) -> None:
         open_checkpoint(tmp_path, host)
 
 
+def test_layer_wise_optimizers_are_left_out_with_the_reason(tmp_path, host) -> None:
+    file = save_rank(tmp_path, "mp_rank_00", {"args": arguments(), "model": gpt()})
+    torch.save({}, file.parent / "layer_wise_optimizer_0.pt")
+    reader = open_checkpoint(tmp_path, host)
+    assert "layer-wise optimizers" in reader.metadata["megatron"]["optimizer_left_out"]
+    assert not any(name.startswith("optimizer.") for name in reader.shapes())
+
+
 def test_experts_have_an_optimizer_of_their_own(tmp_path, host) -> None:
     """Two optimizers, the dense one first; experts one after another in the order of the file."""
     args, dense, random = llama_like(num_experts=2, moe_ffn_hidden_size=24, use_distributed_optimizer=True)
@@ -281,8 +290,8 @@ def test_buckets_worked_out_by_hand() -> None:
 
 def test_the_order_of_megatrons_modules() -> None:
     names = list(gpt())
-    assert in_order(sorted(names), fused=False) == names
-    fused = in_order(sorted(names), fused=True)
+    assert in_order(sorted(names), Style("never", False, names)) == names
+    fused = in_order(sorted(names), Style("beside", False, names))
     assert fused[2:8] == [
         "decoder.layers.0.self_attention.linear_proj.weight",
         "decoder.layers.0.self_attention.linear_proj.bias",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ckpt.megatron.conftest import GPT, LLAMA, MODELS, RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.conftest import GPT, LLAMA, MIXTURES, MODELS, UNCUT, RandomCheckpoint, assert_same_tensors
 
 from mt_ckpt.megatron.folder import detect, detect_legacy
 from mt_core.config.loading import config_from_dict
@@ -15,7 +15,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
 from mt_core.train.checkpointing import open_with
 
-NEVER_OLD = ("moe", "moe_shared", "t5", "qwen3", "bert_no_heads")
+NEVER_OLD = (*MIXTURES, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
 """Models that Megatron had only after its names changed, or that the old names do not tell apart."""
 GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
 
@@ -40,7 +40,7 @@ def through(name: str, source, asked: ConvertOptions, path: Path, host):
 def test_every_model_over_grids_of_ranks(model, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
     for number, (tp, pp, vpp) in enumerate(GRIDS):
-        if pp > 1 and model == "t5":
+        if pp > 1 and model in UNCUT:
             continue
         path = tmp_path / str(number)
         found = through("megatron", source, options(tp, pp, vpp), path, host)
@@ -60,10 +60,12 @@ def test_the_configuration_that_is_read_makes_the_same_parameters(model, tmp_pat
         assert read.family == given.family
         for key in set(MODELS[model]) - {"moe"}:
             assert getattr(read, key) == getattr(given, key), key
+        for key in set(MODELS[model].get("moe", {})) - {"moe_layer_freq"}:
+            assert read.moe[key] == given.moe[key], key
 
 
 @pytest.mark.parametrize(("ep", "etp", "tp", "pp"), [(2, 1, 1, 1), (4, None, 1, 2), (2, 1, 2, 1), (2, 2, 2, 2)])
-@pytest.mark.parametrize("model", ["moe", "moe_shared"])
+@pytest.mark.parametrize("model", MIXTURES)
 def test_experts_over_ranks(model, ep, etp, tp, pp, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
     asked = options(tp, pp, ep=ep, target_expert_tensor_parallel_size=etp)
@@ -90,7 +92,7 @@ def test_every_old_model_under_its_old_names(model, tmp_path, host) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt", "llama", "moe"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "deepseek_v3", "mamba", "hybrid_rotary"])
 def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
     for tp, pp, vpp in GRIDS[:6]:
@@ -102,8 +104,24 @@ def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_optimizer_of_divided_experts(dtype, tmp_path, host) -> None:
-    source = RandomCheckpoint(MODELS["moe_shared"], host, dtype=dtype, optimizer=True)
+@pytest.mark.parametrize("model", ["gpt", "llama_tied", "moe", "deepseek_v3", "mamba", "hybrid_rotary"])
+def test_the_distributed_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
+    """Flat buffers beside each rank's file, and nothing of the optimizer's state in it."""
+    source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
+    source.metadata["config"]["parallel"] = {"use_distributed_optimizer": True}
+    for tp, pp, vpp in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)]:
+        for ep in {1, 2 if model in MIXTURES else 1}:
+            path = tmp_path / f"{tp}{pp}{vpp}{ep}"
+            found = through("megatron", source, options(tp, pp, vpp, ep), path, host)
+            assert_same_tensors(found, source)
+            assert len(list(path.rglob("distrib_optim.pt"))) == len(list(path.rglob("model_optim_rng.pt")))
+            assert found.metadata["megatron"]["args"]["use_distributed_optimizer"] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["moe_shared", "deepseek_v3"])
+def test_the_optimizer_of_divided_experts(model, dtype, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
     assert_same_tensors(through("megatron", source, options(2, 2, ep=2), tmp_path / "a", host), source)
 
 
@@ -177,7 +195,26 @@ def test_layouts_that_cannot_be(model, asked, words, tmp_path, host) -> None:
         ({**MODELS["bert"], "layernorm_placement": "post"}, "model.layernorm_placement=post cannot be written"),
         (
             {**LLAMA, "family": "gemma"},
-            "model.family=gemma cannot be written as Megatron's arguments; these can: gpt, llama",
+            "model.family=gemma cannot be written as Megatron's arguments: Megatron has no norms behind attention and "
+            "feed-forward, .*; these can: gpt, llama",
+        ),
+        (
+            {**LLAMA, "family": "olmoe", "moe": {"num_experts": 4}},
+            "model.family=olmoe cannot .* normalizes queries and keys head by head, this family over all heads",
+        ),
+        (
+            {**LLAMA, "family": "granite_moe", "moe": {"num_experts": 4}, "residual_multiplier": 0.22},
+            "model.residual_multiplier=0.22 cannot be written as Megatron's arguments; it can be 1.0",
+        ),
+        (
+            {**MODELS["deepseek_v2_lite"], "original_max_position_embeddings": 64},
+            "model.original_max_position_embeddings=64 cannot be .*, which fix it at 4096 for latent attention",
+        ),
+        ({**MODELS["mamba"], "mamba_conv_kernel": 3}, "model.mamba_conv_kernel=3 cannot be written"),
+        ({**MODELS["mamba"], "norm_epsilon": 1e-6}, "model.norm_epsilon=1e-06 cannot be written .* can be 1e-05"),
+        (
+            {**GPT, "moe": {"num_experts": 4, "moe_router_bias": False}},
+            "model.moe.moe_router_bias=False cannot be written as Megatron's arguments, which mean True; leave it out",
         ),
     ],
 )
@@ -185,6 +222,13 @@ def test_models_that_megatron_does_not_have(model, words, tmp_path, host) -> Non
     source = RandomCheckpoint(model, host)
     with pytest.raises(ConfigError, match=words):
         through("megatron", source, options(), tmp_path / "a", host)
+
+
+def test_a_granite_whose_factors_change_nothing_is_a_mixtral(tmp_path, host) -> None:
+    source = RandomCheckpoint({**LLAMA, "family": "granite_moe", "moe": {"num_experts": 4}}, host)
+    found = through("megatron", source, options(2, ep=2), tmp_path / "a", host)
+    assert_same_tensors(found, source)
+    assert found.metadata["config"]["model"]["family"] == "mixtral"
 
 
 def test_old_names_do_not_have_experts(tmp_path, host) -> None:

@@ -139,3 +139,25 @@ def test_other_files(tmp_path: Path) -> None:
         open_torch_file(tmp_path / "text.pt")
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         open_torch_file(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("pieces", [[(3,)], [(2, 2), (0,), (5,), ()]])
+def test_a_flat_tensor_that_comes_in_pieces(pieces, tmp_path) -> None:
+    """Read by torch, by zipfile, which checks the sums behind the data, and by our own reader."""
+    import zipfile
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(shape, generator=generator) for shape in pieces]
+    file = tmp_path / "flat.pt"
+    with file.open("wb") as stream:
+        writer = TorchWriter(stream, "flat")
+        flat = writer.begin_flat(torch.float32, sum(part.numel() for part in parts))
+        for part in parts:
+            flat.write(part)
+        writer.finish({"flat": flat.finish(), "after": writer.add(torch.arange(3))})
+    expected = torch.cat([part.flatten() for part in parts])
+    assert zipfile.ZipFile(file).testzip() is None
+    for mmap in (False, True):
+        assert torch.equal(torch.load(file, weights_only=True, mmap=mmap)["flat"], expected)
+    assert torch.equal(open_torch_file(file).value["flat"].read(), expected)
+    assert torch.equal(open_torch_file(file).value["after"].read(), torch.arange(3))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
@@ -55,6 +56,15 @@ def bucketing(args: Arguments, stage: int, part: int) -> Bucketing:
     several = args.get("overlap_grad_reduce", False) and stage == 0 and part == 0
     default = max(40_000_000, 1_000_000 * data_parallel)
     return Bucketing(int(args.get("ddp_bucket_size", default)) if several else None, alignment)
+
+
+def shared_matrices(args: Arguments) -> frozenset[str]:
+    """The parameters that the first and the last pipeline stage both have, each in a bucket of its own: tied matrices,
+    and with multi-token prediction, for which the last stage embeds tokens, the word vectors."""
+    if args.pipeline_parallel == 1:
+        return frozenset()
+    predicts = bool(args.get("mtp_num_layers", 0))
+    return frozenset(({EMBEDDING} if predicts else set()) | (set() if args.untied else {EMBEDDING, OUTPUT}))
 
 
 def buckets_of(parameters: Sequence[FlatParameter], cut: Bucketing) -> list[Bucket]:

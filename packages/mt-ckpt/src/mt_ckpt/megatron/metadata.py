@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mt_ckpt.megatron import arguments
+from mt_ckpt.megatron.argument_list import unknown_arguments
 from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.run_arguments import run_sections
 from mt_ckpt.pickles.inert import plain
 from mt_core.errors import ConfigError
 
@@ -21,8 +22,12 @@ def metadata_of(args: Arguments, common: Mapping[str, Any], section: Mapping[str
         "iteration": int(common.get("iteration", 0) or 0),
         "consumed_samples": int(args.get("consumed_train_samples", 0)),
         "skipped_iterations": 0,
-        "config": {"model": dict(section), **arguments.run_sections(args)},
-        KEY: {"args": plain(args.values), **{name: plain(common[name]) for name in CARRIED if name in common}},
+        "config": {"model": dict(section), **run_sections(args)},
+        KEY: {
+            "args": plain(args.values),
+            "unknown_arguments": unknown_arguments(args.values),
+            **{name: plain(common[name]) for name in CARRIED if name in common},
+        },
     }
 
 

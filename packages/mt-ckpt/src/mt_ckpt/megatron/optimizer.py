@@ -8,14 +8,14 @@ beside the file has flat buffers (see `flat_buffers`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of
+from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of, shared_matrices
 from mt_ckpt.megatron.folder import OPTIMIZER_FILE
 from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
 from mt_ckpt.megatron.pieces import Entry, FlatPart
@@ -26,16 +26,19 @@ from mt_core.nn.layout import ParameterLayout
 
 MAIN, STEP = "main", "step"
 FLAT_STATES: Mapping[str, str] = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+LAYER_WISE = "layer_wise_optimizer_*.pt"
 COMPARED_ELEMENTS = 1 << 16
 """Parameters up to this size are compared with their fp32 copies, which shows whether buffers are understood."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """entries: state ("exp_avg", "main") -> the ranks' pieces. step: updates done, the same for all parameters."""
+    """entries: state ("exp_avg", "main") -> the ranks' pieces. step: updates done, the same for all parameters.
+    left_out: why a state that was saved is not read."""
 
     entries: Mapping[str, Sequence[Entry]]
     step: float | None
+    left_out: str | None = None
 
 
 def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> OptimizerState:
@@ -43,6 +46,8 @@ def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout])
 
     Raises CheckpointError when it cannot be tied to the parameters.
     """
+    if any(iteration.folder.rglob(LAYER_WISE)):
+        return OptimizerState({}, None, f"layer-wise optimizers ({LAYER_WISE}) do not say whose states they have")
     entries: dict[str, list[Entry]] = {}
     steps: list[float] = []
     for file in iteration.files:
@@ -53,8 +58,10 @@ def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout])
         steps += reader.steps()
     if len(set(steps)) > 1:
         raise CheckpointError(f"{iteration.folder}: its ranks' optimizers made {sorted(set(steps))} steps")
-    if not any(parameter.tensor.dtype != torch.float32 for f in iteration.files for p in f.parts for parameter in p):
-        entries.pop(MAIN, None)  # of fp32 training the copies are the weights themselves
+    exact = {p.name for f in iteration.files for part in f.parts for p in part if p.tensor.dtype == torch.float32}
+    copies = [entry for entry in entries.pop(MAIN, []) if entry.name not in exact]  # those of fp32 weights are these
+    if copies:
+        entries[MAIN] = copies
     return OptimizerState(entries, steps[0] if steps and entries else None)
 
 
@@ -68,7 +75,7 @@ class _RankOptimizer:
 
     def __init__(self, file: RankFile, iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> None:
         self._file, self._args = file, iteration.args
-        self._alone = EMBEDDING if iteration.stages > 1 and not iteration.args.untied else None
+        self._shared = shared_matrices(iteration.args)
         trained = {name for name, layout in layouts.items() if layout.trained} | {OUTPUT}
         self._parts = [[p for p in part if p.name in trained] for part in file.parts]
         stored = file.value.get("optimizer")
@@ -164,7 +171,7 @@ class _RankOptimizer:
     def _of_buffer(
         self, file: Path, part: Sequence[Parameter], states: Mapping[str, Any], number: int
     ) -> Iterator[tuple[str, Entry]]:
-        buckets = buckets_of(flat_parameters(part, self._alone), bucketing(self._args, self._file.stage, number))
+        buckets = buckets_of(flat_parameters(part, self._shared), bucketing(self._args, self._file.stage, number))
         total = sum(bucket.numel for bucket in buckets)
         found = states.get("numel_unpadded", total)
         if found != total:
@@ -182,7 +189,7 @@ class _RankOptimizer:
             raise self._unmatched(
                 f"{parameter.name} has shape {list(parameter.tensor.shape)}, its state {list(piece.shape)}"
             )
-        return Entry(self._file.place, parameter.name, parameter.expert, piece)
+        return Entry(self._file.place, parameter.name, parameter.expert, parameter.arrange(piece))
 
     def _unmatched(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._file.file}: the optimizer's state does not fit the model: {reason}")
@@ -193,9 +200,8 @@ def key_of(parameter: Parameter) -> str:
     return parameter.name if parameter.expert is None else f"{parameter.name}:{parameter.expert}"
 
 
-def flat_parameters(part: Iterable[Parameter], alone: str | None) -> list[FlatParameter]:
-    """alone: the matrix that the first and the last pipeline stage share; on the last it is the output's."""
-    shared = () if alone is None else (alone, OUTPUT)
+def flat_parameters(part: Iterable[Parameter], shared: Collection[str]) -> list[FlatParameter]:
+    """shared: names that have a bucket for themselves."""
     return [FlatParameter(key_of(p), math.prod(p.tensor.shape), p.name in shared) for p in part]
 
 

@@ -8,45 +8,51 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from mt_ckpt.megatron.names import EMBEDDING, OUTPUT, layer_of
+from mt_ckpt.megatron.names import EMBEDDING, MTP, OUTPUT, Style, layer_of
 from mt_core.errors import ConfigError
 
 BEFORE_LAYERS = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
 EMBEDDINGS = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
-AFTER_LAYERS = ("final_layernorm", "lm_head.dense", "lm_head.layer_norm", "output_layer", "binary_head", "pooler")
-LOCAL_LAYER = (
+LAYER = (
     "input_layernorm",
     "self_attention.linear_proj",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
     "pre_cross_attn_layernorm",
     "cross_attention.linear_proj",
     "cross_attention.linear_q",
     "cross_attention.linear_kv",
     "pre_mlp_layernorm",
     "mlp.router",
+    "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj",
     "mlp.experts.linear_fc1",
     "mlp.experts.linear_fc2",
     "mlp.shared_experts",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "mixer.conv1d",
+    "mixer",
+    "mixer.in_proj",
+    "mixer.norm",
+    "mixer.out_proj",
+    "norm",
 )
-"""Parts of a layer of Megatron's own modules."""
-FUSED_LAYER = (
-    "self_attention.linear_proj",
-    "input_layernorm",
-    "self_attention.linear_qkv",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "pre_cross_attn_layernorm",
-    "cross_attention.linear_proj",
-    "cross_attention.linear_q",
-    "cross_attention.linear_kv",
-    "pre_mlp_layernorm",
-    *LOCAL_LAYER[LOCAL_LAYER.index("mlp.router") :],
-)
-"""The same with Transformer Engine, whose linear layers own the norms before them."""
+"""Modules of a layer. A mixer's convolution is made of parameters of its own."""
+PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
+"""Modules of a depth of multi-token prediction."""
+AFTER_LAYERS = ("lm_head.dense", "lm_head.layer_norm", "output_layer", "binary_head", "pooler.dense")
+LEAVES = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "dt_bias", "A_log", "D")
+"""Parameters of a module."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class Pipeline:
 def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[str]]:
     """The parameters of each run, in no order: an equal number of layers each. Raises ConfigError when they are not.
 
-    On the last of several runs the matrix that it shares with the first is called as the output's, see `has_copy`.
+    On the last of several runs the matrix that it shares with the first is called as the output's, see `has_copy`; with
+    multi-token prediction, which embeds tokens too, the last run has the word vectors as such.
     """
     stacks = {found[0]: 0 for name in parameters if (found := layer_of(name))}
     for name in parameters:
@@ -89,6 +96,8 @@ def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[s
         runs[_run_of(name, stacks, pipeline.runs)].append(name)
     if has_copy(parameters, pipeline):
         runs[-1].append(OUTPUT)
+    if pipeline.runs > 1 and any(name.startswith(MTP) for name in parameters):
+        runs[-1].append(EMBEDDING)
     return runs
 
 
@@ -104,28 +113,38 @@ def _run_of(name: str, stacks: dict[str, int], runs: int) -> int:
     return found[1] // (stacks[found[0]] // runs)
 
 
-def in_order(names: Iterable[str], *, fused: bool) -> list[str]:
-    """Canonical names sorted as Megatron's modules list them. fused: norms belong to the linear layers behind them."""
-    layer = FUSED_LAYER if fused else LOCAL_LAYER
-    return sorted(names, key=lambda name: (_place(name, layer), name.endswith("bias")))
+def in_order(names: Iterable[str], style: Style) -> list[str]:
+    """Canonical names sorted as Megatron's modules list what they are in a file."""
+    return sorted(names, key=lambda name: _place(style.stored(name)))
 
 
-def _place(name: str, layer: Sequence[str]) -> tuple[int, int, int]:
-    """(before, in or after a stack of layers; layer; part)"""
-    found = layer_of(name)
-    if found is not None:
-        inner = name.split(".", 3)[3]
-        return (_stack_place(name), found[1], _first_match(inner, layer))
-    if name.startswith(BEFORE_LAYERS):
-        return (0, 0, _first_match(name, EMBEDDINGS))
-    if name.startswith(("encoder.", "decoder.")):
-        return (_stack_place(name), 1 << 30, 0)
-    return (3, 0, _first_match(name, AFTER_LAYERS))
+Place = tuple[int, int, int, int, int]
+"""(before, in or after a stack of layers; layer; module; module within it; parameter)"""
+
+
+def _place(stored: str) -> Place:
+    module, _, leaf = stored.rpartition(".")
+    last = _index(leaf, LEAVES)
+    if found := layer_of(stored):
+        return (_stack_place(stored), found[1], _index(_within(module, 3), LAYER), 0, last)
+    if stored.startswith(BEFORE_LAYERS):
+        return (0, 0, _index(module, EMBEDDINGS), 0, last)
+    if stored.startswith(("encoder.", "decoder.")):
+        return (_stack_place(stored), 1 << 30, 0, 0, last)
+    if stored.startswith(MTP):
+        part = module.split(".")[3]
+        return (3, int(module.split(".")[2]), _index(part, PREDICTION), _index(_within(module, 4), LAYER), last)
+    return (4, 0, _index(module, AFTER_LAYERS), 0, last)
 
 
 def _stack_place(name: str) -> int:
     return 1 if name.startswith("encoder.") else 2
 
 
-def _first_match(name: str, prefixes: Sequence[str]) -> int:
-    return next((i for i, prefix in enumerate(prefixes) if name.startswith(f"{prefix}.")), len(prefixes))
+def _within(module: str, depth: int) -> str:
+    """A module's path without the first `depth` parts."""
+    return ".".join(module.split(".")[depth:])
+
+
+def _index(name: str, ordered: Sequence[str]) -> int:
+    return ordered.index(name) if name in ordered else len(ordered)

@@ -25,13 +25,19 @@ class Flatten(Protocol):
     def __call__(self, part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]: ...
 
 
+def as_stored(piece: Piece) -> Piece:
+    return piece
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a file. name: canonical, with the layer's number in the whole model. order: how it is listed."""
+    """A tensor of a file. name: canonical, with the layer's number in the whole model. arrange: puts what is stored in
+    the shape of the parameter, such as a state of the optimizer, in the order of `tensor`."""
 
     name: str
     expert: int | None
     tensor: Piece
+    arrange: Callable[[Piece], Piece] = as_stored
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron import arguments
-from mt_ckpt.megatron.metadata import metadata_of, true_vocab_size
+from mt_ckpt.megatron.cuts import as_held
+from mt_ckpt.megatron.families.choice import model_section
+from mt_ckpt.megatron.metadata import KEY, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT
 from mt_ckpt.megatron.optimizer import STEP, OptimizerState, read_optimizer
@@ -23,6 +24,7 @@ from mt_core.plugins import PluginHost
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 SHOWN = 6
+ReadOptimizer = Callable[[Iteration, Mapping[str, ParameterLayout]], OptimizerState]
 DERIVED = ("inv_freq",)
 """Ends of names of buffers that are computed from the configuration."""
 
@@ -37,7 +39,7 @@ def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None)
     a model that is none of ours.
     """
     iteration = open_iteration(Path(path), core_tensors)
-    return MegatronReader(iteration, host, vocab_size, with_optimizer=True)
+    return MegatronReader(iteration, host, vocab_size, read_optimizer)
 
 
 def core_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]:
@@ -48,22 +50,30 @@ def core_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTens
 class MegatronReader:
     """A `mt_core.specs.CheckpointReader`. Threads may read from it at the same time."""
 
-    def __init__(self, iteration: Iteration, host: PluginHost, vocab_size: int | None, *, with_optimizer: bool) -> None:
+    def __init__(
+        self, iteration: Iteration, host: PluginHost, vocab_size: int | None, read_optimizer: ReadOptimizer
+    ) -> None:
         self.folder = iteration.folder
         weights = _weights(iteration)
         padded = _padded_vocab_size(iteration, weights)
         true = true_vocab_size(iteration.args, padded, vocab_size)
-        section = arguments.model_section(iteration.args, weights.keys(), true)
+        section = model_section(iteration.args, weights.keys(), true)
         config = load_model_config(section, host)
-        self._iteration, self._stored = iteration, layouts_of(config, host, padded)
+        self._iteration = iteration
+        self._stored = {
+            name: as_held(name, layout, weights[name][0].piece.shape[0]) if name in weights else layout
+            for name, layout in layouts_of(config, host, padded).items()
+        }
         self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
         require_same_names(iteration.folder, self._stored, weights)
         self._tensors: dict[str, Gathered | Number] = {
             MODEL + name: self._gathered(name, weights[name]) for name in self._stored
         }
-        if with_optimizer:
-            self._add_optimizer(read_optimizer(iteration, self._stored))
-        self.metadata: Mapping[str, Any] = metadata_of(iteration.args, iteration.common, section)
+        optimizer = read_optimizer(iteration, self._stored)
+        self._add_optimizer(optimizer)
+        self.metadata: dict[str, Any] = metadata_of(iteration.args, iteration.common, section)
+        if optimizer.left_out is not None:
+            self.metadata[KEY]["optimizer_left_out"] = optimizer.left_out
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}

@@ -15,16 +15,17 @@ from typing import Any, Protocol
 import torch
 
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
-from mt_ckpt.megatron.folder import RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
+from mt_ckpt.megatron.folder import OPTIMIZER_FILE, RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
 from mt_ckpt.megatron.metadata import KEY
-from mt_ckpt.megatron.names import DUPLICATES, EMBEDDING, OUTPUT
+from mt_ckpt.megatron.names import DUPLICATES, EXPERTS
+from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.rank_plan import Naming, RankEntry, extra_states
-from mt_ckpt.megatron.target import Plan, plan
-from mt_ckpt.megatron.write_optimizer import optimizer_value, scheduler_value
+from mt_ckpt.megatron.target import DISTRIBUTED, Plan, plan
+from mt_ckpt.megatron.write_flat import FlatRank, write_flat
+from mt_ckpt.megatron.write_optimizer import groups_value, optimizer_groups, optimizer_value, scheduler_value
 from mt_ckpt.megatron.written_file import WrittenFile
 from mt_ckpt.pickles.encode import Call, OrderedItems, namespace
 from mt_ckpt.pickles.torch_writer import TorchWriter
-from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
@@ -35,7 +36,8 @@ CHECKPOINT_VERSION = 3.0
 def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
     """Write `source` as a Megatron `--save` folder: the tracker file and one iteration (a release if it has none).
 
-    An Adam's state is written if the source has one for all parameters. Raises ConfigError for options and models that
+    An Adam's state is written if the source has one for all parameters: into the rank's file, or of a run that divided
+    its optimizer as flat buffers beside it. Raises ConfigError for options and models that
     Megatron cannot have, CheckpointError for tensors that are not the model's, and OSError.
     """
     made = plan(source, options, host, "torch")
@@ -72,9 +74,10 @@ def save_ranks(path: Path, made: Plan, options: ConvertOptions, host: PluginHost
         written: set[str] = set()
         for stage in range(made.target.pipeline.stages):
             files = _stage_files(made, folder_name, stage)
-            if not all(folder.finished(name) is not None for name in files):
+            names = {*files, *(optimizer_file(name) for name in files if made.distributed)}
+            if not all(folder.finished(name) is not None for name in names):
                 _write_stage(folder, files, made, stage, host, model_value)
-            written |= set(files)
+            written |= names
         text = str(made.iteration) if folder_name != RELEASE else RELEASE
         folder.write_small(TRACKER, text.encode())
         folder.commit({*written, TRACKER})
@@ -88,6 +91,11 @@ def _stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[
         f"{RANK_FILE}": place
         for place in grid.places()
     }
+
+
+def optimizer_file(rank_file: str) -> str:
+    """Beside a rank's file, that of the distributed optimizer."""
+    return f"{rank_file.removesuffix(RANK_FILE)}{OPTIMIZER_FILE}"
 
 
 def _write_stage(
@@ -111,10 +119,28 @@ def _write_stage(
             rank.writer.finish(_rank_value(rank, made, stage, host, model_value))
         for name, stream in zip(files, streams, strict=True):
             folder.finish(name, stream.sync())
+        if made.distributed:
+            _write_optimizers(folder, list(files), ranks, made, stage)
+
+
+def _write_optimizers(
+    folder: ResumableFolder, files: Sequence[str], ranks: Sequence[RankParts], made: Plan, stage: int
+) -> None:
+    with ExitStack() as stack:
+        names = [optimizer_file(name) for name in files]
+        streams = [stack.enter_context(WrittenFile(folder.content / name)) for name in names]
+        flat = [
+            FlatRank(TorchWriter(stream, Path(OPTIMIZER_FILE).stem), rank.ctx)
+            for stream, rank in zip(streams, ranks, strict=True)
+        ]
+        write_flat(made, flat, stage, ranks[0].parts)
+        for name, stream in zip(names, streams, strict=True):
+            folder.finish(name, stream.sync())
 
 
 def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -> None:
-    naming = Naming(made.fused, bool(made.args.get("moe_grouped_gemm", False)) and made.fused, made.layers_with_experts)
+    grouped = bool(made.args.get("moe_grouped_gemm", False)) and not made.local
+    naming = Naming(made.style("never" if made.local else "beside"), grouped)
     run = made.runs[made.target.pipeline.run(stage, part)]
     entries = list(naming.entries(run, _experts_of_a_rank(made)))
     by_name: dict[str, list[RankEntry]] = {}
@@ -123,16 +149,21 @@ def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -
     for rank in ranks:
         rank.parts.append(entries)
     for name, members in by_name.items():
-        for state in (None, *(made.states if made.trained(name) else ())):
+        for state in (None, *_states_beside(made, name)):
             _write_tensor(ranks, made, part, name, members, state)
+
+
+def _states_beside(made: Plan, name: str) -> list[str]:
+    """The optimizer's states of a parameter that go into the model's file."""
+    if made.distributed or not made.trained(name):
+        return []
+    return [state for state in made.states if state != MAIN or made.rounded(made.source_of(name))]
 
 
 def _write_tensor(
     ranks: Sequence[RankParts], made: Plan, part: int, name: str, members: Sequence[RankEntry], state: str | None
 ) -> None:
-    source = EMBEDDING if name == OUTPUT and name not in made.layouts else name
-    layout: ParameterLayout = made.layouts[source]
-    tensor = made.read(source, state)
+    layout, tensor = made.layout_of(name), made.read(made.source_of(name), state)
     for rank in ranks:
         local = layout.to_local(tensor, rank.ctx)
         for entry in members:
@@ -143,14 +174,16 @@ def _write_tensor(
 
 
 def _experts_of_a_rank(made: Plan) -> int:
-    stacked = [layout.shape[0] for name, layout in made.layouts.items() if ".mlp.experts." in name]
+    stacked = [layout.shape[0] for name, layout in made.layouts.items() if EXPERTS in name]
     return stacked[0] // made.target.grid.ep if stacked else 0
 
 
 def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model_value: MakeModel) -> dict[str, Any]:
     parts = made.target.pipeline.parts
     value: dict[str, Any] = {
-        "args": namespace({**made.args, "no_save_optim": not made.states or None, "no_save_rng": True}),
+        "args": namespace(
+            {**made.args, DISTRIBUTED: made.distributed, "no_save_optim": not made.states or None, "no_save_rng": True}
+        ),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": made.iteration,
     }
@@ -166,6 +199,9 @@ def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model
 
 
 def _optimizer(rank: RankParts, made: Plan) -> Any:
+    options = made.source.metadata["config"].get("optimizer", {})
+    if made.distributed:
+        return groups_value(optimizer_groups(made.layouts, options, made.step()))
     members = [
         (entry, rank.dims[part, entry.stored], {state: call for state, call in states.items() if state is not None})
         for part, entries in enumerate(rank.parts)
@@ -173,7 +209,6 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
         if made.trained(entry.name) and (states := rank.encoded[part, entry.stored])
     ]
     updates = made.step()
-    options = made.source.metadata["config"].get("optimizer", {})
     return optimizer_value(members, options, lambda: rank.writer.add(torch.tensor(updates)))
 
 

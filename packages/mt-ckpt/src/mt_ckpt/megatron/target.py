@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_divisible
-from mt_ckpt.megatron.names import layer_of
+from mt_ckpt.megatron.names import EMBEDDING, OUTPUT, Style
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.order import Pipeline, split_layers
 from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
-from mt_ckpt.megatron.write_arguments import Target, megatron_arguments, uses_fused_norms
+from mt_ckpt.megatron.write_arguments import Target, carried_arguments, megatron_arguments, uses_fused_norms
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.embedding import padded_vocab_size
@@ -25,6 +26,8 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DISTRIBUTED = "use_distributed_optimizer"
+"""Argument of Megatron's, and key of [parallel]."""
 OPTIONS: Mapping[AxisName, str] = {
     "tp": "target_tensor_parallel_size",
     "ep": "target_expert_parallel_size",
@@ -48,12 +51,19 @@ class Plan:
     states: tuple[str, ...]
 
     @property
-    def fused(self) -> bool:
-        return uses_fused_norms(self.args)
+    def distributed(self) -> bool:
+        """Whether the optimizer's state is written as Megatron's distributed optimizer does: if the run had that."""
+        parallel = self.source.metadata.get("config", {}).get("parallel", {})
+        carried = carried_arguments(self.source.metadata)
+        return bool(self.states) and bool(carried.get(DISTRIBUTED) or parallel.get(DISTRIBUTED))
 
     @property
-    def layers_with_experts(self) -> frozenset[int]:
-        return frozenset(found[1] for name in self.layouts if ".mlp.router." in name and (found := layer_of(name)))
+    def local(self) -> bool:
+        """Whether the names are those of Megatron's own layers."""
+        return not uses_fused_norms(self.args)
+
+    def style(self, fused: Literal["never", "beside", "always"]) -> Style:
+        return Style(fused, bool(self.args["is_hybrid_model"]), self.layouts)
 
     @property
     def iteration(self) -> int:
@@ -63,10 +73,23 @@ class Plan:
         """Whether the optimizer has the parameter."""
         return name not in self.layouts or self.layouts[name].trained
 
+    def source_of(self, name: str) -> str:
+        """The parameter of the source: of a last stage's copy of the word vectors, these."""
+        return EMBEDDING if name == OUTPUT and name not in self.layouts else name
+
+    def layout_of(self, name: str) -> ParameterLayout:
+        return self.layouts[self.source_of(name)]
+
     def read(self, name: str, state: str | None = None) -> Tensor:
-        """A parameter or a state of its shape, the vocabulary padded with zeros."""
-        prefix = MODEL if state is None else f"{OPTIMIZER}{state}."
-        return _padded(self.source.read(prefix + name), self.layouts[name].shape)
+        """A parameter or a state of its shape, the vocabulary padded with zeros. The copy ("main") of weights that are
+        fp32 is the weights."""
+        whole = state is None or (state == MAIN and not self.rounded(name))
+        stored = self.source.read(MODEL + name if whole else f"{OPTIMIZER}{state}.{name}")
+        return _padded(stored, self.layouts[name].shape)
+
+    def rounded(self, name: str) -> bool:
+        """Whether a parameter is of 16 bits, so that the optimizer has an fp32 copy of it."""
+        return _rounded(self.source, name)
 
     def step(self) -> float:
         """Updates that the optimizer has made."""
@@ -85,13 +108,14 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     multiple = options.make_vocab_size_divisible_by or config.model.make_vocab_size_divisible_by
     assert config.model.vocab_size is not None
     padded = padded_vocab_size(config.model.vocab_size, multiple * tp)
-    layouts = layouts_of(config, host, padded)
+    whole = layouts_of(config, host, padded)
     stored = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
-    require_same_names("the source", layouts, stored)
+    require_same_names("the source", whole, stored)
+    target = Target(grid, pipeline, padded, multiple, _dtype(source))
+    args = megatron_arguments(config, source.metadata, target, whole, ckpt_format)
+    layouts = as_written(whole, local=not uses_fused_norms(args))
     _require_experts(grid, layouts)
     require_divisible(layouts, grid, OPTIONS)
-    target = Target(grid, pipeline, padded, multiple, _dtype(source))
-    args = megatron_arguments(config, source.metadata, target, layouts, ckpt_format)
     states = _states(source, layouts, target.dtype)
     return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states)
 
@@ -129,22 +153,22 @@ def _dtype(source: CheckpointReader) -> torch.dtype:
 
 def _states(source: CheckpointReader, layouts: Mapping[str, ParameterLayout], dtype: torch.dtype) -> tuple[str, ...]:
     """Adam's moments, with the fp32 copies of 16-bit weights, if the source has them for all parameters."""
-    wanted = MOMENTS if dtype == torch.float32 else (*MOMENTS, MAIN)
     names = source.shapes()
     trained = [name for name, layout in layouts.items() if layout.trained]
-    missing = [
-        f"{OPTIMIZER}{state}.{name}"
-        for state in wanted
-        for name in trained
-        if f"{OPTIMIZER}{state}.{name}" not in names
-    ]
+    needed = [f"{OPTIMIZER}{state}.{name}" for state in MOMENTS for name in trained]
+    needed += [f"{OPTIMIZER}{MAIN}.{name}" for name in trained if _rounded(source, name)]
+    missing = [name for name in needed if name not in names]
     if not missing:
-        return wanted
-    if len(missing) < len(wanted) * len(trained):
+        return MOMENTS if dtype == torch.float32 else (*MOMENTS, MAIN)
+    if len(missing) < len(needed):
         raise CheckpointError(
             f"the source has an optimizer without {missing[0]}, one of {len(missing)} tensors that are missing"
         )
     return ()
+
+
+def _rounded(source: CheckpointReader, name: str) -> bool:
+    return source.dtypes()[f"{MODEL}{name}"] != torch.float32
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

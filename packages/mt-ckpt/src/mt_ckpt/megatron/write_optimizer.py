@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.names import EXPERTS
 from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_core.config.checks import global_batch_size
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.data.batch_size import total_train_samples
+from mt_core.nn.layout import ParameterLayout
 from mt_core.optim.schedules import Horizon, span_of
 from mt_core.plugins import PluginHost
 
@@ -42,6 +44,29 @@ def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) 
         "fused": None,
         "decoupled_weight_decay": True,
     }
+
+
+def optimizer_groups(
+    layouts: Mapping[str, ParameterLayout], options: Mapping[str, Any], step: float
+) -> list[dict[str, Any]]:
+    """The groups of a distributed optimizer, dense ones first; their parameters are not listed."""
+    kinds = {
+        (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts)
+        for name, layout in layouts.items()
+        for of_experts in [EXPERTS in name]
+        if layout.trained
+    }
+    ordered = sorted(kinds, key=lambda kind: (kind[1], not kind[0]))
+    return [
+        {**param_group(options, decayed=decayed, of_experts=of_experts), STEP: step} for decayed, of_experts in ordered
+    ]
+
+
+def groups_value(groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The value under `optimizer` beside `distrib_optim.pt`."""
+    kinds = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
+    made = [{"optimizer": {"param_groups": kind}} for kind in kinds if kind]
+    return made[0] if len(made) == 1 else made
 
 
 def optimizer_value(

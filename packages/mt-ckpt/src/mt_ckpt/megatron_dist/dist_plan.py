@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mt_ckpt.megatron.names import EXTRA_STATE, layer_of
+from mt_ckpt.megatron.names import EXPERTS, EXTRA_STATE, Style, layer_counts
 from mt_ckpt.megatron.optimizer import MAIN
+from mt_ckpt.megatron.rank_plan import is_linear
 from mt_ckpt.megatron.target import Plan
 from mt_ckpt.megatron_dist.keys import Place, are_alike, place_of
+from mt_ckpt.megatron_dist.sections import Rows, rows_of
 from mt_ckpt.megatron_dist.write_index import WrittenTensor
 
 STATE_KEYS = {MAIN: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ChunkItem:
-    """One chunk: the part of `source` with the number `expert`, or all of it, at `offsets` of the tensor `key`."""
+    """One chunk: the part of `source` with the number `expert`, or some of its rows, at `offsets` of the tensor
+    `key`."""
 
     key: str
     source: Source
     expert: int | None
+    rows: Rows
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     num_bytes: int
@@ -48,19 +51,29 @@ class DistPlan:
 
 def dist_plan(made: Plan) -> DistPlan:
     """Layers that are all alike are stacked; a chunk is a layer's tensor, or an expert's."""
-    stacked = are_alike(made.layouts)
-    counts = _layer_counts(made)
+    stacked = not made.args["is_hybrid_model"] and are_alike(made.layouts)
+    style, counts = _style(made), layer_counts(made.layouts)
     tensors: dict[str, WrittenTensor] = {}
     chunks: list[ChunkItem] = []
     for name, layout in made.layouts.items():
-        place = place_of(name, stacked=stacked, keep_norm=made.fused and _has_experts(name, made))
+        place = place_of(name, style, stacked=stacked)
+        front = (counts[name.split(".")[0]],) if place.layer is not None else ()
         for state in (None, *(_states(made) if made.trained(name) else ())):
-            key = place.key if state is None else f"optimizer.state.{STATE_KEYS[state]}.{place.key}"
+            prefix = "" if state is None else f"optimizer.state.{STATE_KEYS[state]}."
             dtype = torch.float32 if state is not None else made.source.dtypes()[f"model.{name}"]
-            front = (counts[name.split(".")[0]],) if place.layer is not None else ()
-            tensors[key] = WrittenTensor((*front, *layout.shape), dtype)
-            chunks += _chunks(key, Source(name, state), place, layout.shape, dtype)
-    return DistPlan(tensors, chunks, list(_extra_states(made, stacked, counts)))
+            for rows in rows_of(name, layout):
+                key = f"{prefix}{place.key}" + (f".{rows.section}" if rows.section else "")
+                shape = (rows.count, *layout.shape[1:]) if rows.section else layout.shape
+                tensors[key] = WrittenTensor((*front, *shape), dtype)
+                chunks += _chunks(key, Source(name, state), place, shape, rows, dtype)
+    return DistPlan(tensors, chunks, list(_extra_states(made, style, stacked, counts)))
+
+
+def _style(made: Plan) -> Style:
+    """Keys are Transformer Engine's, whatever the layers; but those of latent attention have no such mapping."""
+    if not made.local:
+        return made.style("beside")
+    return made.style("never" if made.args["multi_latent_attention"] else "always")
 
 
 def _states(made: Plan) -> tuple[str, ...]:
@@ -68,48 +81,38 @@ def _states(made: Plan) -> tuple[str, ...]:
     return (MAIN, *(state for state in made.states if state != MAIN)) if made.states else ()
 
 
-def _chunks(key: str, source: Source, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[ChunkItem]:
+def _chunks(
+    key: str, source: Source, place: Place, shape: tuple[int, ...], rows: Rows, dtype: torch.dtype
+) -> Iterator[ChunkItem]:
     front = () if place.layer is None else (place.layer,)
     ones = (1,) * len(front)
-    if _EXPERTS not in source.name:
+    if EXPERTS not in source.name:
         size = math.prod(shape) * dtype.itemsize
-        yield ChunkItem(key, source, None, (*front, *(0 for _ in shape)), (*ones, *shape), size)
+        yield ChunkItem(key, source, None, rows, (*front, *(0 for _ in shape)), (*ones, *shape), size)
         return
     for expert in range(shape[0]):
         offsets = (*front, expert, *(0 for _ in shape[1:]))
-        yield ChunkItem(key, source, expert, offsets, (*ones, 1, *shape[1:]), math.prod(shape[1:]) * dtype.itemsize)
+        size = math.prod(shape[1:]) * dtype.itemsize
+        yield ChunkItem(key, source, expert, rows, offsets, (*ones, 1, *shape[1:]), size)
 
 
-def _extra_states(made: Plan, stacked: bool, counts: dict[str, int]) -> Iterator[str]:
+def _extra_states(made: Plan, style: Style, stacked: bool, counts: Mapping[str, int]) -> Iterator[str]:
     """Keys of the (empty) FP8 states that Megatron's linear layers have, a shard for each layer and expert."""
     seen = set()
     for name, layout in made.layouts.items():
         module, _, _ = name.rpartition(".")
-        if not module.rpartition(".")[2].startswith("linear_") or module in seen:
+        if not is_linear(module) or module == "output_layer" or module in seen:
             continue
         seen.add(module)
-        place = place_of(f"{module}.{EXTRA_STATE}", stacked=stacked)
+        place = place_of(f"{module}.{EXTRA_STATE}", style, stacked=stacked)
         layers = [(place.layer, counts[name.split(".")[0]])] if place.layer is not None else []
-        experts = layout.shape[0] if _EXPERTS in name else 0
+        experts = layout.shape[0] if EXPERTS in name else 0
         for expert in range(max(experts, 1)):
             axes = [*layers, *([(expert, experts)] if experts else [])] or [(0, 1)]
             offsets, sizes = (".".join(str(axis[i]) for axis in axes) for i in (0, 1))
             yield f"{place.key}/shard_{offsets}_{sizes}"
     if made.config.model.family == "bert":
         yield f"output_layer.{EXTRA_STATE}/shard_0_1"
-
-
-def _layer_counts(made: Plan) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in made.layouts:
-        if found := layer_of(name):
-            counts[found[0]] = max(counts.get(found[0], 0), found[1] + 1)
-    return counts
-
-
-def _has_experts(name: str, made: Plan) -> bool:
-    found = layer_of(name)
-    return found is not None and found[1] in made.layers_with_experts
 
 
 def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkItem]]:

@@ -2,7 +2,8 @@
 
 Layers that are all alike are stacked: `decoder.layers.mlp.linear_fc2.weight` has one more dimension in front, a layer
 each. Otherwise the number stands in the key. Experts of a layer are stacked behind that, under `experts.experts`. Every
-norm stands under the linear layer that follows it, as with Transformer Engine, if Megatron's own layers wrote it.
+norm stands under the linear layer that follows it, as with Transformer Engine, if Megatron's own layers wrote it. The
+packed parameters of a Mamba mixer are kept apart, see `sections`.
 """
 
 from __future__ import annotations
@@ -86,14 +87,9 @@ class Place:
     layer: int | None
 
 
-def place_of(name: str, *, stacked: bool, keep_norm: bool = False) -> Place:
-    """The key of a canonical parameter. keep_norm: the norm before the feed-forward keeps its own name, as before the
-    experts of Transformer Engine's layers."""
-    key = name.replace(".mlp.experts.", ".mlp.experts.experts.")
-    for fused, plain in names.FUSED_NORMS.items():
-        if keep_norm and plain == "pre_mlp_layernorm.":
-            continue
-        key = re.sub(rf"(\.layers\.\d+\.){re.escape(plain)}", rf"\g<1>{fused}", key)
+def place_of(name: str, style: names.Style, *, stacked: bool) -> Place:
+    """The key of a canonical parameter."""
+    key = style.stored(name).replace(names.EXPERTS, ".mlp.experts.experts.")
     found = names.layer_of(key)
     if found is None or not stacked:
         return Place(key, None)

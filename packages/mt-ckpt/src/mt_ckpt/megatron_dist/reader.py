@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron import arguments
 from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.families.choice import model_section
 from mt_ckpt.megatron.folder import find_iteration
 from mt_ckpt.megatron.metadata import KEY, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import layouts_of, load_model_config
@@ -24,6 +24,7 @@ from mt_ckpt.megatron_dist.common import read_common, require_backend
 from mt_ckpt.megatron_dist.index import METADATA_FILE, Index, read_index
 from mt_ckpt.megatron_dist.keys import entries_of, parse
 from mt_ckpt.megatron_dist.reshardable import flat_optimizer, has_flat_optimizer, reason_not_read
+from mt_ckpt.megatron_dist.sections import pack
 from mt_ckpt.pickles.torch_file import StoredTensor
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.plugins import PluginHost
@@ -66,7 +67,7 @@ class DistReader:
             raise CheckpointError(f"{index.folder}: has no {EMBEDDING}")
         padded = weights[EMBEDDING].shape[0]
         true = true_vocab_size(args, padded, vocab_size)
-        section = arguments.model_section(args, weights.keys(), true)
+        section = model_section(args, weights.keys(), true)
         config = load_model_config(section, host)
         self._stored = layouts_of(config, host, padded)
         self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
@@ -79,8 +80,9 @@ class DistReader:
                 states = flat_optimizer(index, args, self._stored, weights)
             else:
                 self.metadata[KEY]["optimizer_left_out"] = reason
-        if all(piece.dtype == torch.float32 for piece in weights.values()):
-            states.pop(MAIN, None)  # of fp32 training the copies are the weights themselves
+        for name, piece in weights.items():
+            if piece.dtype == torch.float32:
+                states.get(MAIN, {}).pop(name, None)  # the copy of fp32 weights is the weights themselves
         self._add_optimizer(states, step)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -127,7 +129,7 @@ def _sorted_tensors(index: Index) -> tuple[dict[str, Piece], dict[str, dict[str,
         if (parsed := parse(key)) is not None:
             entries.setdefault(parsed.state, []).extend(entries_of(parsed.model_key, tensor))
     pieces = {
-        state: {name: held[0].piece for name, held in hold(found).items() if not name.endswith("inv_freq")}
+        state: pack({name: held[0].piece for name, held in hold(found).items() if not name.endswith("inv_freq")})
         for state, found in entries.items()
     }
     return pieces.pop(None, {}), {state: found for state, found in pieces.items() if state is not None}

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of
+from mt_ckpt.megatron.cuts import as_written
+from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of, shared_matrices
 from mt_ckpt.megatron.model import Grid
-from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
+from mt_ckpt.megatron.names import EMBEDDING, Style
 from mt_ckpt.megatron.optimizer import COMPARED_ELEMENTS, FLAT_STATES
-from mt_ckpt.megatron.order import Pipeline, has_copy, in_order, split_layers
+from mt_ckpt.megatron.order import Pipeline, in_order, split_layers
 from mt_ckpt.megatron.pieces import Gathered, Held, Piece, choose
 from mt_ckpt.megatron_dist.index import ChunkedTensor, Index
 from mt_core.errors import CheckpointError
@@ -66,17 +67,19 @@ def flat_optimizer(
     index: Index, args: Arguments, layouts: Mapping[str, ParameterLayout], weights: Mapping[str, Piece]
 ) -> dict[str, dict[str, Piece]]:
     """State -> canonical name -> tensor. Raises CheckpointError when the buckets do not fit the parameters."""
-    trained = {name: layout for name, layout in layouts.items() if layout.trained}
+    local = args.get("transformer_impl") == "local"
+    trained = {name: layout for name, layout in as_written(layouts, local=local).items() if layout.trained}
+    style = Style("never" if local else "beside", bool(args.get("is_hybrid_model", False)), trained)
     pipeline = Pipeline(args.pipeline_parallel, 1 + max(part for _, part in _buckets(index)))
     runs = split_layers(trained, pipeline)
     grid = Grid(args.tensor_parallel)
+    shared = shared_matrices(args)
     held: dict[str, dict[str, list[Held]]] = {}
     for (group, part), buckets in _buckets(index).items():
         stage, rank = divmod(group, grid.tp)
-        members = in_order(runs[pipeline.run(stage, part)], fused=args.get("transformer_impl") != "local")
+        members = in_order(runs[pipeline.run(stage, part)], style)
         place: Mapping[AxisName, int] = {"tp": rank, "ep": 0, "etp": 0}
         shapes = {name: _layout(name, trained).local_shape(grid.context(place)) for name in members}
-        shared = (EMBEDDING, OUTPUT) if has_copy(trained, pipeline) else ()
         flat = [FlatParameter(name, math.prod(shape), name in shared) for name, shape in shapes.items()]
         planned = buckets_of(flat, bucketing(args, stage, part))
         _require_sizes(index, group, planned, buckets)

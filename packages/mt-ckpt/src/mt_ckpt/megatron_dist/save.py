@@ -19,10 +19,9 @@ from torch import Tensor
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
 from mt_ckpt.megatron.metadata import KEY
-from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.save import CHECKPOINT_VERSION
 from mt_ckpt.megatron.target import Plan, plan
-from mt_ckpt.megatron.write_optimizer import param_group, scheduler_value
+from mt_ckpt.megatron.write_optimizer import optimizer_groups, scheduler_value
 from mt_ckpt.megatron.written_file import WrittenFile
 from mt_ckpt.megatron_dist.common import BACKEND, COMMON_KEY, MARK_FILE
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
@@ -88,18 +87,18 @@ def _write_data(
     for item in group:
         if read is None or read[0] != item.source:
             read = None  # before the next is read
-            read = (item.source, _read(made, item.source))
+            read = (item.source, made.read(item.source.name, item.source.state))
         begin = stream.tell()
         writer = TorchWriter(stream)
-        part = read[1] if item.expert is None else read[1][item.expert]
+        part = _part(read[1], item)
         writer.finish(writer.add(part.reshape(item.sizes)))
         yield WrittenBlob(item.key, item.offsets, item.sizes, name, begin, stream.tell() - begin)
 
 
-def _read(made: Plan, source: Source) -> Tensor:
-    if source.state == MAIN and MAIN not in made.states:
-        return made.read(source.name).float()  # the copies of fp32 weights are the weights
-    return made.read(source.name, source.state)
+def _part(tensor: Tensor, item: ChunkItem) -> Tensor:
+    if item.expert is not None:
+        return tensor[item.expert]
+    return tensor.narrow(0, item.rows.first, item.rows.count) if tensor.ndim else tensor
 
 
 def _common_state(made: Plan, host: PluginHost) -> dict[str, Any]:
@@ -115,26 +114,12 @@ def _common_state(made: Plan, host: PluginHost) -> dict[str, Any]:
     }
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if made.states:
-        state["optimizer"] = common_optimizer(_groups(made))
+        options = made.source.metadata["config"].get("optimizer", {})
+        state["optimizer"] = common_optimizer(optimizer_groups(made.layouts, options, made.step()))
         state["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
         content |= {"distrib_optim_sharding_type": "fully_reshardable"}
         content |= {"distrib_optim_fully_reshardable_mem_efficient": False}
     return state | {"content_metadata": content}
-
-
-def _groups(made: Plan) -> list[dict[str, Any]]:
-    options = made.source.metadata["config"].get("optimizer", {})
-    step = made.step()
-    kinds = {
-        (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts)
-        for name, layout in made.layouts.items()
-        for of_experts in [".mlp.experts." in name]
-        if layout.trained
-    }
-    ordered = sorted(kinds, key=lambda kind: (kind[1], not kind[0]))
-    return [
-        {**param_group(options, decayed=decayed, of_experts=of_experts), STEP: step} for decayed, of_experts in ordered
-    ]
 
 
 def _as_json(blob: WrittenBlob) -> dict[str, Any]:

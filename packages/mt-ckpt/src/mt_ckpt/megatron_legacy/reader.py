@@ -1,4 +1,7 @@
-"""An open checkpoint of Megatron-LM from before Megatron-Core, as canonical tensors: GPT and BERT."""
+"""An open checkpoint of Megatron-LM from before Megatron-Core, as canonical tensors: GPT and BERT.
+
+The optimizer's state is read where it is tied to the parameters as it is today; else the metadata says why it is not.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,57 @@ from typing import Any
 
 from mt_ckpt.megatron.folder import rank_folders
 from mt_ckpt.megatron.names import EMBEDDING, layer_counts
+from mt_ckpt.megatron.optimizer import OptimizerState, read_optimizer
+from mt_ckpt.megatron.pieces import Piece
 from mt_ckpt.megatron.rank_files import Iteration, Parameter, RankFile, namespace_attributes, open_iteration
 from mt_ckpt.megatron.reader import MegatronReader
 from mt_ckpt.megatron_legacy.names import STACK, as_encoder, is_bert, to_core
 from mt_ckpt.megatron_legacy.qkv import GROUPED_SINCE, LATEST, Regrouped
 from mt_ckpt.pickles.torch_file import StoredTensor, tensors_in
-from mt_core.errors import CheckpointError
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
 
 HEAD_SIZE = 64
 """Of the models that were published without their arguments: BERT and GPT-2 with 345 million parameters."""
+OTHERS: Mapping[str, str] = {
+    "vision_model.": "a model of images and text",
+    "query_model.": "two encoders of questions and texts",
+    "context_model.": "two encoders of questions and texts",
+    "shared_model.": "one encoder of questions and texts",
+    "language_model.decoder.": "the T5 from before Megatron-Core",
+}
+"""How parameters begin of models that mention a language model too."""
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 
 
 def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None) -> MegatronReader:
-    """Open the iteration at `path`, or the one that the tracker in `path` names; only the model is read.
+    """Open the iteration at `path`, or the one that the tracker in `path` names.
 
     vocab_size: see `mt_ckpt.megatron.reader.open_checkpoint`. Raises CheckpointError and ConfigError as that does.
     """
     iteration = open_iteration(Path(path), legacy_tensors, arguments_of)
-    return MegatronReader(_as_core(iteration), host, vocab_size, with_optimizer=False)
+    return MegatronReader(_as_core(iteration), host, vocab_size, optimizer_if_known)
+
+
+def optimizer_if_known(iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> OptimizerState:
+    """As `read_optimizer`; a state that cannot be tied to the parameters is left out, with the reason."""
+    try:
+        return read_optimizer(iteration, layouts)
+    except CheckpointError as error:
+        return OptimizerState({}, None, str(error))
 
 
 def legacy_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]:
     """A model of nested dictionaries, under Megatron-Core's names. Raises CheckpointError for one name twice."""
     found: dict[str, StoredTensor] = {}
-    for old, tensor in tensors_in(part).items():
+    tensors = tensors_in(part)
+    for prefix, model in OTHERS.items():
+        if any(old.startswith(prefix) for old in tensors):
+            raise ConfigError(
+                f"{file}: has parameters {prefix}*, of {model}, which is not read from Megatron's formats"
+            )
+    for old, tensor in tensors.items():
         name = to_core(old)
         if name in found:
             raise CheckpointError(f"{file}: {old} and another tensor are both {name}")
@@ -77,10 +105,13 @@ def _as_core(iteration: Iteration) -> Iteration:
     heads = int(iteration.args.need("num_attention_heads")) // iteration.grid.tp
 
     def convert(parameter: Parameter) -> Parameter:
-        tensor = parameter.tensor
+        named = replace(parameter, name=rename(parameter.name))
         if version < GROUPED_SINCE and parameter.name.endswith(_QKV):
-            return replace(parameter, name=rename(parameter.name), tensor=Regrouped(tensor, heads, version))
-        return replace(parameter, name=rename(parameter.name))
+            return replace(named, tensor=regrouped(parameter.tensor), arrange=regrouped)
+        return named
+
+    def regrouped(piece: Piece) -> Piece:
+        return Regrouped(piece, heads, version)
 
     def rename(name: str) -> str:
         return as_encoder(name) if bert else name

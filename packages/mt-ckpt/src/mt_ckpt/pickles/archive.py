@@ -1,4 +1,4 @@
-"""Writes zip archives without compression to the end of a stream, each member at once, every one's data aligned.
+"""Writes zip archives without compression to the end of a stream, every member's data aligned.
 
 The format is PKWARE's APPNOTE 6.3.10, with its zip64 fields where a size or offset needs them. Unlike zipfile this
 never seeks, so that several archives can follow one another in a file, and one that is given up needs no closing.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 ALIGNMENT = 64
@@ -21,6 +21,8 @@ _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
 _LOCAL_HEADER_BYTES = 30
 _ZIP64, _PADDING = 0x0001, 0x4246  # the second spells FB, which torch writes too
+_DESCRIBED = 1 << 3
+"""Flag of a member whose checksum stands behind its data."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class _Member:
     crc: int
     num_bytes: int
     offset: int
+    flags: int = 0
 
 
 class ByteSink(Protocol):
@@ -52,6 +55,12 @@ class ArchiveWriter:
             self._write(data[begin : begin + BLOCK_BYTES])
         self._members.append(member)
 
+    def begin(self, name: str, num_bytes: int) -> MemberWriter:
+        """A member that is written in pieces, `num_bytes` in all. No other may be begun before its end."""
+        member = _Member(name.encode(), 0, num_bytes, self._position, _DESCRIBED)
+        self._write(_local_header(member))
+        return MemberWriter(self, member)
+
     def finish(self) -> None:
         begin = self._position
         for member in self._members:
@@ -63,6 +72,32 @@ class ArchiveWriter:
         self._position += len(data)
 
 
+class MemberWriter:
+    """A member of an archive, while its pieces come."""
+
+    def __init__(self, archive: ArchiveWriter, member: _Member) -> None:
+        self._archive, self._member = archive, member
+        self._crc, self._left = 0, member.num_bytes
+
+    def write(self, data: memoryview) -> None:
+        """Raises OSError."""
+        self._crc = zlib.crc32(data, self._crc)
+        self._left -= len(data)
+        for begin in range(0, len(data), BLOCK_BYTES):
+            self._archive._write(data[begin : begin + BLOCK_BYTES])
+
+    def finish(self) -> None:
+        assert self._left == 0, f"{self._member.name!r}: {self._left} bytes are missing"
+        member = replace(self._member, crc=self._crc)
+        self._archive._write(_descriptor(member))
+        self._archive._members.append(member)
+
+
+def _descriptor(member: _Member) -> bytes:
+    kind = "Q" if member.num_bytes >= _LIMIT_32 else "I"
+    return struct.pack(f"<4sI{kind}{kind}", b"PK\x07\x08", member.crc, member.num_bytes, member.num_bytes)
+
+
 def _local_header(member: _Member) -> bytes:
     large = member.num_bytes >= _LIMIT_32
     extra = struct.pack("<HHQQ", _ZIP64, 16, member.num_bytes, member.num_bytes) if large else b""
@@ -70,7 +105,7 @@ def _local_header(member: _Member) -> bytes:
     filler = -unpadded % ALIGNMENT
     extra += struct.pack("<HH", _PADDING, filler) + b"Z" * filler
     size = _LIMIT_32 if large else member.num_bytes
-    fields = (b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra))
+    fields = (b"PK\x03\x04", _VERSION, member.flags, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra))
     return struct.pack("<4sHHHHHIIIHH", *fields) + member.name + extra
 
 
@@ -80,7 +115,20 @@ def _directory_entry(member: _Member) -> bytes:
     wide = sizes + offsets
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
     size = _LIMIT_32 if sizes else member.num_bytes
-    head = (b"PK\x01\x02", _VERSION, _VERSION, 0, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra))
+    head = (
+        b"PK\x01\x02",
+        _VERSION,
+        _VERSION,
+        member.flags,
+        0,
+        0,
+        _DATE,
+        member.crc,
+        size,
+        size,
+        len(member.name),
+        len(extra),
+    )
     tail = (0, 0, 0, 0, _LIMIT_32 if offsets else member.offset)
     return struct.pack("<4sHHHHHHIIIHHHHHII", *head, *tail) + member.name + extra
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.pickles.archive import ArchiveWriter, ByteSink
+from mt_ckpt.pickles.archive import ArchiveWriter, ByteSink, MemberWriter
 from mt_ckpt.pickles.encode import STORAGE_NAMES, Call, Storage, encode, tensor_call
 from mt_ckpt.pickles.torch_file import contiguous_stride
 from mt_core.errors import CheckpointError
@@ -31,13 +31,20 @@ class TorchWriter:
         if tensor.dtype not in STORAGE_NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_NAMES)
             raise CheckpointError(f"a tensor of {tensor.dtype} cannot be written in this format; these can: {known}")
-        dense = tensor.detach().contiguous()
-        shape = tuple(dense.shape)
-        flat = dense.as_strided((dense.numel(),), (1,))
-        key = str(self._count)
+        shape = tuple(tensor.shape)
+        storage = self._storage(tensor.dtype, tensor.numel())
+        self._write(f"data/{storage.key}", _bytes_of(tensor))
+        return tensor_call(storage, shape, contiguous_stride(shape))
+
+    def begin_flat(self, dtype: torch.dtype, numel: int) -> FlatWriter:
+        """A tensor of one dimension that comes in pieces. Nothing else may be added before its end."""
+        storage = self._storage(dtype, numel)
+        member = self._archive.begin(f"{self._name}/data/{storage.key}", numel * dtype.itemsize)
+        return FlatWriter(member, storage, numel)
+
+    def _storage(self, dtype: torch.dtype, numel: int) -> Storage:
         self._count += 1
-        self._write(f"data/{key}", flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
-        return tensor_call(Storage(key, dense.dtype, dense.numel()), shape, contiguous_stride(shape))
+        return Storage(str(self._count - 1), dtype, numel)
 
     def finish(self, value: Any) -> None:
         """Write the object and the end of the archive; the stream stays open."""
@@ -48,6 +55,27 @@ class TorchWriter:
 
     def _write(self, member: str, data: memoryview) -> None:
         self._archive.add(f"{self._name}/{member}", data)
+
+
+class FlatWriter:
+    """A flat tensor, while its pieces come."""
+
+    def __init__(self, member: MemberWriter, storage: Storage, numel: int) -> None:
+        self._member, self._storage, self._numel = member, storage, numel
+
+    def write(self, piece: Tensor) -> None:
+        """All elements of a dense tensor on CPU of the flat one's dtype. Raises OSError."""
+        self._member.write(_bytes_of(piece))
+
+    def finish(self) -> Call:
+        self._member.finish()
+        return tensor_call(self._storage, (self._numel,), (1,))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    dense = tensor.detach().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def write_object(stream: ByteSink, value: Any) -> None:

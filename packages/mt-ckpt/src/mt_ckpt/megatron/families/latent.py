@@ -1,0 +1,141 @@
+"""DeepSeek-V2 and V3: multi-head latent attention, multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.families.moe import moe_arguments, moe_section
+from mt_ckpt.megatron.families.shared import (
+    depth_arguments,
+    need_values,
+    position_arguments,
+    positions,
+    require,
+    shared_arguments,
+    shared_section,
+)
+from mt_core.errors import ConfigError
+
+READ = ("multi_latent_attention", "mtp_num_layers")
+"""Arguments that other families need off."""
+GRANTED: Mapping[str, tuple[Any, Any]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "swiglu": (False, True),
+    "add_bias_linear": (True, False),
+    "add_qkv_bias": (False, False),
+    "hidden_dropout": (0.1, 0.0),
+    "qk_layernorm": (False, True),
+    "rotary_percent": (1.0, 1.0),
+    "rotary_interleaved": (False, False),
+    "mtp_use_repeated_layer": (False, False),
+    "mtp_detach_heads": (False, False),
+    "mtp_hsm": (False, False),
+    "window_size": (None, None),
+}
+SIZES: Mapping[str, int] = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Arguments that are keys of the same name, with Megatron's defaults."""
+YARN: Mapping[str, Any] = {
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_truncate": True,
+    "rope_attention_factor": None,
+}
+"""What Megatron's latent attention takes for granted beside the arguments."""
+ORIGINAL_POSITIONS = 4096
+"""The same, of the positions before scaling."""
+
+
+def latent_section(args: Arguments) -> dict[str, Any]:
+    need_values(args, "a model with multi-latent attention", GRANTED)
+    positions(args, ("rope",))
+    section = {
+        "family": "deepseek",
+        **shared_section(args),
+        "num_layers": int(args.need("num_layers", "encoder_num_layers")),
+        "untie_embeddings_and_output_weights": args.untied,
+        "q_lora_rank": args.values.get("q_lora_rank"),
+        **{name: int(args.get(name, default)) for name, default in SIZES.items()},
+        "max_position_embeddings": int(args.need("max_position_embeddings")),
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        **_scaling(args),
+        **moe_section(args),
+    }
+    if depth := int(args.get("mtp_num_layers", 0)):
+        section |= {
+            "mtp_num_layers": depth,
+            "mtp_loss_scaling_factor": float(args.get("mtp_loss_scaling_factor", 0.1)),
+        }
+    return section
+
+
+def _scaling(args: Arguments) -> dict[str, Any]:
+    """YaRN unless the run asked for plain rotary positions; with a factor of 1 it changes nothing."""
+    factor = float(args.get("rotary_scaling_factor", 1.0))
+    if args.get("rope_type", "yarn") != "yarn" or factor == 1.0:
+        return {}
+    return {
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": factor,
+        "original_max_position_embeddings": ORIGINAL_POSITIONS,
+        "rope_mscale": float(args.get("mscale", 1.0)),
+        "rope_mscale_all_dim": float(args.get("mscale_all_dim", 0.0)),
+    }
+
+
+def latent_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **shared_arguments(model),
+        **depth_arguments(model),
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "q_lora_rank": model.q_lora_rank,
+        **{name: getattr(model, name) for name in SIZES},
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "max_position_embeddings": model.max_position_embeddings,
+        **position_arguments("rope"),
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": False,
+        **_scaling_arguments(model),
+        **moe_arguments(model, parameters),
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
+        "window_size": None,
+    }
+
+
+def _scaling_arguments(model: Any) -> dict[str, Any]:
+    require(model, "rope_scaling_type", ("none", "yarn"))
+    if model.rope_scaling_type == "none":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    for key, granted in YARN.items():
+        require(model, key, (granted,))
+    original = model.original_max_position_embeddings or model.max_position_embeddings
+    if original != ORIGINAL_POSITIONS:
+        raise ConfigError(
+            f"model.original_max_position_embeddings={original} cannot be written as Megatron's arguments, which fix "
+            f"it at {ORIGINAL_POSITIONS} for latent attention"
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": model.rope_scaling_factor,
+        **_mscales(model),
+    }
+
+
+def _mscales(model: Any) -> dict[str, Any]:
+    """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both, else m(1) / m(0)."""
+    if model.rope_mscale is None or model.rope_mscale_all_dim is None:
+        if model.rope_mscale_all_dim:
+            raise ConfigError(
+                f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} without model.rope_mscale cannot be written as "
+                "Megatron's arguments; set model.rope_mscale too"
+            )
+        return {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}

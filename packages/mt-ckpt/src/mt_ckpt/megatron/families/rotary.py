@@ -1,0 +1,152 @@
+"""Llama and its relatives: RMSNorm, SwiGLU and full rotary positions; with experts Mixtral, Qwen-MoE, Granite-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.families.gpt import decoder_arguments, depth_and_heads
+from mt_ckpt.megatron.families.shared import position_arguments, position_type, require, shared_section
+from mt_core.errors import ConfigError
+
+VALUES: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "hidden_dropout": 0.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+}
+"""Arguments of the models that these families are, and that Hugging Face has too."""
+DEFAULTS: Mapping[str, Any] = {"normalization": "LayerNorm", "swiglu": False, "hidden_dropout": 0.1}
+"""Megatron's own, where they are others."""
+EXTRAS: Mapping[str, Any] = {"use_rope_scaling": False, "window_size": None, "rotary_seq_len_interpolation_factor": 1}
+"""Arguments that only these families read -> what turns them off."""
+LLAMA3: Mapping[str, Any] = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron's use_rope_scaling takes for granted."""
+NEUTRAL: Mapping[str, Any] = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Granite's factors, when they change nothing."""
+
+
+def differing(args: Arguments) -> list[str]:
+    """The arguments by which a decoder is none of these families."""
+    found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
+    if position_type(args) != "rope":
+        found.append("position_embedding_type")
+    if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
+        found.append("add_bias_linear")
+    return found
+
+
+def require_no_extras(args: Arguments, differing: Collection[str]) -> None:
+    """Raises ConfigError when a decoder of another family has an argument that only these read."""
+    for name, off in EXTRAS.items():
+        if args.get(name, off) != off:
+            wanted = ", ".join(f"{key}={value}" for key, value in VALUES.items())
+            raise ConfigError(
+                f"{args.origin}: {name}={args.values[name]!r} is read of models with rotary positions, {wanted}; "
+                f"this one has {', '.join(f'{key}={args.values.get(key)}' for key in differing)}"
+            )
+
+
+def rotary_section(args: Arguments) -> dict[str, Any]:
+    """The family that has what the arguments turn on, and no more."""
+    section = {
+        **shared_section(args),
+        **depth_and_heads(args),
+        "max_position_embeddings": int(args.need("max_position_embeddings")),
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        **_rope_scaling(args),
+    }
+    if args.get("add_bias_linear", True):
+        return {"family": "llama", **section, "attention_bias": True, "mlp_bias": True}
+    window, experts = _window(args), "moe" in section
+    windowed = {} if window is None else {"sliding_window": window}
+    biased, normalized = bool(args.get("add_qkv_bias", False)), bool(args.get("qk_layernorm", False))
+    if experts and (biased or normalized or args.get("moe_shared_expert_intermediate_size", 0)):
+        if window is not None:
+            raise ConfigError(
+                f"{args.origin}: window_size={args.values['window_size']!r} is not read of a mixture with shared "
+                "experts, biases on queries or normalized heads; it can be None"
+            )
+        return {"family": "qwen_moe", **section, "add_qkv_bias": biased, "qk_layernorm": normalized}
+    if experts:
+        return {"family": "mixtral", **section, "sliding_window": window}
+    if biased or normalized:
+        return {"family": "qwen", **section, "add_qkv_bias": biased, "qk_layernorm": normalized, **windowed}
+    return {"family": "mistral" if windowed else "llama", **section, **windowed}
+
+
+def _rope_scaling(args: Arguments) -> dict[str, Any]:
+    """Llama 3.1's, whose constants but the factor Megatron fixes, or a division of all positions."""
+    factor = args.get("rotary_seq_len_interpolation_factor", 1)
+    if args.get("use_rope_scaling", False):
+        return {
+            "rope_scaling_type": "llama3",
+            "rope_scaling_factor": float(args.get("rope_scaling_factor", 8.0)),
+            **LLAMA3,
+        }
+    return {} if factor == 1 else {"rope_scaling_type": "linear", "rope_scaling_factor": float(factor)}
+
+
+def _window(args: Arguments) -> int | None:
+    """Positions that a query sees, itself included; Megatron's window_size counts those before and those after it."""
+    window = args.values.get("window_size")
+    if window is None:
+        return None
+    if len(window) != 2 or window[1] not in (0, -1) or args.values.get("window_attn_skip_freq") is not None:
+        raise ConfigError(
+            f"{args.origin}: window_size={window!r} with window_attn_skip_freq="
+            f"{args.values.get('window_attn_skip_freq')!r} is not read; every layer needs the window (left, 0)"
+        )
+    return int(window[0]) + 1
+
+
+def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    if getattr(model, "attention_bias", False) != getattr(model, "mlp_bias", False):
+        raise ConfigError(
+            f"model.attention_bias={model.attention_bias} with model.mlp_bias={model.mlp_bias} cannot be written as "
+            "Megatron's arguments, where all linear layers have biases or none; they have to be equal"
+        )
+    return {
+        **decoder_arguments(model, parameters),
+        "max_position_embeddings": model.max_position_embeddings,
+        **position_arguments("rope"),
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        **_rope_scaling_arguments(model),
+    }
+
+
+def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's factors have no arguments; a model without them is a Mixtral."""
+    for key, neutral in NEUTRAL.items():
+        require(model, key, (neutral,))
+    return rotary_arguments(model, parameters, kept)
+
+
+def _rope_scaling_arguments(model: Any) -> dict[str, Any]:
+    require(model, "rope_scaling_type", ("none", "linear", "llama3"))
+    if model.rope_scaling_type != "llama3":
+        return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": model.rope_scaling_factor}
+    for key, value in LLAMA3.items():
+        given = getattr(model, key)
+        if key == "original_max_position_embeddings":
+            given = given or model.max_position_embeddings
+        if given != value:
+            raise ConfigError(f"model.{key}={given} cannot be written as Megatron's arguments, which fix it at {value}")
+    return {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": model.rope_scaling_factor,
+        "rotary_seq_len_interpolation_factor": None,
+    }
