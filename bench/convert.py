@@ -4,9 +4,10 @@
 
 The source is a Llama in bf16 with random weights (hidden 2048, feed-forward 5632, vocabulary 32000, 16 heads, 4
 key-value heads), cut into shards of 500 MB. In every round each method writes the same weights to new files on the
-same disk, in an order that changes from round to round; everything is fsynced at the end of each (`cp` and then
-`sync` of its files). The source is in the page cache for all of them. The table gives the median time and the median
-over the rounds of the rate relative to that of `cp` in the same round.
+same disk, in an order that changes from round to round; every file and directory is fsynced within the time of each
+(`cp`, and then fsync of what it wrote; `mt convert` has the disk begin while it works). The source is in the page cache
+for all of them. The table gives the median time, the median over the rounds of the rate relative to that of `cp` in the
+same round with the lowest and the highest, and the median of the processor time (user and system) that was used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,7 +45,7 @@ def write_source(folder: Path, layers: int) -> None:
         norms = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in {**parts, **norms}.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
-    places = {}
+    places: dict[str, str] = {}
     infos = {name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes.items()}
     for number, group in enumerate(split_by_size(infos, SHARD_BYTES)):
         file = f"model-{number:05d}.safetensors"
@@ -63,20 +65,40 @@ def copy(source: Path, target: Path) -> None:
         os.close(descriptor)
 
 
-def methods(host: PluginHost) -> dict[str, Callable[[Path, Path], object]]:
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on the clock, and of processors."""
+
+    elapsed: float
+    processor: float
+
+
+def methods(hf: Path, mt: Path, host: PluginHost) -> dict[str, Callable[[Path], object]]:
+    """Each writes the weights to the directory that it is given."""
     return {
-        "cp": copy,
-        "hf to mt": lambda source, target: convert(source, target, saver="mt", host=host),
-        "hf to hf": lambda source, target: convert(source, target, saver="hf", host=host),
+        "cp": lambda target: copy(hf, target),
+        "hf to mt": lambda target: convert(hf, target, saver="mt", host=host),
+        "mt to hf": lambda target: convert(mt, target, saver="hf", host=host),
+        "hf to hf": lambda target: convert(hf, target, saver="hf", host=host),
     }
 
 
-def timed(method: Callable[[Path, Path], object], source: Path, target: Path) -> float:
-    start = time.perf_counter()
-    method(source, target)
-    elapsed = time.perf_counter() - start
+def cost(method: Callable[[Path], object], target: Path) -> Cost:
+    start, used = time.perf_counter(), sum(os.times()[:4])
+    method(target)
+    spent = Cost(time.perf_counter() - start, sum(os.times()[:4]) - used)
     shutil.rmtree(target)
-    return elapsed
+    return spent
+
+
+def report(num_bytes: int, costs: Mapping[str, list[Cost]]) -> None:
+    print(f"\n{'method':10} {'median s':>9} {'MiB/s':>7} {'rate / cp':>10} {'lowest':>7} {'highest':>8} {'CPU s':>6}")
+    for name, spent in costs.items():
+        ratios = [cp.elapsed / own.elapsed for cp, own in zip(costs["cp"], spent, strict=True)]
+        median = statistics.median(own.elapsed for own in spent)
+        processor = statistics.median(own.processor for own in spent)
+        rates = f"{statistics.median(ratios):10.2f} {min(ratios):7.2f} {max(ratios):8.2f}"
+        print(f"{name:10} {median:9.2f} {num_bytes / 2**20 / median:7.0f} {rates} {processor:6.2f}")
 
 
 def main() -> None:
@@ -85,26 +107,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
     options = parser.parse_args()
-    chosen = methods(load_plugins())
+    host = load_plugins()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        source = Path(folder) / "source"
+        source, native = Path(folder) / "source", Path(folder) / "native"
         source.mkdir()
         write_source(source, options.layers)
+        convert(source, native, saver="mt", host=host)
+        chosen = methods(source, native, host)
         num_bytes = sum(file.stat().st_size for file in source.iterdir())
         print(f"{num_bytes / 2**20:.0f} MiB in bf16, {options.rounds} rounds after one to warm up, all fsynced")
         print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs")
-        seconds: dict[str, list[float]] = {name: [] for name in chosen}
+        costs: dict[str, list[Cost]] = {name: [] for name in chosen}
         for number in range(options.rounds + 1):
             order = list(chosen)[number % len(chosen) :] + list(chosen)[: number % len(chosen)]
             for name in order:
-                elapsed = timed(chosen[name], source, Path(folder) / "target")
+                spent = cost(chosen[name], Path(folder) / "target")
                 if number:
-                    seconds[name].append(elapsed)
-    print(f"\n{'method':10} {'median s':>9} {'MiB/s':>7} {'rate / cp':>10}")
-    for name, times in seconds.items():
-        ratio = statistics.median(cp / own for cp, own in zip(seconds["cp"], times, strict=True))
-        median = statistics.median(times)
-        print(f"{name:10} {median:9.2f} {num_bytes / 2**20 / median:7.0f} {ratio:10.2f}")
+                    costs[name].append(spent)
+        print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}")
+    report(num_bytes, costs)
 
 
 if __name__ == "__main__":

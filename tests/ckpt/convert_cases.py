@@ -8,6 +8,9 @@ SHAPE = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_posi
 GROUPED = {**SHAPE, "num_query_groups": 2, "ffn_hidden_size": 48}
 GPT2 = {"family": "gpt", **SHAPE, "activation": "gelu_tanh"}
 LLAMA = {"family": "llama", **GROUPED}
+MAMBA = {"hidden_size": 32, "mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 2, "mamba_chunk_size": 8}
+LATENT = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
+TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
@@ -43,6 +46,56 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", **GROUPED, "sliding_window": 5},
     "qwen2": {"family": "qwen", **GROUPED, "add_qkv_bias": True, "qk_layernorm": False},
     "qwen3": {"family": "qwen", **GROUPED, "add_qkv_bias": False, "qk_layernorm": True, "kv_channels": 12},
+    "gemma2": {
+        "family": "gemma",
+        **GROUPED,
+        "qk_layernorm": False,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "attention_backend": "eager",
+        "rotary_base": 10000.0,
+        "rotary_base_local": 10000.0,
+    },
+    "gemma3": {"family": "gemma", **GROUPED, "qk_layernorm": True, "sliding_window": 5, "sliding_window_pattern": 2},
+    "mixtral": {"family": "mixtral", **GROUPED, "moe": {"num_experts": 3, "moe_router_topk": 2}},
+    "qwen_moe": {
+        "family": "qwen_moe",
+        **GROUPED,
+        "qk_layernorm": True,
+        "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*2"},
+    },
+    "olmoe": {"family": "olmoe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
+    "granite_moe": {"family": "granite_moe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
+    "deepseek": {
+        "family": "deepseek",
+        **SHAPE,
+        **LATENT,
+        "moe": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_router_pre_softmax": True,
+        },
+    },
+    "mamba": {"family": "mamba", "num_layers": 3, "vocab_size": 101, **MAMBA},
+    "hybrid": {
+        "family": "hybrid",
+        "hybrid_layer_pattern": "M-*-M*",
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 40,
+        "vocab_size": 101,
+        **MAMBA,
+    },
     "bert": {"family": "bert", **SHAPE},
     "t5": {"family": "t5", **{k: v for k, v in SHAPE.items() if k != "max_position_embeddings"}},
+    "vision": {"family": "vision", **TOWER, "num_classes": 3},
+    "llava": {
+        "family": "llava",
+        "vision_model": TOWER,
+        "language_model": {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        "image_token_index": 100,
+        "vocab_size": 101,
+    },
 }

@@ -35,7 +35,7 @@ def test_inspect_a_checkpoint(saved: Path) -> None:
     lines = [line.split() for line in result.output.splitlines()]
     assert ["iteration", "1"] in lines
     assert ["config", "{model}"] in lines
-    assert ["file", "files/tokenizer/vocab.json", "(800", "B)"] in lines
+    assert ["file", "tokenizer/vocab.json", "(800", "B)"] in lines
     elements = 6 * 128 * 128 + 33
     size = format_bytes(6 * 128 * 128 * 4 + 33 * 2).split()
     assert ["model", "7", f"{elements:,}", "BF16,", "F32", *size] in lines
@@ -77,7 +77,7 @@ def test_verify_names_each_damaged_file(saved: Path) -> None:
 
 def test_paths_that_are_no_checkpoint(tmp_path: Path, saved: Path) -> None:
     assert refusal("verify", tmp_path / "none").endswith("none: no such file or directory")
-    assert "neither a checkpoint (it has no manifest.json) nor a run directory" in refusal("inspect", tmp_path)
+    assert "is no complete checkpoint of a known format; loaders are" in refusal("inspect", tmp_path)
     for name in ("iter_0000007", "../checkpoints/iter_0000001"):
         (saved.parent / "latest").write_text(name)
         assert f"names '{name}', which is not a checkpoint" in refusal("inspect", saved.parent.parent)

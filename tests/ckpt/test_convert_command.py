@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_convert_tells_what_it_did(make_model, tmp_path: Path) -> None:
     assert "optimizer.exp_avg, optimizer.exp_avg_sq" in lines[1]
     assert lines[2].startswith("verified: 21 tensors are equal bit for bit, and 6 outputs")
     assert len(list(target.glob("*.safetensors"))) > 4
+
+
+def test_progress_has_bytes_and_time_left(make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if the output were a terminal
+    result = run_convert("--load-dir", make_model(**LLAMA), "--save-dir", tmp_path / "x", "--saver", "hf")
+    assert result.exit_code == 0, result.exception
+    assert re.search(r"converting.*?[0-9.]+/[0-9.]+ KiB", result.stderr, re.DOTALL)
+    assert re.search(r"[0-9]:[0-9]{2}:[0-9]{2}", result.stderr)  # time left
 
 
 def test_convert_of_a_run_directory(make_model, tmp_path: Path) -> None:

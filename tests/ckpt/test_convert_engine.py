@@ -18,6 +18,7 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError, PluginError
 from mt_core.plugins import Plugin, load_plugins
 from mt_core.specs import CheckpointSaverSpec, ConvertOptions, Lazy
+from mt_core.train.checkpointing import open_with
 
 SMALL_SHARDS = ConvertOptions(max_shard_size=15_000)
 
@@ -41,6 +42,28 @@ def count_reads() -> tuple[list[int], object]:
 
 def shards_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("saver", ["megatron", "megatron-legacy", "transformers-megatron"])
+def test_killed_between_the_files_of_ranks(make_model, host, kit, tmp_path: Path, saver: str, cut: int) -> None:
+    """The second run gives the same bits, in files that `--loader` reads, as one that was never killed."""
+    keys, target = {**GPT2, "num_layers": 4}, tmp_path / "target"
+    source = make_model(**keys)
+    asked = ConvertOptions(target_tensor_parallel_size=2, target_pipeline_parallel_size=2)
+
+    def run(progress) -> None:
+        convert(source, target, saver=saver, options=asked, host=host, progress=progress)
+
+    total, progress = count_reads()
+    convert(source, tmp_path / "fresh", saver=saver, options=asked, host=host, progress=progress)
+    assert kit.in_child(lambda: run(Killed(len(total) * cut // 3))) == -signal.SIGKILL
+    assert not target.exists()
+    run(lambda done, total: None)
+    assert not (tmp_path / ".mt-convert-target").exists()
+    loader = host.checkpoint_loaders.get(saver)
+    found = {name: x for name, x in tensors_of(open_with(loader, target, host)).items() if name.startswith("model.")}
+    assert_same_state(tensors_of(open_checkpoint(source)), found)
 
 
 @pytest.mark.parametrize("saver", ["hf", "mt"])

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo, align, write_safetensors
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.inference.loading import load_trained_model
-from mt_core.specs import ConvertOptions
+from mt_core.plugins import load_plugins
+from mt_core.specs import ConvertOptions, Lazy
 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 
@@ -168,20 +170,21 @@ def test_missing_and_further_tensors(make_hf, host) -> None:
     assert "model.layers.1.self_attn.k_proj.bias is in the checkpoint but unknown" in message
 
 
-def test_another_vocabulary_than_the_configurations(make_hf, host) -> None:
-    """Rows of padding are no words: a table of another size is refused, not cut in silence."""
-    folder = make_hf(**LLAMA)
-    state = load(folder)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state[name] = torch.cat([state[name], torch.zeros(27, 32)])
-    replace_weights(folder, state)
-    message = refusal(host, folder)
-    assert "embedding.word_embeddings.weight has shape [128, 32] in the checkpoint, [101, 32] in the model" in message
-
-
 def change_config(folder: Path, **changes: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_family_that_cannot_be_imported_stops_no_other(make_hf, tmp_path: Path) -> None:
+    """Its name is in the message where no other family knows the type."""
+    host = load_plugins()
+    known = host.models.registrations[0]
+    broken = replace(known.spec, name="eliza", name_maps={"hf": Lazy("no_such_module:MAP")})
+    host.models.registrations.append(replace(known, spec=broken))
+    folder = make_hf(**LLAMA)
+    assert convert(folder, tmp_path / "mt", saver="mt", host=host).family == "llama"
+    change_config(folder, model_type="eliza")
+    assert "cannot be loaded: eliza (No module named 'no_such_module')" in refusal(host, folder, ConfigError)
 
 
 def test_configurations_that_are_not_known(make_hf, host) -> None:

@@ -70,7 +70,7 @@ def write_sparse_llama(folder: Path, *, hidden: int, ffn: int, layers: int, voca
         "lm_head.weight": [vocab, hidden],
     }
     files["ends"] = ends
-    names = {}
+    names: dict[str, str] = {}
     for file, tensors in files.items():
         names |= dict.fromkeys(tensors, f"model-{file}.safetensors")
         write_sparse(folder / f"model-{file}.safetensors", tensors)

@@ -30,7 +30,7 @@ def test_through_hugging_face_in_shards(make_model, host, tmp_path: Path, model:
     assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "back")))
 
 
-CAUSAL = [name for name in MODELS if name not in ("bert", "t5")]
+CAUSAL = [name for name in MODELS if name not in ("bert", "t5", "vision", "llava")]
 
 
 @pytest.mark.parametrize("model", CAUSAL)

@@ -36,6 +36,25 @@ HYBRID = {
     "ffn_hidden_size": 48,
     **MIXER,
 }
+YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "rope_beta_fast": 16.0,
+    "rope_beta_slow": 2.0,
+    "rope_truncate": False,
+    "max_position_embeddings": 512,
+}
+GPT_OSS = {
+    "family": "gpt_oss",
+    **SHAPE,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "ffn_hidden_size": 24,
+    "sliding_window": 3,
+    **YARN,
+    "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": [0.9]},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt_untied_odd": {**GPT, "untie_embeddings_and_output_weights": True, "vocab_size": 77, "activation": "gelu_tanh"},
@@ -55,8 +74,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling_factor": 8.0,
         "original_max_position_embeddings": 8192,
     },
+    "llama_yarn": {**LLAMA, **YARN, "rope_mscale": 0.8, "rope_mscale_all_dim": 0.5},
     "mistral": {**LLAMA, "family": "mistral", "sliding_window": 9},
     "qwen2": {**LLAMA, "family": "qwen", "add_qkv_bias": True, "qk_layernorm": False},
+    "qwen2_windows": {
+        **LLAMA,
+        "family": "qwen",
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "sliding_window": 9,
+        "max_window_layers": 3,
+    },
     "qwen3": {**LLAMA, "family": "qwen", "kv_channels": 12},
     "bert": {"family": "bert", **SHAPE, "max_position_embeddings": 16},
     "bert_no_heads": {
@@ -133,6 +161,8 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_router_topk_scaling_factor": 2.5,
         },
     },
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_pattern": {**GPT_OSS, "window_attn_skip_freq": "([1]*1+[0]*1+[1]*2)"},
     "latent_dense": {**LATENT, "untie_embeddings_and_output_weights": False, "mtp_num_layers": 1},
     "mamba": {
         "family": "mamba",

@@ -38,7 +38,7 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
     assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
 
 
-FAMILIES = (*MIXTURES, "latent_dense", "mamba", "hybrid")
+FAMILIES = (*MIXTURES, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron-dist"])

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.ckpt.megatron.conftest import GPT, LLAMA, MIXTURES, MODELS, UNCUT, RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.conftest import (
+    GPT,
+    LLAMA,
+    MIXTURES,
+    MODELS,
+    UNCUT,
+    YARN,
+    RandomCheckpoint,
+    assert_same_tensors,
+)
 
 from mt_ckpt.megatron.folder import detect, detect_legacy
 from mt_core.config.loading import config_from_dict
@@ -92,7 +101,7 @@ def test_every_old_model_under_its_old_names(model, tmp_path, host) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "deepseek_v3", "mamba", "hybrid_rotary"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
 def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
     for tp, pp, vpp in GRIDS[:6]:
@@ -104,7 +113,7 @@ def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt", "llama_tied", "moe", "deepseek_v3", "mamba", "hybrid_rotary"])
+@pytest.mark.parametrize("model", ["gpt", "llama_tied", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
 def test_the_distributed_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
     """Flat buffers beside each rank's file, and nothing of the optimizer's state in it."""
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
@@ -185,8 +194,17 @@ def test_layouts_that_cannot_be(model, asked, words, tmp_path, host) -> None:
         ),
         ({**LLAMA, "attention_bias": True}, "where all linear layers have biases or none"),
         (
-            {**LLAMA, "rope_scaling_type": "yarn", "rope_scaling_factor": 2.0},
-            "model.rope_scaling_type=yarn cannot be written",
+            {**LLAMA, "rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0},
+            "model.rope_scaling_type=dynamic cannot be written .* it can be none, linear, llama3, yarn",
+        ),
+        (
+            {**LLAMA, **YARN, "rope_attention_factor": 1.5},
+            "model.rope_attention_factor=1.5 cannot be written as Megatron's arguments; it can be None",
+        ),
+        ({**LLAMA, **YARN, "rope_mscale_all_dim": 0.5}, "rope_mscale_all_dim=0.5 without model.rope_mscale cannot be"),
+        (
+            {**MODELS["gpt_oss"], "moe": {"num_experts": 4, "moe_router_bias": False}},
+            "model.moe.moe_router_bias=False cannot be written as Megatron's arguments, which mean True; leave it out",
         ),
         (
             {**MODELS["llama_scaled"], "original_max_position_embeddings": 64},

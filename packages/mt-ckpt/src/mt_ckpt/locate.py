@@ -29,10 +29,14 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def resolve_run(path: Path) -> Path:
-    """The latest checkpoint of mt's own if `path` is a run directory, else `path`. Raises CheckpointError if absent."""
+    """The latest checkpoint of mt's own if `path` is a run directory or its `checkpoints`, else `path`.
+
+    Raises CheckpointError when there is nothing at `path`, or `latest` does not name a checkpoint.
+    """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
-    return find_checkpoint(path) if (path / "checkpoints" / TRACKER).is_file() else path
+    tracked = any((folder / TRACKER).is_file() for folder in (path / "checkpoints", path))
+    return find_checkpoint(path) if tracked else path
 
 
 def _tracked(folder: Path) -> Path:

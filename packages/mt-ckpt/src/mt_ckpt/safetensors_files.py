@@ -1,8 +1,8 @@
 """Safetensors files, read and written a tensor at a time.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of the header, the
-header (JSON: name -> dtype, shape, byte range after the header), then the tensors without gaps. Files are read
-by ordinary reads, not mapped, so that memory stays at one tensor whatever the file's size.
+header (JSON: name -> dtype, shape, byte range after the header), then the tensors without gaps. Of a file only the
+tensor that is read is in memory, whatever the file's size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from mt_ckpt.mapped import map_range
 from mt_ckpt.native.checksum import BLOCK_BYTES
 from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
 from mt_core.errors import CheckpointError
@@ -31,6 +32,8 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit that the safetensors library sets."""
 ALIGNMENT = 8
 PENDING_BYTES = 64 << 20
+SYNC_BYTES = 64 << 20
+"""After so many bytes a file is flushed in the background, so that the disk does not wait for its end."""
 Part = tuple[int, str]
 """Bytes that follow one another in a file: their number and XXH3 checksum."""
 
@@ -68,8 +71,13 @@ class SafetensorsFile:
         return {name: place.info for name, place in self._places.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor on CPU, contiguous, in memory of its own."""
+        """One tensor on CPU, contiguous, which may be changed. Its memory is the file's where the system can do that,
+        so the file must not be cut or written to while the tensor is in use."""
         place = self._places[name]
+        tensor = _mapped(self.file, place)
+        return self._copied(name, place) if tensor is None else tensor
+
+    def _copied(self, name: str, place: _Place) -> Tensor:
         tensor = torch.empty(place.info.shape, dtype=place.info.dtype)
         target, offset = _bytes_of(tensor), place.offset
         with self.file.open("rb", buffering=0) as stream:
@@ -84,8 +92,8 @@ class SafetensorsFile:
 class SafetensorsWriter:
     """A new file that holds `tensors`, whose values are added in that order. Close it in any case.
 
-    A thread writes and computes checksums while the caller makes the next values ready. An element must not be larger
-    than the one before, so that every tensor is aligned: see `align`.
+    A thread writes and computes checksums while the caller makes the next values ready, another one has the disk begin
+    before the end. An element must not be larger than the one before, so that every tensor is aligned: see `align`.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, TensorInfo], pending_bytes: int = PENDING_BYTES) -> None:
@@ -98,6 +106,9 @@ class SafetensorsWriter:
         header = _header(tensors)
         self._stream = file.open("wb", buffering=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-write")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-sync")
+        self._unsynced = 0
+        self._syncs: list[Future[None]] = []
         self._parts: list[Future[Part]] = []
         self._waiting: deque[tuple[Future[Part], int]] = deque()
         self._submit(memoryview(header))
@@ -119,11 +130,14 @@ class SafetensorsWriter:
         if missing := [name for name, _ in self._left]:
             raise ValueError(f"{self._file}: no value was added for {', '.join(missing[:8])}")
         parts = [part.result() for part in self._parts]
-        os.fsync(self._stream.fileno())
+        for sync in self._syncs:
+            sync.result()
+        self._sync()
         return parts
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._disk.shutdown(wait=True, cancel_futures=True)
         self._stream.close()
 
     def _submit(self, data: memoryview) -> None:
@@ -137,12 +151,26 @@ class SafetensorsWriter:
             for start in range(0, len(data), BLOCK_BYTES):
                 block = data[start : start + BLOCK_BYTES]
                 hasher.update(block)
-                while block:
-                    block = block[self._stream.write(block) :]
+                self._write_block(block)
         except OSError as error:
             error.filename = str(self._file)
             raise
         return len(data), hasher.hexdigest()
+
+    def _write_block(self, block: memoryview) -> None:
+        self._unsynced += len(block)
+        while block:
+            block = block[self._stream.write(block) :]
+        if self._unsynced >= SYNC_BYTES:
+            self._unsynced = 0
+            self._syncs.append(self._disk.submit(self._sync))
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            error.filename = str(self._file)
+            raise
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterable[Tensor]) -> list[Part]:
@@ -220,6 +248,15 @@ def _require_no_gaps(file: Path, places: Mapping[str, _Place], position: int, si
 
 
 # -- bytes ------------------------------------------------------------------------------------------
+
+
+def _mapped(file: Path, place: _Place) -> Tensor | None:
+    """The tensor in the file's own pages; None where they cannot be had or its elements are not aligned."""
+    info = place.info
+    if not info.num_bytes or place.offset % info.dtype.itemsize:
+        return None
+    memory = map_range(file, place.offset, info.num_bytes)
+    return None if memory is None else torch.frombuffer(memory, dtype=info.dtype).view(info.shape)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

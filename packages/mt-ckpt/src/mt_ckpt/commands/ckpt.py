@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average and thin out checkpoints.")
 
 # A folder, or an address such as s3://bucket/run: what these read may lie in an object store.
-CheckpointPath = Annotated[
-    Path, typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint, or a run directory for its latest one.")
-]
-
 AnyCheckpoint = Annotated[
     Path,
     typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint of any format, or a run for its latest."),
@@ -90,7 +86,7 @@ def _verify_every_tensor(opened: Opened) -> str:
     from mt_ckpt.completeness import find_problems, has_checksums
     from mt_ckpt.contents import entries, files_of
 
-    tensors, files = list(entries(opened.reader)), files_of(opened.path)
+    tensors, files = list(entries(opened.reader)), files_of(opened)
     with _progress() as progress:
         bar = progress.add_task("verifying", total=sum(entry.num_bytes for entry in tensors))
         problems = find_problems(opened, tensors, load_plugins(), lambda done: progress.advance(bar, done))
@@ -221,7 +217,7 @@ def _summary(opened: Opened) -> Table:
 def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
     from mt_ckpt.contents import files_of, iterations_beside, rank_layout
 
-    reader, files = opened.reader, files_of(opened.path)
+    reader, files = opened.reader, files_of(opened)
     yield "checkpoint", str(opened.path)
     yield "format", _format(opened)
     yield "size", f"{format_bytes(sum(files.values()))} in {len(files)} files"

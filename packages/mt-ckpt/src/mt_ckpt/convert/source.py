@@ -13,7 +13,7 @@ from torch import Tensor
 from mt_ckpt.convert.resumable import work_key
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import CheckpointReader
 
 MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,11 +83,11 @@ class Source:
         return [name for name in self._infos if name.startswith(prefix)]
 
 
-def identity_of(path: Path, options: ConvertOptions) -> str:
+def identity_of(path: Path, *asked: Any) -> str:
     """A checksum of where a checkpoint lies, of its files' sizes and times, and of what is asked."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return work_key(str(path.resolve()), stats, repr(options))
+    return work_key(str(path.resolve()), stats, repr(asked))
 
 
 def _stored_bytes(reader: CheckpointReader, names: Collection[str]) -> int:

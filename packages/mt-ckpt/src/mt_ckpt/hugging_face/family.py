@@ -57,20 +57,35 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     """The family of a config.json, and the configuration of its model.
 
     A `model_type` that several families know (a base model, the same with a head) goes to the one whose parameters
-    are the given tensors. Raises ConfigError for a type that none knows or a configuration that cannot be, and
-    CheckpointError when the tensors are those of none.
+    are the given tensors; of several of these to the one that `architectures` names. Raises ConfigError for a type
+    that none knows or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
     kind, names = str(external.get("model_type")), list(names)
-    families = [spec.name_maps[FORMAT].load() for spec in host.models if FORMAT in spec.name_maps]
+    families, broken = _families(host)
     able = [family for family in families if kind in family.model_types]
     if not able:
         known = ", ".join(sorted({kind for family in families for kind in family.model_types}))
+        lost = f"; families whose maps cannot be loaded: {'; '.join(broken)}" if broken else ""
         raise ConfigError(
-            f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}"
+            f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}{lost}"
         )
     if len(able) == 1:
         return able[0], read_config(able[0], external, host)
     return _fitting(able, external, names, host)
+
+
+def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
+    """The maps of all installed families, and what is wrong with those that cannot be imported."""
+    families: list[Family] = []
+    broken: list[str] = []
+    for spec in host.models:
+        if FORMAT not in spec.name_maps:
+            continue
+        try:
+            families.append(spec.name_maps[FORMAT].load())
+        except (ImportError, AttributeError) as error:  # another family must not suffer from it
+            broken.append(f"{spec.name} ({error})")
+    return families, broken
 
 
 def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:
@@ -81,6 +96,7 @@ def _fitting(
     able: list[Family], external: Mapping[str, Any], names: list[str], host: PluginHost
 ) -> tuple[Family, Config]:
     reasons: dict[str, Exception] = {}
+    fitting: list[tuple[Family, Config]] = []
     for family in able:
         try:
             config = read_config(family, external, host)
@@ -88,10 +104,20 @@ def _fitting(
         except (ConfigError, CheckpointError) as error:
             reasons[family.family] = error
         else:
-            return family, config
-    meant = external.get("architectures") or [None]
-    best = next((f.family for f in able if meant[0] in f.architectures.values()), able[0].family)
+            fitting.append((family, config))
+    meant = list(external.get("architectures") or ())[:1]
+    if fitting:
+        return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+    best = next((f.family for f in able if meant and meant[0] in f.architectures.values()), able[0].family)
     raise reasons[best]
+
+
+def _architectures(family: Family, config: Config) -> Any:
+    """What config.json would say: heads that choose a class and that choose a text have the same names of tensors."""
+    try:
+        return family.write_config(config.model).get("architectures")
+    except ConfigError:  # it can be read only
+        return None
 
 
 def require_names(family: Family, config: Any, names: Iterable[str]) -> None:
@@ -102,4 +128,4 @@ def require_names(family: Family, config: Any, names: Iterable[str]) -> None:
     present = {name for name in spelled if name not in copies}
     # Of two tied tensors some programs store the one, some the other.
     present |= {original for copy, original in copies.items() if copy in spelled}
-    rules.check([rule.ours for rule in rules.rules], present)
+    rules.reading(present).check([rule.ours for rule in rules.rules], present)

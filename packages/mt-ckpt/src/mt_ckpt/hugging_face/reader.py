@@ -25,6 +25,7 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of preference; each may be cut into files that `<name>.index.json` lists."""
 MODEL = "model."
+SPECIAL_FLOAT = "__float__"
 
 
 def detect(path: Path) -> bool:
@@ -69,7 +70,7 @@ class HuggingFaceReader:
         self._tensors, self._files = tensors, files
         self._stored = _by_spelling(tensors, family, model)
         self._copies = _present_copies(family.copies(model), self._stored)
-        self._rules = {MODEL + rule.ours: rule for rule in family.name_map(model).rules}
+        self._rules = {MODEL + rule.ours: rule for rule in family.name_map(model).reading(self._stored).rules}
 
     @cached_property
     def _infos(self) -> Mapping[str, TensorInfo]:
@@ -195,11 +196,16 @@ def _inside(path: Path, name: str, index: Path) -> Path:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes(), object_hook=_number_or_object)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     return content
+
+
+def _number_or_object(entries: dict[str, Any]) -> Any:
+    """Since version 5 transformers writes an infinite number as {"__float__": "Infinity"}."""
+    return float(entries[SPECIAL_FLOAT]) if set(entries) == {SPECIAL_FLOAT} else entries

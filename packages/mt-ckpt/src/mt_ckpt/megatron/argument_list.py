@@ -13,6 +13,10 @@ from typing import Any
 from mt_ckpt.megatron.arguments import Arguments
 from mt_core.errors import ConfigError
 
+ZERO_CENTERED = (
+    "norm weights stored less one (adding the one would round them, and of our families only gemma, which Megatron "
+    "does not have, keeps them so)"
+)
 REQUIRED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "multi_latent_attention": ((False,), "multi-latent attention"),
     "experimental_attention_variant": ((None,), "an experimental attention"),
@@ -25,12 +29,12 @@ REQUIRED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "heterogeneous_layers_config_path": ((None,), "layers of different shapes"),
     "heterogeneous_layers_config_encoded_json": ((None,), "layers of different shapes"),
     "apply_residual_connection_post_layernorm": ((False,), "a residual taken behind the norm"),
-    "layernorm_zero_centered_gamma": ((False,), "norm weights stored less one"),
-    "apply_layernorm_1p": ((False,), "norm weights stored less one"),
+    "layernorm_zero_centered_gamma": ((False,), ZERO_CENTERED),
+    "apply_layernorm_1p": ((False,), ZERO_CENTERED),
+    "softmax_type": (("vanilla", None), "a softmax with a sink"),
     "quick_geglu": ((False,), "the gated quick GELU"),
     "glu_linear_offset": ((0, 0.0, None), "an offset in the gated activation"),
     "activation_func_clamp_value": ((None,), "clamped activations"),
-    "softmax_type": (("vanilla", None), "a softmax with a sink"),
     "qk_l2_norm": ((False,), "queries and keys normalized without weights"),
     "attention_output_gate": ((False,), "a gate on the attention's output"),
     "no_rope_freq": ((None,), "layers without positions"),
@@ -43,6 +47,7 @@ REQUIRED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moe_expert_rank_capacity_factor": ((None,), "a capacity of each rank"),
     "moe_router_force_biased": ((None,), "router logits with a bias that forces a choice"),
     "retro_add_retriever": ((False,), "retrieval (RETRO)"),
+    "enable_gpt_oss": ((False,), "positions that ModelOpt's scripts set beside the arguments"),
 }
 """Argument -> values that our families mean, and what another one stands for."""
 
@@ -58,7 +63,14 @@ READ = (
     *("bias_gelu_fusion", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "window_size"),
     *("window_attn_skip_freq", "hidden_dropout", "attention_dropout", "init_method_std", "fp32_residual_connection"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
-    *("mscale", "mscale_all_dim", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hsm"),
+    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
+    *(
+        "yarn_correction_range_round_to_int",
+        "mtp_loss_scaling_factor",
+        "mtp_use_repeated_layer",
+        "mtp_detach_heads",
+        "mtp_hsm",
+    ),
     *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_num_heads", "hybrid_attention_ratio"),
     *("hybrid_mlp_ratio", "make_vocab_size_divisible_by", "transformer_impl"),
     # mixtures of experts
@@ -178,7 +190,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     ),
     "reinforcement learning": ("rl_*", "grpo_*", "langrl_*", "perform_rl_step", "refit_method"),
     "a part that the model only has with an argument that is refused": (
-        *("dsa_*", "linear_*", "mhc_*", "mup_*", "gdp_*", "yarn_*", "enable_experimental", "bert_binary_head"),
+        *("dsa_*", "linear_*", "mhc_*", "mup_*", "gdp_*", "enable_experimental", "bert_binary_head"),
     ),
     "models that Megatron has no longer": (
         *("ict_*", "biencoder_*", "bert_load", "titles_data_path", "query_in_block_prob", "use_one_sent_docs"),

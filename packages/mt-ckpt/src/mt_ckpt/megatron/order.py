@@ -15,6 +15,7 @@ BEFORE_LAYERS = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_po
 EMBEDDINGS = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
 LAYER = (
     "input_layernorm",
+    "self_attention.core_attention",
     "self_attention.linear_proj",
     "self_attention.linear_q_proj",
     "self_attention.linear_q_down_proj",
@@ -51,7 +52,7 @@ LAYER = (
 PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 """Modules of a depth of multi-token prediction."""
 AFTER_LAYERS = ("lm_head.dense", "lm_head.layer_norm", "output_layer", "binary_head", "pooler.dense")
-LEAVES = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "dt_bias", "A_log", "D")
+LEAVES = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "dt_bias", "A_log", "D", "softmax_offset")
 """Parameters of a module."""
 
 

@@ -142,11 +142,13 @@ def _pad(tensor: Tensor, rows: int) -> Tensor:
 
 def _require_gpt2(model: Any, options: ConvertOptions, host: PluginHost) -> None:
     kind = family_named(model.family, host).write_config(model)["model_type"]
-    if kind != "gpt2" or model.untie_embeddings_and_output_weights or model.activation not in ACTIVATIONS:
+    if kind != "gpt2":
+        raise ConfigError(f"{FORMAT} holds GPT-2 only, of the family gpt; a {model.family} of this kind is a {kind}")
+    if model.untie_embeddings_and_output_weights or model.activation not in ACTIVATIONS:
         raise ConfigError(
-            f"{FORMAT} holds GPT-2 only: family gpt with tied embeddings and activation gelu or gelu_tanh; this is a "
-            f"{kind} with untie_embeddings_and_output_weights={model.untie_embeddings_and_output_weights}, "
-            f"activation={getattr(model, 'activation', None)}"
+            f"{FORMAT} holds GPT-2 with tied embeddings and activation gelu or gelu_tanh; this one has "
+            f"model.untie_embeddings_and_output_weights={model.untie_embeddings_and_output_weights}, "
+            f"model.activation={model.activation}"
         )
     for flag, size, key, number in (
         ("tensor", options.target_tensor_parallel_size, "num_attention_heads", model.num_attention_heads),

@@ -210,11 +210,19 @@ EXPRESSED = dict.fromkeys(
 )  # fmt: skip
 
 
+def _group_scores(mixture: Mixture, fixed: int) -> tuple[int | None, ...]:
+    """Values of moe_router_group_score_topk that mean the number which the class has fixed, or no groups."""
+    if mixture["moe_router_num_groups"] is None:
+        return (None,)
+    by_default = mixture["moe_router_topk"] // mixture["moe_router_group_topk"]
+    return (fixed, None) if by_default == fixed else (fixed,)
+
+
 def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
     mixture = Mixture(config)
     grouped = mixture["moe_router_num_groups"] is not None
-    scores = (1,) if grouped else (None,)
+    scores = _group_scores(mixture, 1)
     mixture.require("deepseek_v2", **EXPRESSED, moe_router_pre_softmax=(True,), moe_router_group_score_topk=scores)
     if config.mtp_num_layers:
         raise ConfigError(
@@ -231,7 +239,7 @@ def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
 def v3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
     mixture = Mixture(config)
-    scores = (2,) if mixture["moe_router_num_groups"] is not None else (None,)
+    scores = _group_scores(mixture, 2)
     mixture.require(
         "deepseek_v3",
         **EXPRESSED,

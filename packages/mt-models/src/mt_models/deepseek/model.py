@@ -100,7 +100,7 @@ class DeepseekModel(RotaryDecoder):
 def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
     ctx, core = environment.parallel, attention_core(config, environment)
     feed_forward = environment.feed_forward(config.feed_forward, config, number)
-    attention = LatentAttention(config, core, ctx)
+    attention = LatentAttention(config, core, ctx, remakes_heads=environment.recompute.selects("mla_up_proj"))
     return TransformerLayer(config, core, feed_forward, ctx, attention)
 
 

@@ -135,6 +135,14 @@ def _activation_to_theirs(name: str) -> str:
     return names[name]
 
 
+def time_step_to_ours(limit: float) -> float:
+    return 0.0 if limit <= SMALLEST_TIME_STEP else float(limit)
+
+
+def time_step_to_theirs(limit: float) -> float:
+    return max(limit, SMALLEST_TIME_STEP)
+
+
 NEMOTRON_H = ConfigMap(
     architecture="nemotron_h",
     fields=(
@@ -154,7 +162,7 @@ NEMOTRON_H = ConfigMap(
         Field("use_bias", "mamba_proj_bias", default=False),
         Field("chunk_size", "mamba_chunk_size", default=128),
         # The class uses the smallest time step of new weights as the limit of all, with none above.
-        Field("time_step_min", "mamba_dt_lower_limit", float, lambda x: max(x, SMALLEST_TIME_STEP), default=1e-3),
+        Field("time_step_min", "mamba_dt_lower_limit", time_step_to_ours, time_step_to_theirs, default=1e-3),
         Field("time_step_max", "mamba_dt_max", to_ours=float, default=0.1),
         Field("time_step_floor", "mamba_dt_init_floor", to_ours=float, default=1e-4),
         Field("initializer_range", "init_method_std", to_ours=float, default=0.02),

@@ -79,7 +79,8 @@ MAMBA2 = ConfigMap(
         Field("layer_norm_epsilon", "norm_epsilon", to_ours=float, default=1e-5),
         Field("initializer_range", "init_method_std", to_ours=float, default=0.1),
         Field("residual_in_fp32", "fp32_residual_connection", default=True),
-        Field("rescale_prenorm_residual", "use_scaled_init_method", default=False),
+        # Where it is true, transformers divides the weights that it loads, too: it is never written so.
+        Field("rescale_prenorm_residual", "use_scaled_init_method", to_theirs=lambda _: False, default=False),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
         *time_step_fields(),
     ),

@@ -20,7 +20,7 @@ from mt_ckpt.megatron.families.shared import (
     shared_arguments,
     shared_section,
 )
-from mt_core.errors import ConfigError
+from mt_ckpt.megatron.families.windows import window_arguments
 
 
 def depth_and_heads(args: Arguments) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def decoder_arguments(model: Any, parameters: Collection[str]) -> dict[str, Any]
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        **_window(model),
+        **window_arguments(model),
         **moe_arguments(model, parameters),
     }
 
@@ -85,14 +85,3 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
     }
-
-
-def _window(model: Any) -> dict[str, Any]:
-    windows = {model.window_of(layer) for layer in range(model.num_layers)}
-    if len(windows) > 1:
-        raise ConfigError(
-            f"model.family={model.family} with windows {sorted(map(str, windows))} in different layers cannot be "
-            "written as Megatron's arguments; all layers have to be alike"
-        )
-    window = windows.pop()
-    return {"window_size": None if window is None else (window - 1, 0), "window_attn_skip_freq": None}

@@ -16,6 +16,7 @@ from mt_ckpt.megatron.families.shared import (
     shared_arguments,
     shared_section,
 )
+from mt_ckpt.megatron.families.yarn import mscale_arguments, mscale_section
 from mt_core.errors import ConfigError
 
 READ = ("multi_latent_attention", "mtp_num_layers")
@@ -79,8 +80,7 @@ def _scaling(args: Arguments) -> dict[str, Any]:
         "rope_scaling_type": "yarn",
         "rope_scaling_factor": factor,
         "original_max_position_embeddings": ORIGINAL_POSITIONS,
-        "rope_mscale": float(args.get("mscale", 1.0)),
-        "rope_mscale_all_dim": float(args.get("mscale_all_dim", 0.0)),
+        **mscale_section(args),
     }
 
 
@@ -125,17 +125,5 @@ def _scaling_arguments(model: Any) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": model.rope_scaling_factor,
-        **_mscales(model),
+        **mscale_arguments(model),
     }
-
-
-def _mscales(model: Any) -> dict[str, Any]:
-    """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both, else m(1) / m(0)."""
-    if model.rope_mscale is None or model.rope_mscale_all_dim is None:
-        if model.rope_mscale_all_dim:
-            raise ConfigError(
-                f"model.rope_mscale_all_dim={model.rope_mscale_all_dim} without model.rope_mscale cannot be written as "
-                "Megatron's arguments; set model.rope_mscale too"
-            )
-        return {"mscale": 1.0, "mscale_all_dim": 0.0}
-    return {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}

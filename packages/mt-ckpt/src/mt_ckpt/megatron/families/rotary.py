@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.gpt import decoder_arguments, depth_and_heads
-from mt_ckpt.megatron.families.shared import position_arguments, position_type, require, shared_section
+from mt_ckpt.megatron.families.shared import (
+    position_arguments,
+    position_type,
+    positions,
+    require,
+    shared_section,
+)
+from mt_ckpt.megatron.families.windows import windows_of
+from mt_ckpt.megatron.families.yarn import YARN, yarn_arguments, yarn_section
 from mt_core.errors import ConfigError
 
 VALUES: Mapping[str, Any] = {
@@ -40,7 +48,7 @@ NEUTRAL: Mapping[str, Any] = {
 def differing(args: Arguments) -> list[str]:
     """The arguments by which a decoder is none of these families."""
     found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
-    if position_type(args) != "rope":
+    if position_type(args) not in ("rope", YARN):
         found.append("position_embedding_type")
     if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
         found.append("add_bias_linear")
@@ -58,32 +66,40 @@ def require_no_extras(args: Arguments, differing: Collection[str]) -> None:
             )
 
 
-def rotary_section(args: Arguments) -> dict[str, Any]:
-    """The family that has what the arguments turn on, and no more."""
-    section = {
+def rotary_decoder_section(args: Arguments) -> dict[str, Any]:
+    """What decoders with rotary positions on whole heads share."""
+    positions(args, ("rope", YARN))
+    return {
         **shared_section(args),
         **depth_and_heads(args),
         "max_position_embeddings": int(args.need("max_position_embeddings")),
         "rotary_base": float(args.get("rotary_base", 10000)),
-        **_rope_scaling(args),
+        **(yarn_section(args) if position_type(args) == YARN else _rope_scaling(args)),
     }
+
+
+def rotary_section(args: Arguments) -> dict[str, Any]:
+    """The family that has what the arguments turn on, and no more."""
+    section = rotary_decoder_section(args)
     if args.get("add_bias_linear", True):
         return {"family": "llama", **section, "attention_bias": True, "mlp_bias": True}
-    window, experts = _window(args), "moe" in section
-    windowed = {} if window is None else {"sliding_window": window}
+    windows, experts = windows_of(args, section["num_layers"]), "moe" in section
     biased, normalized = bool(args.get("add_qkv_bias", False)), bool(args.get("qk_layernorm", False))
     if experts and (biased or normalized or args.get("moe_shared_expert_intermediate_size", 0)):
-        if window is not None:
+        if any(windows):
             raise ConfigError(
                 f"{args.origin}: window_size={args.values['window_size']!r} is not read of a mixture with shared "
                 "experts, biases on queries or normalized heads; it can be None"
             )
         return {"family": "qwen_moe", **section, "add_qkv_bias": biased, "qk_layernorm": normalized}
     if experts:
-        return {"family": "mixtral", **section, "sliding_window": window}
+        return {"family": "mixtral", **section, "sliding_window": _window_of_all(args, windows)}
     if biased or normalized:
-        return {"family": "qwen", **section, "add_qkv_bias": biased, "qk_layernorm": normalized, **windowed}
-    return {"family": "mistral" if windowed else "llama", **section, **windowed}
+        own = {"add_qkv_bias": biased, "qk_layernorm": normalized, **_windows_behind(args, windows)}
+        return {"family": "qwen", **section, **own}
+    if any(windows):
+        return {"family": "mistral", **section, "sliding_window": _window_of_all(args, windows)}
+    return {"family": "llama", **section}
 
 
 def _rope_scaling(args: Arguments) -> dict[str, Any]:
@@ -98,17 +114,30 @@ def _rope_scaling(args: Arguments) -> dict[str, Any]:
     return {} if factor == 1 else {"rope_scaling_type": "linear", "rope_scaling_factor": float(factor)}
 
 
-def _window(args: Arguments) -> int | None:
-    """Positions that a query sees, itself included; Megatron's window_size counts those before and those after it."""
-    window = args.values.get("window_size")
-    if window is None:
-        return None
-    if len(window) != 2 or window[1] not in (0, -1) or args.values.get("window_attn_skip_freq") is not None:
+def _window_of_all(args: Arguments, windows: Sequence[int | None]) -> int | None:
+    if len(set(windows)) > 1:
+        raise ConfigError(f"{_windows_given(args)} is not read of this model, where every layer needs the window")
+    return windows[0]
+
+
+def _windows_behind(args: Arguments, windows: Sequence[int | None]) -> dict[str, int]:
+    """Qwen's windows, in all layers behind the first so many."""
+    first = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
+    if len(set(windows[first:])) > 1:
         raise ConfigError(
-            f"{args.origin}: window_size={window!r} with window_attn_skip_freq="
-            f"{args.values.get('window_attn_skip_freq')!r} is not read; every layer needs the window (left, 0)"
+            f"{_windows_given(args)} is not read of this model, where the first so many layers have no window "
+            "and all others have it"
         )
-    return int(window[0]) + 1
+    if first == len(windows):
+        return {}
+    window = windows[first]
+    assert window is not None
+    return {"sliding_window": window} | ({"max_window_layers": first} if first else {})
+
+
+def _windows_given(args: Arguments) -> str:
+    skipped = args.values.get("window_attn_skip_freq")
+    return f"{args.origin}: window_size={args.values['window_size']!r} with window_attn_skip_freq={skipped!r}"
 
 
 def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,11 +149,10 @@ def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
     return {
         **decoder_arguments(model, parameters),
         "max_position_embeddings": model.max_position_embeddings,
-        **position_arguments("rope"),
         "rotary_base": model.rotary_base,
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        **_rope_scaling_arguments(model),
+        **_position_arguments(model),
     }
 
 
@@ -135,8 +163,15 @@ def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str
     return rotary_arguments(model, parameters, kept)
 
 
+def _position_arguments(model: Any) -> dict[str, Any]:
+    require(model, "rope_scaling_type", ("none", "linear", "llama3", YARN))
+    if model.rope_scaling_type == YARN:
+        unscaled = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+        return {**position_arguments(YARN), **unscaled, **yarn_arguments(model)}
+    return {**position_arguments("rope"), **_rope_scaling_arguments(model)}
+
+
 def _rope_scaling_arguments(model: Any) -> dict[str, Any]:
-    require(model, "rope_scaling_type", ("none", "linear", "llama3"))
     if model.rope_scaling_type != "llama3":
         return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": model.rope_scaling_factor}
     for key, value in LLAMA3.items():

@@ -9,14 +9,24 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_core.errors import ConfigError
 
 LEARNED = "learned_absolute"
-ACTIVATIONS: Mapping[str, Mapping[str, bool]] = {
+ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
     "gelu": {},
     "gelu_tanh": {"openai_gelu": True},
     "squared_relu": {"squared_relu": True},
     "swiglu": {"swiglu": True},
+    "clamped_swiglu": {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
 }
-"""Our activations -> the switches of Megatron that are on for them."""
-SWITCHES = ("openai_gelu", "squared_relu", "swiglu", "quick_geglu", "bias_gelu_fusion", "bias_swiglu_fusion")
+"""Our activations -> the arguments of Megatron that are another than in `PLAIN_GELU` for them."""
+PLAIN_GELU: Mapping[str, Any] = {
+    "openai_gelu": False,
+    "squared_relu": False,
+    "swiglu": False,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+}
 
 
 # -- read --------------------------------------------------------------------------------------------
@@ -119,7 +129,8 @@ def shared_arguments(model: Any) -> dict[str, Any]:
         "num_query_groups": model.query_groups if grouped else 1,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
-        **{switch: ACTIVATIONS[model.activation].get(switch, False) for switch in SWITCHES},
+        **PLAIN_GELU,
+        **ACTIVATIONS[model.activation],
     }
 
 
@@ -128,6 +139,7 @@ def initial_arguments(model: Any) -> dict[str, Any]:
     return {
         "hidden_size": model.hidden_size,
         "normalization": model.normalization,
+        "softmax_type": "vanilla",
         "norm_epsilon": model.norm_epsilon,
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_method_std,

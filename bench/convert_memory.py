@@ -1,0 +1,54 @@
+"""The most memory that converting a large model takes, from files whose zeros lie on no disk.
+
+    python bench/convert_memory.py [--shape 8B|70B] [--saver hf|mt] [--dtype bf16|fp32] [--folder DIR]
+
+The source has the shapes of Llama 3 in bf16, a sparse file for each layer; everything of `mt convert` runs but the
+writing (70B in bf16 are 141 GB). The growth is that of the resident memory (VmHWM of a new process) from the moment at
+which everything is imported. The goal is twice the largest tensor and 400 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.ckpt.test_convert_memory import SCRIPT, write_sparse_llama
+
+SHAPES = {
+    "8B": {"hidden": 4096, "ffn": 14336, "layers": 32, "vocab": 128_256, "heads": 32, "groups": 8},
+    "70B": {"hidden": 8192, "ffn": 28672, "layers": 80, "vocab": 128_256, "heads": 64, "groups": 8},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--shape", choices=SHAPES, default="8B")
+    parser.add_argument("--saver", choices=("hf", "mt"), default="mt")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--folder", type=Path, help="on a file system with sparse files")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        source = Path(folder) / "source"
+        largest = write_sparse_llama(source, **SHAPES[options.shape]) * (2 if options.dtype == "fp32" else 1)
+        num_bytes = sum(file.stat().st_size for file in source.iterdir())
+        dtype = "fp32" if options.dtype == "fp32" else ""
+        command = [sys.executable, "-c", SCRIPT, str(source), str(Path(folder) / "out"), options.saver, dtype]
+        start = time.perf_counter()
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        elapsed = time.perf_counter() - start
+    growth = int(done.stdout)
+    print(f"{options.shape}, {num_bytes / 1e9:.1f} GB, hf to {options.saver} in {options.dtype}, {elapsed:.0f} s")
+    print(f"largest tensor {largest / 1e6:.0f} MB, growth {growth / 1e6:.0f} MB, goal {2 * largest / 1e6 + 400:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What is in an open checkpoint of any format, without its values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_ckpt.locate import resolve_run
+from mt_ckpt.native.dtypes import format_name
+from mt_ckpt.native.manifest import MANIFEST_NAME
+from mt_ckpt.native.read import NativeReader
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
+from mt_core.train.checkpointing import open_checkpoint, open_with
+
+AUTO = "auto"
+ITERATION = re.compile(r"iter_([0-9]{7,})")
+RANKS = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+}
+"""Argument of Megatron's -> the axis it is the size of."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """path: of the checkpoint itself, or of the folder whose tracker names it. loader: of its format."""
+
+    path: Path
+    loader: CheckpointLoaderSpec
+    reader: CheckpointReader
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor. dtype: as safetensors call it. place: the file that holds it, where the format has one for each."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    place: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def open_any(path: Path, host: PluginHost, loader: str = AUTO) -> Opened:
+    """Open a checkpoint, or a run directory's latest one. loader: a format's name, or "auto" to ask the files.
+
+    Raises CheckpointError for what is missing, damaged, or of no known format, and PluginError for an unknown name.
+    """
+    found = resolve_run(path)
+    if loader != AUTO:
+        spec = host.checkpoint_loaders.get(loader, key="--loader")
+        return Opened(found, spec, open_with(spec, found, host))
+    reader = open_checkpoint(found, host)
+    spec = next(spec for spec in host.checkpoint_loaders if spec.detect.load()(found))
+    return Opened(found, spec, reader)
+
+
+def entries(reader: CheckpointReader) -> Iterator[Entry]:
+    """The tensors in the order of the checkpoint."""
+    dtypes = reader.dtypes()
+    for name, shape in reader.shapes().items():
+        dtype = dtypes[name]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield Entry(name, format_name(dtype) or str(dtype), tuple(shape), num_bytes, _place(reader, name))
+
+
+def _place(reader: CheckpointReader, name: str) -> str:
+    """The file that holds a tensor; of one in pieces the first, and how many there are."""
+    if not isinstance(reader, NativeReader):
+        return ""
+    first, *others = sorted({piece.shard for piece in reader.manifest.tensors[name].pieces})
+    return f"{first} and {len(others)} more" if others else first
+
+
+def files_of(opened: Opened) -> dict[str, int]:
+    """Bytes of each file of the checkpoint, by its path."""
+    path, reader = opened.path, opened.reader
+    if isinstance(reader, NativeReader):  # knows, so that an object store need not be asked
+        return {**reader.manifest.sizes, MANIFEST_NAME: (path / MANIFEST_NAME).stat().st_size}
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file): file.stat().st_size for file in files}
+
+
+def rank_layout(metadata: Mapping[str, Any]) -> str | None:
+    """How Megatron's files are cut over ranks, such as "tensor 2, pipeline 4"; None for other formats."""
+    arguments = (metadata.get("megatron") or {}).get("args")
+    if arguments is None:
+        return None
+    sizes = {axis: arguments.get(key) or 1 for key, axis in RANKS.items()}
+    if sizes["expert"] > 1:  # else it is not said, or repeats that of the other layers
+        sizes["expert tensor"] = arguments.get("expert_tensor_parallel_size") or sizes["tensor"]
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "one rank"
+
+
+def iterations_beside(path: Path) -> list[int]:
+    """The iterations in the folder of a run: `path` itself or the one above it."""
+    folder = path.parent if ITERATION.fullmatch(path.name) else path
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := ITERATION.fullmatch(name)))

@@ -1,0 +1,256 @@
+"""Every family of Hugging Face's that converts, as a small model of `transformers` itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 101
+"""Odd, so that nothing divides it."""
+DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+MIXTURE = {**DECODER, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"num_decoder_layers": 3}
+MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8}
+MAMBA |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
+NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
+NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8}
+BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8}
+BAMBA |= {"mamba_n_groups": 2, "mamba_chunk_size": 8}
+LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 8}
+LATENT |= {"num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
+LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "experts_implementation": "eager"}
+GROUPS = {"n_group": 4, "topk_group": 2}
+TOWER = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 40}
+TOWER |= {"image_size": 12, "patch_size": 4}
+FEATURES, IMAGE = 9, VOCAB - 1
+"""Patches of an image, and the token that stands for one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """model, config: classes of `transformers`. keys: of its configuration. parts: configurations within it.
+
+    inputs: which kind it takes. unused: beginnings of weights that the class never looks at; they are not carried.
+    """
+
+    family: str
+    model: str
+    config: str
+    keys: dict[str, Any]
+    inputs: str = "tokens"
+    parts: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def uses(self, name: str) -> bool:
+        return not name.startswith(self.unused)
+
+    @property
+    def auto_class(self) -> str:
+        """What loads it without knowing its class."""
+        for end, name in AUTO.items():
+            if self.model.endswith(end):
+                return name
+        return "AutoModel"
+
+
+AUTO = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForPreTraining": "AutoModelForPreTraining",
+    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForMultipleChoice": "AutoModelForMultipleChoice",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+
+
+def causal(family: str, stem: str, **keys: Any) -> Case:
+    return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**DECODER, **keys})
+
+
+def mixture(family: str, stem: str, **keys: Any) -> Case:
+    return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**MIXTURE, **keys})
+
+
+def latent(generation: str, **keys: Any) -> Case:
+    stem = f"Deepseek{generation}"
+    return Case("deepseek", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **keys})
+
+
+def tower(stem: str, **keys: Any) -> Case:
+    return Case("vision", f"{stem}VisionModel", f"{stem}VisionConfig", {**TOWER, **keys}, "images")
+
+
+def classifier(stem: str, tower_type: str, *unused: str) -> Case:
+    vision = {**TOWER, "model_type": tower_type}
+    keys = {"vision_config": vision, "num_labels": 5}
+    return Case("vision", f"{stem}ForImageClassification", f"{stem}Config", keys, "images", unused=unused)
+
+
+def llava(vision: str, text: str, text_keys: dict[str, Any], **keys: Any) -> Case:
+    parts = {"vision_config": (f"{vision}VisionConfig", TOWER), "text_config": (f"{text}Config", text_keys)}
+    keys = {"image_token_index": IMAGE, **keys}
+    return Case("llava", "LlavaForConditionalGeneration", "LlavaConfig", keys, "text_with_images", parts)
+
+
+CASES: dict[str, Case] = {
+    "gpt2": Case("gpt", "GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt2 untied": Case("gpt", "GPT2LMHeadModel", "GPT2Config", {**GPT2, "tie_word_embeddings": False}),
+    "gpt2 classes": Case(
+        "gpt_classification",
+        "GPT2ForSequenceClassification",
+        "GPT2Config",
+        {**GPT2, "num_labels": 3, "pad_token_id": 0},
+    ),
+    "gpt_bigcode": Case("gpt", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2),
+    "gpt_neox": Case("gpt", "GPTNeoXForCausalLM", "GPTNeoXConfig", {**ENCODER, "rotary_pct": 0.5}),
+    "bloom": Case(
+        "gpt", "BloomForCausalLM", "BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+    ),
+    "llama": causal("llama", "Llama"),
+    "llama tied, biased, wide heads": causal(
+        "llama", "Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=12
+    ),
+    "llama multi-head": causal("llama", "Llama", num_key_value_heads=4),
+    "llama classes": Case(
+        "llama_classification",
+        "LlamaForSequenceClassification",
+        "LlamaConfig",
+        {**DECODER, "num_labels": 3, "pad_token_id": 0},
+    ),
+    "mistral": causal("mistral", "Mistral", sliding_window=5),
+    "qwen2": causal("qwen", "Qwen2"),
+    "qwen2 tied": causal("qwen", "Qwen2", tie_word_embeddings=True),
+    "qwen3": causal("qwen", "Qwen3", head_dim=12),
+    "gemma2": causal("gemma", "Gemma2", head_dim=16, sliding_window=5),
+    "gemma2 untied": causal("gemma", "Gemma2", head_dim=16, sliding_window=5, tie_word_embeddings=False),
+    "gemma3": Case("gemma", "Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5}),
+    "mixtral": mixture("mixtral", "Mixtral", num_local_experts=4),
+    "mixtral tied, wide heads": mixture(
+        "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True
+    ),
+    "qwen2_moe": mixture(
+        "qwen_moe", "Qwen2Moe", num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=20
+    ),
+    "qwen2_moe every second layer dense, no biases": mixture(
+        "qwen_moe",
+        "Qwen2Moe",
+        num_experts=4,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        decoder_sparse_step=2,
+        qkv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": mixture(
+        "qwen_moe", "Qwen3Moe", num_experts=6, moe_intermediate_size=12, head_dim=16, mlp_only_layers=[0]
+    ),
+    "olmoe": mixture("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
+    "gpt_oss": mixture("gpt_oss", "GptOss", num_local_experts=6, head_dim=12, sliding_window=4),
+    "gpt_oss tied": mixture("gpt_oss", "GptOss", num_local_experts=3, head_dim=12, tie_word_embeddings=True),
+    "granitemoe": mixture("granite_moe", "GraniteMoe", num_local_experts=6, attention_multiplier=0.2),
+    "granitemoe tied": mixture(
+        "granite_moe", "GraniteMoe", num_local_experts=6, attention_multiplier=0.2, tie_word_embeddings=True
+    ),
+    "deepseek_v2": latent("V2", q_lora_rank=14),
+    "deepseek_v2 without query latents": latent("V2", q_lora_rank=None),
+    "deepseek_v3": latent("V3", q_lora_rank=14, **GROUPS, num_nextn_predict_layers=0),
+    "deepseek_v3 tied": latent(
+        "V3", q_lora_rank=None, n_group=1, topk_group=1, tie_word_embeddings=True, num_nextn_predict_layers=0
+    ),
+    "mamba2": Case("mamba", "Mamba2ForCausalLM", "Mamba2Config", MAMBA),
+    "mamba2 tied, biased": Case(
+        "mamba", "Mamba2ForCausalLM", "Mamba2Config", {**MAMBA, "tie_word_embeddings": True, "use_bias": True}
+    ),
+    "nemotron_h": Case("hybrid", "NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_H),
+    "bamba": Case("hybrid", "BambaForCausalLM", "BambaConfig", BAMBA),
+    "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
+    "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
+    "bert classes": Case(
+        "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
+    ),
+    "bert choice": Case("bert_multiple_choice", "BertForMultipleChoice", "BertConfig", ENCODER, "choices"),
+    "t5": Case("t5", "T5ForConditionalGeneration", "T5Config", T5, "two_texts"),
+    "t5 1.1": Case(
+        "t5",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "two_texts",
+    ),
+    "clip tower": tower("CLIP"),
+    "siglip tower": tower("Siglip"),
+    "siglip tower without a pooler": tower("Siglip", vision_use_head=False),
+    "clip classes": classifier("CLIP", "clip_vision_model", "vision_model.post_layernorm."),
+    "siglip classes": classifier("Siglip", "siglip_vision_model", "vision_model.head."),
+    "llava": llava("CLIP", "Llama", {**DECODER, "pad_token_id": 0}),
+    "llava of siglip and qwen3": llava(
+        "Siglip",
+        "Qwen3",
+        {**DECODER, "head_dim": 8},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=False,
+    ),
+}
+
+
+def make_model(case: Case) -> nn.Module:
+    """Weights far from initial values and different everywhere, so that no two tensors can be taken for one another."""
+    import transformers
+
+    parts = {name: getattr(transformers, kind)(**keys) for name, (kind, keys) in case.parts.items()}
+    config = getattr(transformers, case.config)(**case.keys, **parts)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, case.model)(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+        for buffer in trained_buffers(model):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator))
+    return model
+
+
+def trained_buffers(model: nn.Module) -> list[Tensor]:
+    """Weights that no gradient changes: DeepSeek-V3's biases of experts."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def inputs_of(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, IMAGE, (2, 14), generator=generator)
+    images = torch.randn(2, 3, TOWER["image_size"], TOWER["image_size"], generator=generator)
+    if case.inputs == "tokens":
+        return {"input_ids": tokens}
+    if case.inputs == "choices":
+        return {"input_ids": tokens[None]}
+    if case.inputs == "two_texts":
+        return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)[:, :9]}
+    if case.inputs == "images":
+        return {"pixel_values": images}
+    tokens[:, 2 : 2 + FEATURES] = IMAGE
+    return {"input_ids": tokens, "pixel_values": images}
+
+
+def output_of(model: nn.Module, case: Case) -> Tensor:
+    """The first floating-point tensor that the model returns: logits, or hidden states of a tower."""
+    with torch.no_grad():
+        first = model(**inputs_of(case))[0]
+    assert isinstance(first, Tensor)
+    return first
