@@ -212,7 +212,7 @@ def test_sim_plays_every_schedule(mt, tmp_path) -> None:
     ("arguments", "words"),
     [
         (["train", "--preset", "9b"], "--preset 9b: it can be 124m, 1.2b, 3b, 8b"),
-        (["train", "--precision", "fp4"], "--precision fp4: it can be bf16 or fp32"),
+        (["train", "--precision", "fp4"], "--precision fp4: it can be bf16, fp8, fp32"),
         (["kernels", "--only", "norm", "--rounds", "1"], "--only norm: no such kernel; there are rms_norm"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mt_core.nn.attention import AttentionPattern, eager_attention
+from mt_core.nn.attention import AttentionPattern, eager_attention, sdpa_attention
 from mt_core.parallel.context import Axis, AxisSizes, axis_members, build_parallel_context
 from mt_core.parallel.context_parallel import (
     build_hierarchical_axes,
@@ -43,6 +43,8 @@ class Case:
     causal: bool = True
     documents: bool = False
     alibi: bool = False
+    window: int | None = None
+    sinks: bool = False
     value_dim: int = HEAD_DIM
     backend: str = "auto"
     dtype: torch.dtype = torch.float32
@@ -59,6 +61,9 @@ CASES = [
     *(Case(method, heads=3, groups=3, value_dim=5) for method in KEYS_TRAVEL),
     *(Case(method, heads=6, groups=3, documents=True, alibi=True, backend="math") for method in KEYS_TRAVEL),
     *(Case(method, heads=12, groups=6, value_dim=4) for method in ["a2a", "a2a+p2p"]),
+    *(Case(method, window=5) for method in [*KEYS_TRAVEL, "a2a", "a2a+p2p"]),
+    *(Case(method, heads=8, groups=2, sinks=True) for method in [*KEYS_TRAVEL, "a2a", "a2a+p2p"]),
+    *(Case(method, documents=True, window=3, sinks=True) for method in [*KEYS_TRAVEL, "a2a", "a2a+p2p"]),
     *(Case(method, heads=8, groups=2, dtype=torch.bfloat16) for method in [*KEYS_TRAVEL, "a2a"]),
 ]
 
@@ -85,29 +90,42 @@ def inputs(case: Case, size: int) -> tuple[list[torch.Tensor], AttentionPattern]
         case.causal,
         document_ids(length) if case.documents else None,
         torch.linspace(0.05, 0.5, case.heads) if case.alibi else None,
+        window=case.window,
     )
     return tensors, pattern
 
 
-def results(core, tensors, pattern) -> list[torch.Tensor]:
-    """Output, and gradients of q, k, v"""
+def sinks_of(case: Case) -> list[torch.Tensor]:
+    """[heads], as large as the largest scores; none where the case has none."""
+    return [torch.linspace(-1.0, 3.0, case.heads)] if case.sinks else []
+
+
+def results(core, tensors, pattern, sinks) -> list[torch.Tensor]:
+    """Output, and gradients of q, k, v and the sinks"""
     *leaves, grad = (x.detach().clone().requires_grad_() for x in tensors)
-    out = core(*leaves, pattern, 0.0)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    further = [x.detach().clone().requires_grad_() for x in sinks]
+    out = core(*leaves, pattern, 0.0, *further)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *further], grad)]
 
 
 def run_case(case: Case, cp: Axis, axes: list[Axis]) -> list[float]:
-    """Largest difference in this rank's output, dq, dk, dv, each relative to the largest value in the whole."""
-    tensors, pattern = inputs(case, cp.size)
-    expected = results(eager_attention(softmax_in_fp32=False), [x.double() for x in tensors], pattern)
-    core = context_parallel_attention(case.method, axes, backend=case.backend)
+    """Largest difference in this rank's output, dq, dk, dv, each relative to the largest value in the whole; and of the
+    gradients of the sinks, to which all ranks add."""
+    (tensors, pattern), sinks = inputs(case, cp.size), sinks_of(case)
+    wide = [[x.double() for x in given] for given in (tensors, sinks)]
+    expected = results(eager_attention(softmax_in_fp32=False), wide[0], pattern, wide[1])
+    core = eager_attention() if case.sinks else sdpa_attention
+    core = context_parallel_attention(case.method, axes, core=core, backend=case.backend)
     shards = [shard_sequence(x, 1, cp) for x in tensors]
     if pattern.segment_ids is not None:
         pattern = replace(pattern, segment_ids=shard_sequence(pattern.segment_ids, 1, cp), _mask=None)
-    found = results(core, shards, replace(pattern, _mask=None))
+    found = results(core, shards, replace(pattern, _mask=None), sinks)
+    for gradient in found[4:]:
+        dist.all_reduce(gradient, group=cp.group)
+    wholes = [shard_sequence(whole, 1, cp) if place < 4 else whole for place, whole in enumerate(expected)]
     return [
-        ((mine.double() - shard_sequence(whole, 1, cp)).abs().max() / whole.abs().max()).item()
-        for mine, whole in zip(found, expected, strict=True)
+        ((mine.double() - own).abs().max() / whole.abs().max()).item()
+        for mine, own, whole in zip(found, wholes, expected, strict=True)
     ]
 
 
@@ -248,6 +266,10 @@ def _documents_forgotten(self, sources, mask=ShardedPattern.mask):
     return block if block.bias is None else BlockMask(bias=torch.zeros_like(block.bias))
 
 
+def _sinks_forgotten(self, sinks, finish=ForwardPass.finish):
+    return finish(self)
+
+
 def _lost_return(self, step, dkv, start=Rounds.start_return):
     return start(self, step, torch.zeros_like(dkv))
 
@@ -262,6 +284,7 @@ MUTATIONS = {
         Case("all_gather", documents=True),
     ),
     "segment ids are not gathered": (SegmentGatherer, "__call__", _own_ids_for_all, Case("p2p", documents=True)),
+    "sinks do not take part": (ForwardPass, "finish", _sinks_forgotten, Case("p2p", sinks=True)),
     "gradients of keys do not come home": (Rounds, "start_return", _lost_return, Case("p2p")),
 }
 

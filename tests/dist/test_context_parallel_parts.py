@@ -223,7 +223,6 @@ def test_unknown_methods_and_dropout_are_refused_by_the_core() -> None:
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        (AttentionPattern(window=4), "a sliding window"),
         (AttentionPattern(key_padding=torch.ones(1, 4, dtype=torch.bool)), "padded keys"),
         (AttentionPattern(bias=torch.zeros(1, 1, 4, 4)), "a bias of its own"),
     ],

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mt_core.errors import ConfigError
+from mt_core.config.layer_pattern import layers_with_experts
 from mt_models.blocks.hugging_face_mixture import StackedExperts
-from mt_models.blocks.mixture import DEFAULTS, Mixture, frequency_of, layers_with_experts
+from mt_models.blocks.mixture import DEFAULTS, Mixture, frequency_of
 
 moe_config = pytest.importorskip("mt_moe.config")
-placement = pytest.importorskip("mt_moe.placement")
 
 
 def test_defaults_are_those_of_the_feed_forward() -> None:
@@ -20,29 +19,8 @@ def test_defaults_are_those_of_the_feed_forward() -> None:
     assert {key: fields[key].default for key in DEFAULTS} == dict(DEFAULTS)
 
 
-@pytest.mark.parametrize("freq", [1, 2, 3, "[1]*6", "([0]*1+[1]*5)", "[0,1]*3", "3*[1,0]", "([0]*2 + ([1]+[0])*2)"])
-def test_layers_are_those_that_the_feed_forward_takes(freq) -> None:
-    assert layers_with_experts(freq, 6) == placement.moe_layers(freq, 6)
-
-
-@pytest.mark.parametrize(
-    ("freq", "words"),
-    [
-        ("[1]*5", "has 5 entries; it needs one for each of the model.num_layers=6"),
-        ("__import__('os').getcwd()", "is no list pattern"),
-        ("[1]*(2+4)", "is no list pattern"),
-        ("6", "is no list pattern"),
-        ("[1", "is no list pattern"),
-        ("[1.0]*6", "is no list pattern"),
-    ],
-)
-def test_what_is_no_pattern_is_refused_and_never_evaluated(freq, words) -> None:
-    with pytest.raises(ConfigError, match=words):
-        layers_with_experts(freq, 6)
-
-
 @pytest.mark.parametrize("layers", [[True] * 3, [False, True, True], [True, False, True], [False] * 2])
-def test_a_pattern_is_written_as_it_is_read(layers) -> None:
+def test_a_frequency_is_written_as_it_is_read(layers) -> None:
     assert layers_with_experts(frequency_of(layers), len(layers)) == layers
 
 

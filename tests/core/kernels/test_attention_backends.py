@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_refusals_say_why(supports: Any, changes: dict[str, Any], words: str, mo
 
 
 def test_flash_attention_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash, "find_spec", lambda name: ModuleSpec(name, None, origin=f"{name}.py"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert flash.supports_flash_2(request(dropout=0.1, bias=True)) is True
     assert "no dropout" in str(flash.supports_flash_3(request(dropout=0.1)))

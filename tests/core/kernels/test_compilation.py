@@ -35,7 +35,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
             shape = {"ZERO_CENTERED": True, "ROWS": rows, "BLOCK": block}
             yield "rms_norm", kernel, {**NORM, **STATISTICS}, shape, warps
             yield "layer_norm", kernel, {**NORM, **STATISTICS}, shape, warps
-        for name in ("swiglu", "geglu", "geglu_tanh", "squared_relu"):
+        for name in ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"):
             gated = name != "squared_relu"
             yield "activation", kernel, NORM, {"NAME": name, "GATED": gated, "BIAS": True, "BLOCK": 1024}, 4
         drop = {"BIAS": True, "DROP": True, "BLOCK": 1024} if kernel == "_forward" else {"BLOCK": 1024}

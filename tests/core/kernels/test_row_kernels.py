@@ -53,6 +53,10 @@ def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
         return gate / (1 + torch.exp(-gate)) * up
     if name == "geglu":
         return gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2))) * up
+    if name == "clamped_swiglu":
+        gate = torch.where(gate > 7, 7.0, gate)
+        up = torch.where(up.abs() > 7, 7.0 * up.sign(), up)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     return gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
 
 
@@ -134,9 +138,11 @@ def test_rotary_of_strided_views(name: str) -> None:
 
 
 def check_activations(rank: int, world: int, name: str) -> None:
-    for kind in ("swiglu", "geglu", "geglu_tanh", "squared_relu"):
+    for kind in ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"):
         for shape in ((3, 4, 26), (1, 2), (2, 2060), (0, 8)):
             x = random(*shape)
+            if kind == "clamped_swiglu":
+                x = 5 * x  # a part of both halves beyond the clamp
             for bias in (None, random(shape[-1], seed=1)):
                 assert_agrees(implementation("activation", name), activation, x, bias, kind)
         x = random(3, 26, dtype=torch.bfloat16)

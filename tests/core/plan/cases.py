@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from made_up import host
+
 from mt_core.config.checks import as_world
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.plan.layouts import LayoutPlan, Planner
 from mt_core.plan.machines import get_machine
-from mt_core.plugins import load_plugins
 
 Tree = dict[str, dict[str, Any]]
 
@@ -23,6 +24,13 @@ MODEL = {
 }
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 LLAMA |= {"vocab_size": 261, "max_position_embeddings": 32}
+EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 16, "moe_router_force_load_balancing": True}
+MIXTURE = {**LLAMA, "moe": EXPERTS}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+T5 = {"family": "t5", "num_layers": 2, "decoder_num_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+# On CPUs torch writes out an attention with a trained bias whatever the backend is; by name it does so on both sides.
+T5 |= {"vocab_size": 261, "attention_backend": "eager"}
+PAIRS = {"dataset_type": "made_up_pairs", "seq_length": 32, "decoder_seq_length": 16}
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 
 
@@ -48,9 +56,9 @@ def tree(model: dict[str, Any] | None = None, *, parallel: dict[str, Any] | None
 
 def built(values: Tree, world: int) -> Config:
     with as_world(world):
-        return config_from_dict(values, load_plugins())
+        return config_from_dict(values, host())
 
 
 def planned(values: Tree, world: int) -> LayoutPlan:
     config = built(values, world)
-    return Planner(config, load_plugins(), get_machine("h100")).plan(config, world)
+    return Planner(config, host(), get_machine("h100")).plan(config, world)

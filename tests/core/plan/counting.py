@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
+from made_up import host
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mt_core.config.loading import LoadedConfig, config_from_dict
 from mt_core.optim.buffered_weights import BufferedWeights
-from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 
 SMALLEST = 64
@@ -32,6 +33,8 @@ class Counted:
     optimizer_state: int
     activations: int
     sent: dict[tuple[str, str], int]
+    same_ranks: dict[str, str]
+    """Axis -> the one with the same ranks, under whose name its messages are counted."""
 
     @property
     def total(self) -> int:
@@ -73,12 +76,12 @@ class Held:
 
 def count(rank: int, world: int, tree: Mapping[str, Mapping[str, Any]]) -> Counted:
     """Everything in the second step: the optimizer has its state, stages know one another's shapes."""
-    host = load_plugins()
-    trainer = Trainer(LoadedConfig(config_from_dict(tree, host), {}, None), host=host)
+    plugins = host()
+    trainer = Trainer(LoadedConfig(config_from_dict(tree, plugins), {}, None), host=plugins)
     trainer.model.train()
     batches = trainer._batches(trainer.train_data, trainer.batch_size.steps(0, trainer.total_samples))
-    trainer.step(trainer._to_device(next(batches)), 1e-3)
-    micro_batches = trainer._to_device(next(batches))
+    trainer.step(trainer.device_batches.take(next(batches)), 1e-3)
+    micro_batches = trainer.device_batches.take(next(batches))
     live = LiveStorages(trainer.model.parameters())
     sent: Counter[tuple[str, str]] = Counter()
     noting = recording(trainer.ctx.axes, trainer.copies.axes, sent)
@@ -99,6 +102,7 @@ def count(rank: int, world: int, tree: Mapping[str, Mapping[str, Any]]) -> Count
         sum(storages(state).values()),
         live.peak,
         {call: size for call, size in sent.items() if size > SMALLEST},
+        names_of_groups(trainer.ctx.axes)[1],
     )
 
 
@@ -114,11 +118,12 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 @contextmanager
 def recording(axes: Mapping[str, Any], copies: Mapping[str, Any], sent: Counter[tuple[str, str]]) -> Iterator[None]:
     """Adds up the bytes of torch.distributed calls by (ranks of the group, operation)."""
-    groups = {id(axis.group): name for name, axis in axes.items() if axis.group is not None and name in SHOWN}
+    groups, _ = names_of_groups(axes)
     groups.update({id(axis.group): "stage_copies" for axis in copies.values()})
 
     def note(group: Any, operation: str, tensor: Tensor) -> None:
-        if tensor.numel() * tensor.element_size() > SMALLEST:
+        # Statistics for the log travel in fp64.
+        if tensor.numel() * tensor.element_size() > SMALLEST and tensor.dtype != torch.float64:
             sent[groups.get(id(group), "dp"), operation] += tensor.numel() * tensor.element_size()
 
     def wrapped(name: str, operation: str, place: int) -> Any:
@@ -147,4 +152,16 @@ def recording(axes: Mapping[str, Any], copies: Mapping[str, Any], sent: Counter[
         yield
 
 
-SHOWN = ("tp", "cp", "pp")
+SHOWN = ("tp", "cp", "pp", "ep", "etp", "edp")
+"""Axes whose messages are told apart; all others are "dp"."""
+
+
+def names_of_groups(axes: Mapping[str, Any]) -> tuple[dict[int, str], dict[str, str]]:
+    """(id of a group -> its axis, axis -> an earlier one that has the same group)"""
+    names: dict[int, str] = {}
+    same: dict[str, str] = {}
+    for name in SHOWN:
+        group = axes[name].group if name in axes else None
+        if group is not None and names.setdefault(id(group), name) != name:
+            same[name] = names[id(group)]
+    return names, same

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scale_all_(tensors: list[Tensor], factor: float) -> None:
@@ -79,6 +80,42 @@ def flash_cuda_backward(
     return dq, dk, dv
 
 
+_CUDNN_HEAD_DIM_MAX = 128
+
+
+def cudnn_serves(q: Tensor) -> bool:
+    """Whether cuDNN's attention takes this dtype and head size on this device, and is the fastest there (Hopper and
+    later). Its backward adds in no fixed order."""
+    head_dim = q.shape[-1]
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and head_dim % _CUDA_HEAD_DIM_MULTIPLE == 0
+        and head_dim <= _CUDNN_HEAD_DIM_MAX
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and torch.backends.cudnn.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """-> out, lse"""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse.squeeze(-1)
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> gradients of q, k, v. The state of the random numbers is not read, there being no dropout."""
+    random_state = torch.empty((), dtype=torch.int64, device=q.device)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    statistics = lse.contiguous().unsqueeze(-1)
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    dq, dk, dv = op(grad, q, k, v, out, statistics, random_state, random_state, None, *lengths, 0.0, causal)
+    return dq, dk, dv
+
+
 # -- orders of pipeline schedules --------------------------------------------------------------------
 
 
@@ -132,3 +169,11 @@ def gradients_wanted(ctx: Any, count: int) -> tuple[bool, ...]:
         needed and node is not None and torch._C._will_engine_execute_node(node)
         for needed, (node, _) in zip(known, edges, strict=True)
     )
+
+
+class UncompiledDispatchMode(TorchDispatchMode):
+    """A mode that is never inside compiled code. Torch would import its compiler, for seconds, to make sure of it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -12,13 +12,17 @@ to end. `{i}` in names stands for a layer, and the rule for every layer.
 
 `NameMap` expands the rules for a model and insists on a bijection: every external tensor is read once,
 every parameter is written once.
+
+Some files hold a parameter in another form: experts in one tensor or one by one, quantized or not. A rule then lists
+such forms as further rules in `others`. `NameMap.reading` gives the map for the names that some files have; what is
+written is always the rule's own form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,10 +34,12 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """ours: canonical name. theirs: external names, in the order in which the operation takes them."""
+    """ours: canonical name. theirs: external names, in the order in which the operation takes them. others: rules for
+    the same parameter in other forms, which are read and never written."""
 
     ours: str
     theirs: str | tuple[str, ...]
+    others: tuple[Rule, ...] = field(default=(), kw_only=True)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -45,7 +51,13 @@ class Rule:
             self,
             ours=self.ours.replace("{i}", str(layer)),
             theirs=tuple(name.replace("{i}", str(layer)) for name in self.sources),
+            others=tuple(rule.for_layer(layer) for rule in self.others),
         )
+
+    def reading(self, names: frozenset[str]) -> Rule:
+        """The form whose names are among these, if only in part; this one when none is."""
+        forms = (self, *self.others)
+        return next((form for form in forms if not names.isdisjoint(form.sources)), self)
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
         """The canonical tensor from the external ones."""
@@ -129,6 +141,11 @@ class NameMap:
         ]
         self.ignored = frozenset(ignored)
         self._by_ours = {rule.ours: rule for rule in self.rules}
+
+    def reading(self, names: Iterable[str]) -> NameMap:
+        """The map for files that have these external names: each rule in the form in which they hold its parameter."""
+        given = frozenset(names)
+        return NameMap([rule.reading(given) for rule in self.rules], 0, self.ignored)
 
     def check(self, ours: Iterable[str], theirs: Iterable[str]) -> None:
         """Raise CheckpointError unless the rules take each external tensor once and give each parameter once."""

@@ -75,6 +75,7 @@ def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily
     config, ctx = _config_of(model), _context_of(model)
     names, layouts = family.name_map(config), parameter_layouts(model)
     tensors = {family.spelling(config, name): tensor for name, tensor in tensors.items()}
+    names = names.reading(tensors)
     copies = family.copies(config)
     require_copies(tensors, copies)
     names.check(layouts, [name for name in tensors if name not in copies])

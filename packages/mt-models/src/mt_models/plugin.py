@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mt_core.hookspecs import hookimpl
@@ -93,6 +94,7 @@ def mt_register_models() -> list[ModelSpec]:
             config_type=Lazy("mt_models.retro.config:RetroConfig"),
             build=Lazy("mt_models.retro.model:build_retro"),
             presets=Lazy("mt_models.retro.presets:PRESETS"),
+            shrink=Lazy("mt_models.retro.shrink:shrink_retro"),
         ),
         ModelSpec(
             name="biencoder",
@@ -126,10 +128,14 @@ def _mixtures() -> list[ModelSpec]:
     return [
         _mixture("mixtral", "Mixtral", "Mixtral: Mistral with a mixture of 8 experts in every layer"),
         _mixture("qwen_moe", "QwenMoe", "Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2"),
-        _mixture(
-            "deepseek", "Deepseek", "DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction"
+        replace(
+            _mixture(
+                "deepseek", "Deepseek", "DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction"
+            ),
+            shrink=Lazy("mt_models.deepseek.shrink:shrink_deepseek"),
         ),
         _mixture("granite_moe", "GraniteMoe", "Granite 3 MoE: small experts, factors on embeddings, scores and logits"),
+        _mixture("gpt_oss", "GptOss", "GPT-OSS: attention sinks, windows in turn, clamped SwiGLU, biases"),
         _mixture("olmoe", "Olmoe", "OLMoE: 64 small experts, norms over all heads of queries and keys"),
     ]
 
@@ -201,6 +207,7 @@ CHECKS: dict[str, Lazy[CheckConfig]] = {
     "qwen_moe": Lazy("mt_models.qwen_moe.config:check_qwen_moe"),
     "deepseek": Lazy("mt_models.deepseek.config:check_deepseek"),
     "granite_moe": Lazy("mt_models.granite_moe.config:check_granite_moe"),
+    "gpt_oss": Lazy("mt_models.gpt_oss.config:check_gpt_oss"),
     "olmoe": Lazy("mt_models.olmoe.config:check_olmoe"),
     "bert": Lazy("mt_models.bert.config:check_bert"),
     "t5": Lazy("mt_models.t5.config:check_t5"),

@@ -56,9 +56,14 @@ def _load(
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
-    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    axes = (
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    )
     single = [f"parallel.{axis}=1" for axis in axes] if search else []
-    single += ["parallel.sequence_parallel=false"] if search else []
+    single += ["parallel.sequence_parallel=false", "parallel.expert_tensor_parallel_size=null"] if search else []
     with as_world(1 if search else world):
         return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
 
@@ -81,7 +86,14 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     console = Console(highlight=False)
     layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
     console.print(f"{found.world} ranks: {layout or 'one process'}; {found.micro_batches} micro-batches a step")
+    parameters = values["parameters"]
+    if parameters["active"] != parameters["total"]:
+        console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
     console.print(_memory_table(values["ranks"]))
+    crowded = [rank["crowded_activations"] for rank in values["ranks"] if rank["crowded_activations"] is not None]
+    if crowded:
+        most = max(crowded) / GIB
+        console.print(f"if all tokens chose the same experts, their rank would keep {most:.2f} GiB of activations")
     console.print()
     console.print(_message_table(values["ranks"]))
     if found.ramp_up:
@@ -100,6 +112,13 @@ DENSE = ("tp", "cp", "dp", "pp", "ep")
 COLUMNS = ("weights", "gradients", "main_weights", "optimizer_state")
 
 
+SEARCHED_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+EXPERT_AXES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
 STEP_PARTS = ("products", "messages", "waiting", "end")
 
 
@@ -152,6 +171,8 @@ def _search(
     )
     if values["layouts"]:
         console.print(_search_table(values["layouts"]))
+        for reason in values["experts_because"]:
+            console.print(reason, style="dim", markup=False)
     elif values["smallest_that_does_not_fit_gib"]:
         console.print(f"the smallest of them needs {values['smallest_that_does_not_fit_gib']:.1f} GiB")
     for refusal in values["refused"]:
@@ -159,15 +180,14 @@ def _search(
 
 
 def _search_table(layouts: list[dict[str, Any]]) -> Table:
-    table = _table("tp", "cp", "pp", "dp", "micro batch", "recompute", "GiB", "s a step", "of peak")
+    """The columns of experts are there when a layout divides some."""
+    axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
+    table = _table(*axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
     for part in STEP_PARTS:
         table.add_column(part, justify="right")
     for layout in layouts:
         table.add_row(
-            str(layout["tensor_model_parallel_size"]),
-            str(layout["context_parallel_size"]),
-            str(layout["pipeline_model_parallel_size"]),
-            str(layout["data_parallel_size"]),
+            *(str(layout.get(key) or 1) for key in axes.values()),
             str(layout["micro_batch_size"]),
             layout["recompute_granularity"],
             f"{layout['gib']:.1f}",
@@ -176,6 +196,10 @@ def _search_table(layouts: list[dict[str, Any]]) -> Table:
             *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS),
         )
     return table
+
+
+def _divides_experts(layout: dict[str, Any]) -> bool:
+    return any((layout.get(key) or 1) > 1 for key in EXPERT_AXES.values())
 
 
 def _table(*columns: str) -> Table:

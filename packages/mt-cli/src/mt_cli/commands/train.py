@@ -192,7 +192,7 @@ def _whole_model(trainer: Trainer) -> nn.Module:
     from mt_core.inference.loading import load_trained_model
 
     assert trainer.directory is not None
-    return load_trained_model(trainer.directory.path, trainer.host, device=trainer.device.type).model
+    return load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.device.type).model
 
 
 def _sample(trainer: Trainer) -> None:

@@ -103,7 +103,7 @@ def rotary_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
 
 
 def activation_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
-    for name in ("swiglu", "geglu", "geglu_tanh", "squared_relu"):
+    for name in ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"):
         halves = 1 if name == "squared_relu" else 2
         x = random(machine, sizes.tokens, halves * sizes.ffn)
 

@@ -25,7 +25,7 @@ class SimulatedRun:
     settings: tuple[str, ...]
 
 
-def _layout(tensor: int, pipeline: int, batch: int) -> tuple[str, ...]:
+def _layout(tensor: int, pipeline: int, batch: int, *others: str) -> tuple[str, ...]:
     return (
         f"parallel.tensor_model_parallel_size={tensor}",
         f"parallel.pipeline_model_parallel_size={pipeline}",
@@ -35,12 +35,26 @@ def _layout(tensor: int, pipeline: int, batch: int) -> tuple[str, ...]:
         f"train.global_batch_size={batch}",
         "train.train_iters=100",
         "precision.dtype=bf16",
+        *others,
     )
 
 
 RUNS = (
     SimulatedRun("llama3-70b on 64", "llama3-70b", 64, _layout(8, 4, 128)),
     SimulatedRun("llama3.1-405b on 1024", "llama3.1-405b", 1024, _layout(8, 16, 256)),
+    SimulatedRun(
+        "deepseek-v3 on 2048",
+        "deepseek-v3",
+        2048,
+        _layout(
+            1,
+            16,
+            15360,
+            "parallel.expert_model_parallel_size=64",
+            "parallel.expert_tensor_parallel_size=1",
+            "recompute.recompute_granularity=full",
+        ),
+    ),
 )
 PIPELINES = (("70b", 4, 32), ("405b", 16, 64), ("deepseek-v3", 16, 128))
 """Name, ranks of the pipeline, micro-batches."""

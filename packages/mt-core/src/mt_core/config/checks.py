@@ -23,6 +23,14 @@ MODEL_AXES = (
     "expert_model_parallel_size",
 )
 
+SPLIT_KEYS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Keys of [parallel] that ask for Megatron's rule."""
+
 
 def check_config(config: Config) -> None:
     """Raise ConfigError for values that cannot work together, before anything is built."""
@@ -154,6 +162,12 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError("logging.trace_schedule needs parallel.pipeline_model_parallel_size above 1; remove it")
     if trace is not None and not trace.endswith((".json", ".svg")):
         raise ConfigError(f"logging.trace_schedule={trace} is no file that can be written; it can end in .json or .svg")
+    divided = [key for key in SPLIT_KEYS if getattr(config.parallel, key)]
+    if divided and size == 1:
+        raise ConfigError(
+            f"parallel.{divided[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
+            "remove it, or set that above 1"
+        )
     if size > 1 and find_spec("torch") is not None:
         from mt_core.train.stages import model_stages
 

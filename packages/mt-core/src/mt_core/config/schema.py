@@ -185,6 +185,10 @@ class TrainConfig(Section):
     for the GPU. auto: on a GPU, where nothing needs them at once."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` compiles each layer by torch.compile."""
+    cuda_graphs: Literal["none", "blocks"] = "none"
+    """`blocks` launches each layer's forward and backward pass as one CUDA graph. See docs/kernels.md."""
+    cuda_graph_warmup_steps: PositiveInt = used_when(3, cuda_graphs="blocks")
+    """Steps before layers are captured."""
     callbacks: list[str] = Field(default_factory=list)
     """Names of callbacks to add to those that are always on."""
     sample_prompt: str | None = "def "
@@ -327,8 +331,8 @@ class RecomputeConfig(Section):
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]] = (
-        used_when(["core_attn"], recompute_granularity="selective")
+    recompute_modules: list[Literal["core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]] = used_when(
+        ["core_attn"], recompute_granularity="selective"
     )
     """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, queries, keys and values that
     come from latents, and mixtures of experts or parts of them."""

@@ -10,6 +10,7 @@ from torch import nn
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
 from mt_core.train import build
@@ -35,7 +36,8 @@ def load_trained_model(path: str | Path, host: PluginHost, *, device: str = "aut
     # Whatever layout trained it: here it is whole.
     config = config_from_dict({**reader.metadata["config"], "parallel": {}}, host)
     tokenizer = build.restore_tokenizer(config, reader.files(), host)
-    ctx = build.build_context(config, build.resolve_device(device))
+    # Not the job's context, which all of its processes would have to make together.
+    ctx = ParallelContext(device=build.resolve_device(device), params_dtype=build.DTYPES[config.precision.dtype])
     model = build.build_model(config, ctx, host)
     layouts = parameter_layouts(model)
     require_fit(reader, {name: layout.shape for name, layout in layouts.items()}, MODEL)

@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "quick_gelu", "swiglu", "geglu", "geglu_tanh"]
+Activation = Literal[
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "silu",
+    "quick_gelu",
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "clamped_swiglu",
+]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -36,15 +47,29 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,
 }
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh}
-"""Gated activations and what they do to the gate half (Shazeer, GLU Variants, 2020)."""
+CLAMP = 7.0
+"""The largest gate, and the largest magnitude of the other half, that clamped_swiglu tells apart."""
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """quick_gelu(min(gate, 7)) (clip(up, -7, 7) + 1), of GPT-OSS (OpenAI, 2025)."""
+    return quick_gelu(gate.clamp(max=CLAMP)) * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: gelu_tanh(gate) * up,
+    "clamped_swiglu": clamped_swiglu,
+}
+"""Gated activations of the gate half and the other one (Shazeer, GLU Variants, 2020)."""
 
 
 def is_gated(name: str) -> bool:
-    return name in GATES
+    return name in GATED
 
 
-FUSED = frozenset({"swiglu", "geglu", "geglu_tanh", "squared_relu"})
+FUSED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"})
 """Those that have kernels of their own."""
 
 
@@ -53,4 +78,4 @@ def activate(name: str, x: Tensor) -> Tensor:
     if name in PLAIN:
         return PLAIN[name](x)
     gate, up = x.chunk(2, dim=-1)
-    return GATES[name](gate) * up
+    return GATED[name](gate, up)

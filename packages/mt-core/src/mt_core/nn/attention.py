@@ -86,8 +86,11 @@ class AttentionPattern:
         return mask if self.bias is None else mask + self.bias.to(dtype)
 
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor, AttentionPattern, float], Tensor]
-"""(q, k, v, pattern, dropout probability) -> [B, S, N, D]; dropout is 0 outside training."""
+AttentionCore = Callable[..., Tensor]
+"""(q, k, v, pattern, dropout probability) -> [B, S, N, D]; dropout is 0 outside training.
+
+One that serves requests with `sinks` is given them as a sixth argument, [N]: see `with_sinks`.
+"""
 
 
 def expand_groups(x: Tensor, num_heads: int) -> Tensor:
@@ -96,13 +99,27 @@ def expand_groups(x: Tensor, num_heads: int) -> Tensor:
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=2)
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has one more term in its denominator for each head, exp(sink): weight that goes nowhere.
+
+    (Xiao et al., 2023, with a trained score in place of a token.) out [B, S, N, D] and lse [B, N, S] of the scores
+    without it; sinks [N]. The weights of the keys, and so the result, are multiplied by
+    exp(lse) / (exp(lse) + exp(sink)).
+    """
+    # Through the logarithm, which keeps the gradient of a sink far below the scores.
+    kept = F.logsigmoid(lse - sinks.to(lse.dtype)[None, :, None]).exp()
+    return out * kept.transpose(1, 2)[..., None].to(out.dtype)
+
+
 def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None = None) -> AttentionCore:
     """Attention written out, for reference: every intermediate tensor is there to look at.
 
     logit_softcap: scores s become c tanh(s / c) before anything is masked (Gemma 2).
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
+    ) -> Tensor:
         heads = q.shape[2]
         k, v = expand_groups(k, heads), expand_groups(v, heads)
         scores = torch.einsum("bsnd,btnd->bnst", q, k)
@@ -111,7 +128,8 @@ def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores + pattern.additive_mask(q.shape[1], k.shape[1], scores.dtype, q.device)
         weights = torch.softmax(scores, dim=-1).to(q.dtype)
-        return torch.einsum("bnst,btnd->bsnd", F.dropout(weights, dropout), v)
+        out = torch.einsum("bnst,btnd->bsnd", F.dropout(weights, dropout), v)
+        return out if sinks is None else with_sinks(out, torch.logsumexp(scores, dim=-1), sinks)
 
     return attend
 
@@ -147,6 +165,8 @@ def supports_sdpa(request: AttentionRequest) -> bool | str:
         return "its backward on cuda adds in no fixed order; deterministic runs need eager"
     if request.logit_softcap is not None:
         return "it has no soft cap on the scores"
+    if request.sinks:
+        return "it does not tell the log-sum-exp of its scores, to which a sink adds a term"
     return True
 
 

@@ -90,7 +90,8 @@ class Dropout(nn.Module):
         length = x.shape[SEQUENCE_DIM] * self.ctx.cp.size * (tp.size if tp else 1)
         whole = torch.empty((x.shape[0], length, *x.shape[2:]), dtype=torch.bool, device=x.device).bernoulli_(keep)
         own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
-        return own.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if tp else own
+        # A copy: autograd keeps it, and would keep what the whole sequence drew with a view.
+        return own.chunk(tp.size, SEQUENCE_DIM)[tp.rank].clone() if tp else own
 
 
 class AttentionDropout(Dropout):

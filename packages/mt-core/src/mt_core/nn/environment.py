@@ -71,6 +71,7 @@ class ModelEnvironment:
         bias: bool = False,
         window: int | None = None,
         logit_softcap: float | None = None,
+        sinks: bool = False,
     ) -> AttentionCore:
         """The core of the named backend. Raises ConfigError, with the backend's reason, if it cannot serve."""
         request = AttentionRequest(
@@ -86,6 +87,7 @@ class ModelEnvironment:
             deterministic=self.config.train.deterministic,
             window=window,
             logit_softcap=logit_softcap,
+            sinks=sinks,
         )
         spec = self.host.attention_backends.get(backend, key="model.attention_backend")
         answer = spec.supports.load()(request)
@@ -99,14 +101,8 @@ class ModelEnvironment:
 
     def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:
         """The core for sequences that several ranks share; one for all layers with the same request."""
-        parallel, family = self.config.parallel, self.config.model.family
-        size = parallel.context_parallel_size
-        for wanted, what in ((not request.causal, "attention in both directions"), (request.window, "a window")):
-            if wanted:
-                raise ConfigError(
-                    f"parallel.context_parallel_size={size}: model.family={family} has {what}, which is not divided "
-                    "over context-parallel ranks; set parallel.context_parallel_size to 1"
-                )
+        parallel = self.config.parallel
+        self._check_divisible(request)
         if request not in self._context_cores:
             hierarchical = parallel.cp_comm_type == "a2a+p2p"
             names: tuple[AxisName, ...] = ("cp_inner", "cp_outer") if hierarchical else ("cp",)
@@ -120,6 +116,21 @@ class ModelEnvironment:
             )
             self._context_cores[request] = context_parallel_attention(parallel.cp_comm_type, axes, core=core)
         return self._context_cores[request]
+
+    def _check_divisible(self, request: AttentionRequest) -> None:
+        """Raise ConfigError for attention that context-parallel ranks cannot share."""
+        parallel, family = self.config.parallel, self.config.model.family
+        given = f"parallel.context_parallel_size={parallel.context_parallel_size}: model.family={family} has"
+        if not request.causal:
+            raise ConfigError(
+                f"{given} attention in both directions, which is not divided over context-parallel ranks; set "
+                "parallel.context_parallel_size to 1"
+            )
+        if request.logit_softcap is not None and parallel.cp_comm_type != "a2a":
+            raise ConfigError(
+                f"{given} a soft cap on its scores, and parallel.cp_comm_type={parallel.cp_comm_type} computes blocks "
+                'of scores without one; set parallel.cp_comm_type to "a2a"'
+            )
 
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
         """The named feed-forward of layer `layer` (counted from 0 over the whole model).

@@ -84,6 +84,58 @@ class Recompute:
         return torch.autograd.graph.save_on_cpu(pin_memory=self.ctx.device.type == "cuda")
 
 
+def remade(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+    """use(*make()), where what `use` keeps of make's results for its backward pass is made again there.
+
+    `recomputed` around `make` alone would free nothing: its results are kept by what uses them.
+    """
+    if not torch.is_grad_enabled():
+        return use(*make())
+    made = make()
+    discarded = _Discarded(make, made)
+    with torch.autograd.graph.saved_tensors_hooks(discarded.pack, discarded.unpack):
+        return use(*made)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A view of one of make's results."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Discarded:
+    """Keeps places in place of tensors, and makes the tensors again when the first is asked for."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: Sequence[Tensor]) -> None:
+        self._make, self._contexts = make, _contexts()[1]
+        self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(made)}
+        self._again: tuple[Tensor, ...] | None = None
+        self._packed = self._unpacked = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | _Place:
+        number = self._numbers.get(tensor.untyped_storage().data_ptr())
+        if number is None:
+            return tensor
+        self._packed += 1
+        return _Place(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _Place) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            with torch.no_grad(), self._contexts:
+                self._again = self._make()
+        whole = self._again[kept.number]
+        self._unpacked += 1
+        if self._unpacked % self._packed == 0:
+            self._again = None
+        return whole.as_strided(kept.size, kept.stride, kept.offset)
+
+
 def recomputed(function: F) -> F:
     """The function, which keeps its arguments instead of what it computes on the way."""
 

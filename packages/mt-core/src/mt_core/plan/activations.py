@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,16 +15,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mt_core.parallel.pipeline.hidden import Hidden, HiddenForm, form_of, tensors_of
 from mt_core.plan.ledger import Flow
+from mt_core.plan.routing import Deal, Dealt
 from mt_core.plan.stand_ins import PlannedKernels
 
 PARTS: Mapping[str, str] = {
     "norm": "norms",
     "attention": "attention",
     "mixer": "mixer",
+    "router": "router",
+    "shared_experts": "shared_experts",
+    "experts": "experts",
     "mlp": "feed_forward",
     "embedding": "embeddings",
 }
 """Found in the name of a module -> the part of the model that it belongs to."""
+PERMUTED = ".experts.linear_fc1", "permuted_tokens"
+"""What the first matrices of experts keep are their inputs: tokens in the order of experts, sent from other ranks."""
 REST_OF_LAYERS = "residual"
 OUTPUT = "logits_and_loss"
 
@@ -64,6 +71,9 @@ class StageCost:
 
 def part_of(path: str) -> str:
     """ "decoder.layers.3.mlp.linear_fc1" -> "feed_forward"."""
+    end, permuted = PERMUTED
+    if path.endswith(end):
+        return permuted
     for name in reversed(path.split(".")):
         for mark, part in PARTS.items():
             if mark in name:
@@ -126,12 +136,17 @@ class KeptStorages:
             self._computing.close()
 
 
-def measure(model: nn.Module, run: Callable[[], Hidden], kernels: PlannedKernels) -> tuple[StageCost, HiddenForm]:
-    """run() gives the output of a stage, or its loss. Returns the cost, and what the output looks like."""
+def measure(
+    model: nn.Module, run: Callable[[], Hidden], kernels: PlannedKernels, deal: Deal
+) -> tuple[StageCost, HiddenForm]:
+    """run() gives the output of a stage, or its loss. deal: where tokens go, in models in which they go somewhere.
+
+    Returns the cost, and what the output looks like.
+    """
     ledger = kernels.ledger
     ledger.take()
     kept = KeptStorages(model, kernels)
-    with kept.following_modules():
+    with kept.following_modules(), Dealt(deal):
         with kept.saving(), kernels.entered():
             output: Hidden = run()
         forward = ledger.take()
@@ -148,6 +163,11 @@ def empty_hidden(form: HiddenForm) -> Hidden:
     for tensor, own in zip(tensors, form.tensors, strict=True):
         tensor.requires_grad_(own.has_gradient)
     return form.pack(tensors)
+
+
+def bytes_of_form(form: HiddenForm) -> float:
+    """Of the hidden states that have gradients."""
+    return float(sum(math.prod(own.shape) * own.dtype.itemsize for own in form.tensors if own.has_gradient))
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> float:

@@ -58,5 +58,5 @@ def made_up_context(config: Config, world: int, pp_rank: int, ledger: Ledger) ->
 
 def made_up_axis(name: AxisName, size: int, rank: int, ledger: Ledger) -> Axis:
     """An axis of `size` ranks under the name that reports show."""
-    group = NotingGroup(SHOWN_AS.get(name, name), size, ledger) if size > 1 else None
+    group = NotingGroup(SHOWN_AS.get(name, name), size, ledger, rank) if size > 1 else None
     return Axis(size, rank, group, tuple(range(size)) if size > 1 else (0,))

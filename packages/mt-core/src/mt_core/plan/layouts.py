@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mt_core.config.checks import as_world, data_parallel_size
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
 from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
@@ -26,14 +26,18 @@ from mt_core.plan.activations import StageCost
 from mt_core.plan.contexts import all_axis_sizes, made_up_axis, made_up_context
 from mt_core.plan.ledger import Flow, Ledger
 from mt_core.plan.machines import GIB, Machine
+from mt_core.plan.parameters import ParameterCount, count_parameters
+from mt_core.plan.routing import Deal, dealt_in_turn, dealt_to_few
 from mt_core.plan.stages import Kind as LayerKind
 from mt_core.plan.stages import StageCosts, build_on_meta, layer_kinds, only_stage
 from mt_core.plan.stand_ins import PlannedKernels
 from mt_core.plan.timing import Clock
 from mt_core.plan.weights import StateBytes, WeightCost, probe_state, weight_cost
 from mt_core.plugins import PluginHost
-from mt_core.train.build import axis_sizes, with_vocab_size
+from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size
 from mt_core.train.stages import model_stages
+
+WITHOUT_RECOMPUTING = RecomputeConfig(recompute_granularity="none", cpu_offloading_num_layers=0)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class RankPlan:
     buffers: float
     flow: Flow
     """Of a step."""
+    crowded_activations: float | None = None
+    """Bytes in place of `activation_bytes` if all tokens chose experts of one rank, and this is that rank; None: tokens
+    go nowhere, or nobody asked."""
 
     @property
     def activation_bytes(self) -> float:
@@ -89,12 +96,18 @@ class LayoutPlan:
     ranks: Sequence[RankPlan]
     micro_batches: int
     flops_per_token: float
+    """Forward and backward, over the positions of a sample's main sequence."""
     flops_per_step: float
     bubble: float
     """Part of the time of all ranks in which they wait for the pipeline."""
     time: StepTime
-    ramp_up: Sequence[tuple[int, int]] = field(default_factory=tuple)
-    """(batch size, steps) while the batch grows, and then."""
+    parameters: ParameterCount
+    """Of the whole model."""
+
+    @cached_property
+    def ramp_up(self) -> Sequence[tuple[int, int]]:
+        """(batch size, steps) while the batch grows, and then."""
+        return ramp_up(self.config)
 
     @property
     def largest(self) -> RankPlan:
@@ -143,9 +156,23 @@ class Planner:
     def kinds(self) -> dict[int, LayerKind]:
         return layer_kinds(self.config, self.whole_model)
 
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.whole_model.parameters())
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        return count_parameters(self.config, self.host, self.whole_model)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Forward and backward through the whole model in one process, the same for every layout. What is computed
+        again is not counted."""
+        changes = {
+            "parallel": ParallelConfig(),
+            "recompute": WITHOUT_RECOMPUTING,
+            "train": self.config.train.model_copy(update={"micro_batch_size": 1}),
+        }
+        config = self.config.model_copy(update=changes)
+        ctx = ParallelContext(torch.device("meta"), DTYPES[config.precision.dtype])
+        forward = StageCosts(config, self.host, ctx, Ledger(), self.kinds).of(only_stage(config)).forward
+        return 3 * forward.flops / config.data.seq_length
 
     @cached_property
     def state(self) -> StateBytes:
@@ -169,8 +196,11 @@ class Planner:
         clock = Clock(self.machine, sizes)
         order, bubble, seconds = self.play(config, pp, by_stage, passes, clock)
         weights = self.weights(config, world, stages, own, passes)
-        ranks = [self._rank(costs, stages, own, order, by_stage, weights, rank, passes) for rank in range(pp)]
-        per_token = self._flops_per_token(config, sizes, by_stage)
+        again = [self.recomputed(config, world, stage) for stage in stages]
+        ranks = [self._rank(stages, own, order, by_stage, weights, again, rank, passes) for rank in range(pp)]
+        crowded = self.crowded_costs(config, world)
+        if crowded is not None:
+            ranks = [with_crowded(rank, order[rank.pp_ranks[0]], stages, by_stage, crowded) for rank in ranks]
         batch = build_batch_size(config)
         return LayoutPlan(
             config,
@@ -178,14 +208,14 @@ class Planner:
             sizes,
             merged(ranks, world // pp),
             passes,
-            per_token,
-            per_token * batch.full * config.data.seq_length,
+            self.flops_per_token,
+            self.flops_per_token * batch.full * config.data.seq_length,
             bubble,
             _step_time(config, clock, [[by_stage[number] for number in held] for held in own], ranks, passes, seconds),
-            ramp_up(config),
+            self.parameters,
         )
 
-    def stage_costs(self, config: Config, world: int) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
         """One for all layouts in which a layer is divided alike, whatever the number of stages and ranks."""
         parallel = config.parallel
         divided = (
@@ -193,14 +223,20 @@ class Planner:
             parallel.sequence_parallel,
             parallel.context_parallel_size,
             parallel.cp_comm_type,
-            parallel.hierarchical_context_parallel_sizes,
+            str(parallel.hierarchical_context_parallel_sizes),
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size,
         )
-        key = (divided, config.train.micro_batch_size, repr(config.recompute))
+        key = (divided, config.train.micro_batch_size, repr(config.recompute), deal)
         if key not in self._costs:
             ledger = Ledger()
             ctx = made_up_context(config, world, 0, ledger)
-            self._costs[key] = StageCosts(config, self.host, ctx, ledger, self.kinds)
+            self._costs[key] = StageCosts(config, self.host, ctx, ledger, self.kinds, deal=deal)
         return self._costs[key]
+
+    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+        """If all tokens chose the same experts; None for a model without."""
+        return self.stage_costs(config, world, dealt_to_few) if self.parameters.experts else None
 
     def _require_pipelined(self, config: Config, pp: int) -> None:
         if pp > 1 and not self.kinds:
@@ -262,14 +298,23 @@ class Planner:
             (stage.first, stage.last, tuple(self.kinds.get(number) for number in stage.layers)) for stage in stages
         )
 
+    def recomputed(self, config: Config, world: int, stage: Stage) -> float:
+        """Bytes that a group of recomputed layers keeps for the time of its backward pass."""
+        options = config.recompute
+        if options.recompute_granularity != "full" or not len(stage.layers):
+            return 0.0
+        size = (options.recompute_num_layers or 1) if options.recompute_method == "uniform" else 1
+        plain = self.stage_costs(config.model_copy(update={"recompute": WITHOUT_RECOMPUTING}), world)
+        return plain.of(Stage(stage.layers[:size], first=False, last=False)).kept_bytes
+
     def _rank(
         self,
-        costs: StageCosts,
         stages: Sequence[Stage],
         own: Sequence[tuple[int, ...]],
         order: Order,
         by_stage: Sequence[StageCost],
         weights: Sequence[WeightCost],
+        again: Sequence[float],
         rank: int,
         passes: int,
     ) -> RankPlan:
@@ -293,15 +338,10 @@ class Planner:
             cost,
             dict(kept),
             sum(held.values()),
-            max((costs.recomputed(stages[number]) for number in own[rank]), default=0.0),
+            max((again[number] for number in own[rank]), default=0.0),
             cost.buffers + largest + 2 * boundary,
             flow,
         )
-
-    def _flops_per_token(self, config: Config, sizes: Mapping[AxisName, int], by_stage: Sequence[StageCost]) -> float:
-        """Forward and backward through all stages; what is computed again is not counted."""
-        forward = sum(cost.forward.flops for cost in by_stage) * sizes["tp"] * sizes["cp"]
-        return 3 * forward / (config.train.micro_batch_size * config.data.seq_length)
 
 
 def _step_time(
@@ -320,6 +360,14 @@ def _step_time(
     collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
     end = max(clock.step_end(config, rank.weights, backward) for rank in ranks)
     return StepTime(products, messages + collecting, max(0.0, played - products - messages), end)
+
+
+def with_crowded(
+    rank: RankPlan, actions: Sequence[Action], stages: Sequence[Stage], by_stage: Sequence[StageCost], costs: StageCosts
+) -> RankPlan:
+    held = peak_in_flight(actions, by_stage)
+    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in held.items())
+    return replace(rank, crowded_activations=kept)
 
 
 def _sizes(flow: Flow) -> list[tuple[float, float]]:
@@ -342,16 +390,17 @@ def made_up_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> Stag
 
 def peak_in_flight(actions: Sequence[Action], by_stage: Sequence[StageCost]) -> dict[int, int]:
     """Stage -> micro-batches whose activations are kept when most bytes are."""
+    kept = [cost.kept_bytes for cost in by_stage]
     held: Counter[int] = Counter()
     peak, most = dict(held), -1.0
     size = 0.0
     for action in actions:
         if action.kind is Kind.FORWARD:
             held[action.stage] += 1
-            size += by_stage[action.stage].kept_bytes
+            size += kept[action.stage]
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             held[action.stage] -= 1
-            size -= by_stage[action.stage].kept_bytes
+            size -= kept[action.stage]
         if size > most:
             peak, most = dict(held), size
     return peak

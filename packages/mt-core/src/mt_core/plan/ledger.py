@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,8 +49,8 @@ class Flow:
 
 
 def _sum(first: Mapping[Call, float], second: Mapping[Call, float], factor: float) -> dict[Call, float]:
-    keys = dict.fromkeys([*first, *second])
-    return {key: first.get(key, 0) + factor * second.get(key, 0) for key in keys}
+    sums = {key: first.get(key, 0) + factor * second.get(key, 0) for key in dict.fromkeys([*first, *second])}
+    return {key: value for key, value in sums.items() if value}
 
 
 def sent_bytes(operation: str, payload: float, size: int) -> float:
@@ -86,13 +87,14 @@ class Done(dist.Work):
 
 
 class NotingGroup(dist.ProcessGroup):
-    """A group of `size` ranks of an axis of which only this one exists; results keep the values they have.
+    """A group of `size` ranks of an axis of which only this one, number `rank`, exists. Nothing is sent, but tensors
+    with values (on the CPU) get those that they would have if all ranks had the same.
 
     The methods are those that `torch.distributed` calls for its functions, under the names of torch 2.11 and of 2.15.
     """
 
-    def __init__(self, axis: str, size: int, ledger: Ledger) -> None:
-        super().__init__(0, size)
+    def __init__(self, axis: str, size: int, ledger: Ledger, rank: int = 0) -> None:
+        super().__init__(rank, size)
         self.axis, self.ledger = axis, ledger
 
     def _note(self, operation: str, tensor: Tensor) -> Done:
@@ -100,17 +102,33 @@ class NotingGroup(dist.ProcessGroup):
         return Done()
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Done:  # type: ignore[override]
+        if has_values(tensors[0]):
+            tensors[0].mul_(self.size())
         return self._note("all_reduce", tensors[0])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+        if has_values(output):
+            output.view(self.size(), -1).copy_(tensor.reshape(1, -1).expand(self.size(), -1))
         return self._note("all_gather", output)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+        if has_values(output):
+            output.view(-1).copy_(tensor.reshape(self.size(), -1)[self.rank()] * self.size())
         return self._note("reduce_scatter", tensor)
 
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, receive: Sequence[int] = (), send: Sequence[int] = (), *options: Any
+    ) -> Done:
+        if has_values(output):
+            first = sum(send[: self.rank()]) if send else len(tensor) // self.size() * self.rank()
+            sizes = receive or [len(output) // self.size()] * self.size()
+            output.copy_(torch.cat([tensor[first : first + size] for size in sizes]))
         return self._note("all_to_all", tensor)
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def has_values(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta"

@@ -9,7 +9,7 @@ from typing import Any
 from mt_core.plan.layouts import LayoutPlan, RankPlan
 from mt_core.plan.ledger import Flow, sent_bytes
 from mt_core.plan.machines import GIB, Machine
-from mt_core.plan.search import Candidate, Found
+from mt_core.plan.search import EXPERT_AXES, Candidate, Found
 from mt_core.plan.timing import Clock
 
 
@@ -19,6 +19,11 @@ def plan_values(plan: LayoutPlan, machine: Machine) -> dict[str, Any]:
     return {
         "world_size": plan.world,
         "layout": {name: sizes[name] for name in ("tp", "cp", "dp", "pp", "etp", "ep", "edp")},
+        "parameters": {
+            "total": plan.parameters.total,
+            "active": plan.parameters.active,
+            "experts": plan.parameters.experts,
+        },
         "micro_batches": plan.micro_batches,
         "flops_per_token": plan.flops_per_token,
         "flops_per_step": plan.flops_per_step,
@@ -49,6 +54,7 @@ def rank_values(rank: RankPlan, clock: Clock) -> dict[str, Any]:
             "communication_buffers": round(rank.buffers),
             "total": round(rank.total),
         },
+        "crowded_activations": None if rank.crowded_activations is None else round(rank.crowded_activations),
         "gib": rank.total / GIB,
         "micro_batches_in_flight": rank.in_flight,
         "messages": messages(rank.flow, clock),
@@ -68,7 +74,9 @@ def messages(flow: Flow, clock: Clock) -> dict[str, dict[str, float]]:
 
 def search_values(found: Found, machine: Machine, top: int) -> dict[str, Any]:
     """The fastest layouts, how many were legal and how many fit, and why others were refused."""
+    fastest = found.candidates[0] if found.candidates else None
     return {
+        "experts_because": [] if fastest is None else reasons_for_experts(fastest, found),
         "legal": found.legal,
         "fitting": len(found.candidates),
         "too_large": found.too_large,
@@ -90,3 +98,23 @@ def candidate_values(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "estimated_seconds_of": asdict(plan.time),
         "estimated_utilization": plan.utilization(machine),
     }
+
+
+def reasons_for_experts(chosen: Candidate, found: Found) -> list[str]:
+    """What other expert parallel sizes cost in a layout that is otherwise the chosen one; nothing without experts."""
+    if EXPERT_AXES[0] not in chosen.choice["parallel"]:
+        return []
+    reasons = []
+    for other in found.looked_at:
+        if other is not chosen and dense_part(other) == dense_part(chosen):
+            ep, etp = (other.choice["parallel"][axis] for axis in EXPERT_AXES)
+            needed, seconds = other.plan.memory_gib, other.plan.seconds / chosen.plan.seconds - 1
+            verdict = f"takes {seconds:+.1%} time" if other in found.candidates else "does not fit"
+            reasons.append(f"expert parallel {ep} x tensor {etp}: {needed:.1f} GiB, {verdict}")
+    return reasons
+
+
+def dense_part(candidate: Candidate) -> object:
+    """All that is chosen beside the axes of experts."""
+    axes = {key: size for key, size in candidate.choice["parallel"].items() if key not in EXPERT_AXES}
+    return axes, candidate.choice["train"], candidate.choice["recompute"]

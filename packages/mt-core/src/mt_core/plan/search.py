@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mt_core.config.checks import as_world, check_config, divisors
@@ -15,11 +15,14 @@ from mt_core.parallel.pipeline.orders import Order
 from mt_core.plan.activations import StageCost
 from mt_core.plan.layouts import LayoutPlan, Planner
 from mt_core.plan.machines import GIB
+from mt_core.plan.routing import Deal, dealt_in_turn
 from mt_core.plan.stages import StageCosts
 from mt_core.plan.timing import Clock
 
 MICRO_BATCHES = (1, 2, 4)
 PLAYED_ROUNDS = 4
+AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 RECOMPUTE = ("none", "selective", "full")
 TOKENS_OF_A_CONTEXT_RANK = 4096
 """Sequences are divided over so many ranks at most that each has this many tokens."""
@@ -43,10 +46,14 @@ class QuickPlanner(Planner):
     """A planner for many layouts: one sample is measured for every size of micro-batches, and of a step with very many
     micro-batches a part is played, which every further one lengthens alike."""
 
-    def stage_costs(self, config: Config, world: int) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
-        costs = super().stage_costs(config.model_copy(update={"train": one}), world)
-        return replace(costs, samples=config.train.micro_batch_size)
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world, deal)
+        return costs.of_samples(config.train.micro_batch_size)
+
+    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+        """Layouts are ranked by a balanced load."""
+        return None
 
     def play(
         self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
@@ -66,6 +73,8 @@ class Found:
     """candidates: those that fit, fastest first. refused: reason -> how many layouts."""
 
     candidates: list[Candidate] = field(default_factory=list)
+    looked_at: list[Candidate] = field(default_factory=list)
+    """These, and those that do not fit."""
     too_large: int = 0
     smallest_gib: float | None = None
     """Of the layouts that do not fit, what the smallest needs."""
@@ -110,6 +119,7 @@ def _try_micro_batch(
         except ConfigError as error:
             found.refused[_reason(error)] += 1
             return
+        found.looked_at.append(candidate)
         if candidate.fits(memory_gib):
             found.candidates.append(candidate)
             return
@@ -126,23 +136,46 @@ def axis_choices(planner: QuickPlanner, world: int) -> Iterator[dict[str, Any]]:
     for tp in (size for size in divisors(world) if size <= planner.machine.node_size):
         for cp in (size for size in divisors(world // tp) if size <= longest):
             for pp in (size for size in divisors(world // (tp * cp)) if size <= max(1, layers)):
-                yield {
-                    "tensor_model_parallel_size": tp,
-                    "sequence_parallel": tp > 1,
-                    "context_parallel_size": cp,
-                    "pipeline_model_parallel_size": pp,
-                    "use_distributed_optimizer": True,
-                    "use_torch_fsdp2": False,
-                }
+                for ep, etp in expert_choices(planner, world // pp, tp):
+                    yield {
+                        "tensor_model_parallel_size": tp,
+                        "sequence_parallel": tp > 1,
+                        "context_parallel_size": cp,
+                        "pipeline_model_parallel_size": pp,
+                        "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": etp,
+                        "use_distributed_optimizer": True,
+                        "use_torch_fsdp2": False,
+                    }
+
+
+def expert_choices(planner: QuickPlanner, stage: int, tp: int) -> Iterator[tuple[int, int | None]]:
+    """(expert parallel, expert tensor parallel sizes) to try for the ranks of a stage: the experts over as many ranks
+    as possible, over as many as a node has, and over half of these; each expert whole, or divided as the dense layers
+    are."""
+    experts = planner.parameters.experts_of_a_layer
+    if not experts:
+        yield 1, None
+        return
+    for etp in dict.fromkeys((1, tp)):
+        legal = [ep for ep in divisors(experts) if stage % (ep * etp) == 0]
+        inside = [ep for ep in legal if ep * etp <= planner.machine.node_size]
+        yield from ((ep, etp) for ep in dict.fromkeys((*inside[-2:], *legal[-1:])))
 
 
 def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
     """Of an average rank: 6 + 12/d bytes for each of its parameters (8 + 8/d in fp32), d ranks sharing the state."""
-    parallel = choice["parallel"]
-    shards = parallel["tensor_model_parallel_size"] * parallel["pipeline_model_parallel_size"]
-    divided = world // shards
+    parallel, parameters = choice["parallel"], planner.parameters
     fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
-    return planner.parameters / shards * (fixed + shared / divided) / GIB
+    stage = world // parallel["pipeline_model_parallel_size"]
+
+    def held(count: float, shards: int) -> float:
+        return count * stage / world / shards * (fixed + shared * shards / stage)
+
+    tensor = parallel["tensor_model_parallel_size"]
+    expert_tensor = parallel["expert_tensor_parallel_size"] or tensor
+    experts = held(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
+    return (held(parameters.total - parameters.experts, tensor) + experts) / GIB
 
 
 def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) -> dict[str, dict[str, Any]]:
@@ -168,7 +201,7 @@ def _changes(tree: Choice) -> Choice:
     return {
         "parallel": {
             key: parallel[key]
-            for key in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+            for key in (*AXES, *(EXPERT_AXES if parallel["expert_tensor_parallel_size"] is not None else ()))
         },
         "train": {"micro_batch_size": tree["train"]["micro_batch_size"]},
         "recompute": {"recompute_granularity": tree["recompute"]["recompute_granularity"]},

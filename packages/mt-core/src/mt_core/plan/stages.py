@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.nn.dropout import use_streams
 from mt_core.nn.layout import parameter_layouts
-from mt_core.nn.stage import NumberedLayers, Pipelined, Stage, whole
+from mt_core.nn.stage import Pipelined, Stage, whole
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.hidden import Hidden, HiddenForm
-from mt_core.plan.activations import StageCost, empty_hidden, measure
+from mt_core.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
 from mt_core.plan.ledger import Ledger
-from mt_core.plan.stand_ins import ON_GPUS, PlannedEnvironment, PlannedKernels
+from mt_core.plan.routing import Deal, dealt_in_turn
+from mt_core.plan.stand_ins import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
 from mt_core.train.step import MODEL_INPUTS, masked_sum
 
-Kind = tuple[object, ...]
-"""What tells a layer from others: names and shapes of its parameters, and its window."""
+Kind = int
+"""Layers alike have the same: their parameters have the same names and shapes, and they see through the same window."""
 
 
 @dataclass
 class StageCosts:
-    """The costs of a configuration's stages, each kind measured once. The configuration has its vocabulary size.
+    """The costs of a configuration's stages. The configuration has its vocabulary size.
 
-    A stage of many layers of one kind is measured with one and with two of them: the others cost what the second does.
+    A stage costs what comes before the layers, what its first layer costs, what each further layer adds to the one
+    before it (layers share some of what they keep, such as rotary angles), and what comes behind them. Layers alike
+    behind layers alike are run once.
     """
 
     config: Config
@@ -40,8 +45,16 @@ class StageCosts:
     kinds: Mapping[int, Kind]
     samples: int = 1
     """What is measured is multiplied by this: so many times the samples of the configuration's micro-batch."""
+    deal: Deal = dealt_in_turn
+    """Where tokens go, in models in which they go somewhere."""
     _known: dict[object, StageCost] = field(default_factory=dict)
-    _hidden: HiddenForm | None = None
+    _runs: dict[object, tuple[StageCost, HiddenForm]] = field(default_factory=dict)
+    _forms: list[HiddenForm] = field(default_factory=list)
+    """What goes into layers 0, 1, ..."""
+
+    def of_samples(self, samples: int) -> StageCosts:
+        """For micro-batches of so many times the samples; what has been found out is shared."""
+        return replace(self, samples=samples)
 
     def of(self, stage: Stage) -> StageCost:
         """Without the layers whose activations wait in host memory."""
@@ -53,23 +66,11 @@ class StageCosts:
         kept = {part: count - away.kept.get(part, 0) for part, count in cost.kept.items()}
         return StageCost(kept, cost.forward, cost.backward, cost.sent)
 
-    def recomputed(self, stage: Stage) -> float:
-        """Bytes that a group of recomputed layers keeps for the time of its backward pass."""
-        options = self.config.recompute
-        if options.recompute_granularity != "full" or not len(stage.layers):
-            return 0.0
-        size = (options.recompute_num_layers or 1) if options.recompute_method == "uniform" else 1
-        plain = options.model_copy(update={"recompute_granularity": "none", "cpu_offloading_num_layers": 0})
-        config = self.config.model_copy(update={"recompute": plain})
-        without = StageCosts(config, self.host, self.ctx, self.ledger, self.kinds, self.samples, _hidden=self.hidden)
-        return without.of(Stage(stage.layers[:size], first=False, last=False)).kept_bytes
-
     def _of(self, stage: Stage) -> StageCost:
-        kinds = tuple(self.kinds.get(number) for number in stage.layers)
-        key = (kinds, stage.first, stage.last)
+        key = (self._kinds_of(stage), stage.first, stage.last)
         if key not in self._known:
-            alike = len(kinds) > 2 and len(set(kinds)) == 1 and bool(self.kinds) and not self._counts_layers
-            self._known[key] = self._extended(stage) if alike else self._measured(stage)
+            taken_apart = bool(self.kinds) and len(stage.layers) > 0 and not self._counts_layers
+            self._known[key] = self._sum_of_layers(stage) if taken_apart else self._measured(stage)[0]
         return self._known[key]
 
     @property
@@ -77,22 +78,44 @@ class StageCosts:
         """Whether some layers of a stage are recomputed and others not, or in groups."""
         return self.config.recompute.recompute_num_layers is not None
 
-    def _extended(self, stage: Stage) -> StageCost:
-        one, two = (self._of(Stage(stage.layers[:count], stage.first, stage.last)) for count in (1, 2))
-        layers = len(stage.layers) - 1
-        difference = two.plus(one, -1.0)
-        return one.plus(difference, layers)
+    def _sum_of_layers(self, stage: Stage) -> StageCost:
+        start, end = stage.layers.start, stage.layers.stop
+        total = self._measured(Stage(range(0), first=True, last=False))[0] if stage.first else StageCost()
+        total = total.plus(self._layers(start, start + 1), 1)
+        for number, count in self._first_of_pairs(stage.layers).items():
+            total = total.plus(self._layers(number - 1, number + 1), count)
+            total = total.plus(self._layers(number - 1, number), -count)
+        if stage.last:
+            return total.plus(self._measured(Stage(range(end, end), first=False, last=True))[0], 1)
+        return replace(total, sent=bytes_of_form(self.form_before(end)))
 
-    def _measured(self, stage: Stage) -> StageCost:
-        hidden = None if stage.first else empty_hidden(self.hidden)
-        return self._run(stage, hidden)[0]
+    def _first_of_pairs(self, layers: range) -> dict[int, int]:
+        """A layer for each kind of layer behind each kind -> how many there are of them."""
+        pairs = [(self.kinds[number - 1], self.kinds[number]) for number in layers[1:]]
+        firsts = dict(reversed(list(zip(pairs, layers[1:], strict=True))))
+        return {firsts[pair]: count for pair, count in Counter(pairs).items()}
 
-    @property
-    def hidden(self) -> HiddenForm:
-        """What travels between stages."""
-        if self._hidden is None:
-            self._hidden = self._run(Stage(range(0), first=True, last=False), None)[1]
-        return self._hidden
+    def _layers(self, start: int, stop: int) -> StageCost:
+        return self._measured(Stage(range(start, stop), first=False, last=False))[0]
+
+    def _measured(self, stage: Stage) -> tuple[StageCost, HiddenForm]:
+        form = None if stage.first else self.form_before(stage.layers.start)
+        key = (self._kinds_of(stage), stage.first, stage.last, form)
+        if key not in self._runs:
+            self._runs[key] = self._run(stage, None if form is None else empty_hidden(form))
+        return self._runs[key]
+
+    def form_before(self, number: int) -> HiddenForm:
+        """What goes into a layer."""
+        if not self._forms:
+            self._forms.append(self._measured(Stage(range(0), first=True, last=False))[1])
+        while len(self._forms) <= number:
+            layer = len(self._forms) - 1
+            self._forms.append(self._measured(Stage(range(layer, layer + 1), first=False, last=False))[1])
+        return self._forms[number]
+
+    def _kinds_of(self, stage: Stage) -> object:
+        return tuple(self.kinds.get(number) for number in stage.layers)
 
     def _run(self, stage: Stage, hidden: Hidden | None) -> tuple[StageCost, HiddenForm]:
         # Offloading copies tensors, which have no values here; `of` takes the layers' memory away.
@@ -104,12 +127,13 @@ class StageCosts:
         def run(model: nn.Module) -> Any:
             inputs = {name: batch[name] for name in getattr(model, "inputs", MODEL_INPUTS) if name in batch}
             inputs.update(getattr(loss, "model_options", {}))
-            output = model.run_stage(stage, hidden, **inputs) if isinstance(model, Pipelined) else model(**inputs)
+            output = model.run_stage(stage, hidden, **inputs) if is_pipelined(model) else model(**inputs)
             return masked_sum(loss(output, batch), batch["loss_mask"]) if stage.last else output
 
         kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
         model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
-        return measure(model, lambda: run(model), kernels)
+        use_streams(model, UndrawnStreams())
+        return measure(model, lambda: run(model), kernels, self.deal)
 
 
 def build_on_meta(
@@ -122,39 +146,82 @@ def build_on_meta(
 
 def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:
     """Of every layer of the whole model by its number; empty for a model that cannot be cut."""
-    kinds: dict[int, Kind] = {}
-    if not isinstance(model, Pipelined):
-        return kinds
+    if not is_pipelined(model):
+        return {}
     window_of = getattr(config.model, "window_of", lambda number: None)
-    for stack in (module for module in model.modules() if isinstance(module, NumberedLayers)):
-        for number in stack.numbers():
-            shapes = ((name, layout.shape) for name, layout in parameter_layouts(stack[number]).items())
-            kinds[number] = (*shapes, window_of(number))
-    return kinds
+    found: dict[object, Kind] = {}
+    return {
+        number: found.setdefault((_parameters_of(model, number), window_of(number)), len(found))
+        for number in only_stage(config).layers
+    }
+
+
+def is_pipelined(model: nn.Module) -> TypeGuard[Pipelined]:
+    """Whether it can run a stage at a time. A family on top of another may take that back in its instances."""
+    return hasattr(model, "run_stage")
+
+
+def _parameters_of(model: Pipelined, number: int) -> object:
+    """Names and shapes of the parameters that a layer uses."""
+    modules = model.stage_modules(Stage(range(number, number + 1), first=False, last=False))
+    return tuple(
+        tuple((name, layout.shape) for name, layout in parameter_layouts(module).items()) for module in modules
+    )
 
 
 def only_stage(config: Config) -> Stage:
     """Of a model that is not cut."""
-    return whole(getattr(config.model, "num_layers", 0) or 0)
+    return whole(getattr(config.model, "stacked_layers", None) or getattr(config.model, "num_layers", None) or 0)
 
 
 def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[str, Tensor]:
-    """One micro-batch of this rank, without values. Raises ConfigError for fields whose shape has other words."""
+    """One micro-batch of this rank, without values. Raises ConfigError for fields whose shape has words that are no
+    keys of the data set or the model."""
     sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
-    return {
+    batch = {
         one.name: torch.empty(
-            (config.train.micro_batch_size, *_shape(one, config, ctx)), dtype=getattr(torch, one.dtype), device="meta"
+            (config.train.micro_batch_size, *field_shape(one, config, ctx)),
+            dtype=getattr(torch, one.dtype),
+            device="meta",
         )
         for one in sample
         if one.name != "segment_ids" or config.data.reset_attention_mask
     }
+    if "images" in batch and "tokens" in batch:
+        batch["tokens"] = tokens_with_image(config)
+    return batch
 
 
-def _shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:
-    known = {"[]": (), "[sequence_length]": (config.data.seq_length // ctx.cp.size,)}
-    if one.shape not in known:
-        raise ConfigError(
-            f"mt plan does not know how large the field {one.name} {one.shape} of data.dataset_type="
-            f"{config.data.dataset_type} is; it can be {' or '.join(known)}"
-        )
-    return known[one.shape]
+def tokens_with_image(config: Config) -> Tensor:
+    """Texts that begin with an image: tokens with values, since a model looks for the places of its features."""
+    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
+    tokens[:, : config.model.image_seq_length] = config.model.image_token_index  # type: ignore[attr-defined]
+    return tokens
+
+
+def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:
+    """Of a rank's part of a sample: "[4, sequence_length]" -> (4, data.seq_length / context-parallel ranks)."""
+    words = [word.strip() for word in one.shape.strip("[]").split(",")]
+    lengths = tuple(_length(word, one, config) for word in words if word)
+    # Samples are divided along their sequence, which is their only dimension where context parallelism serves them.
+    return tuple(
+        length // ctx.cp.size if word == "sequence_length" else length
+        for word, length in zip(words, lengths, strict=False)
+    )
+
+
+def _length(word: str, one: SampleField, config: Config) -> int:
+    """A number, a key, or a key divided by another."""
+    whole_word, _, divisor = word.partition("/")
+    if divisor:
+        return _length(whole_word.strip(), one, config) // _length(divisor.strip(), one, config)
+    if word.isdigit():
+        return int(word)
+    name = {"sequence_length": "seq_length"}.get(word, word.replace(" ", "_"))
+    for section in (config.data, config.model):
+        if isinstance(value := getattr(section, name, None), int):
+            return value
+    raise ConfigError(
+        f"mt plan does not know how large the field {one.name} {one.shape} of data.dataset_type="
+        f'{config.data.dataset_type} is: neither [data] nor [model] has a number "{name}"'
+    )

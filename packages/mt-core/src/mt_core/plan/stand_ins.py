@@ -13,13 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups
+from mt_core.nn.dropout import DropoutStreams
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.recompute import recomputed
 from mt_core.parallel.context import Axis
 from mt_core.parallel.context_parallel.ulysses import ulysses_attention
 from mt_core.plan.ledger import Ledger
+
+PORTABLE: Mapping[str, Any] = {
+    "moe_grouped_gemm": "loop",
+    "moe_permute_fusion": False,
+    "moe_router_force_load_balancing": False,
+    "moe_router_random_seed": None,
+}
+"""Options of `model.moe` that choose kernels, or what a plan decides itself, and what is planned in their place."""
+SENDS_ALIKE = {"flex": "alltoall"}
+"""Dispatcher that needs a device -> the one that is planned in its place."""
+
+
+def portable(experts: Mapping[str, Any]) -> dict[str, Any]:
+    """`model.moe` with what runs anywhere in place of kernels that need a device; shapes and memory are the same."""
+    found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
+    if stand_in := SENDS_ALIKE.get(found.get("moe_token_dispatcher_type", "")):
+        found |= {"moe_token_dispatcher_type": stand_in, "moe_dispatcher_options": {}}
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,11 +68,9 @@ class PlannedEnvironment(ModelEnvironment):
         return attend
 
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
-        if name != "dense":
-            raise ConfigError(
-                f'mt plan counts what a model does whatever its data are, and the feed-forward "{name}" sends tokens '
-                "where its router says; plan the layout of the same model with dense feed-forwards"
-            )
+        experts = getattr(options, "moe", None)
+        if experts is not None:
+            options = options.model_copy(update={"moe": portable(experts)})  # type: ignore[attr-defined]
         return super().feed_forward(name, options, layer)
 
     def _over_ranks(self) -> AttentionCore:
@@ -100,15 +116,15 @@ def fused_attention(ledger: Ledger, *, expands: bool) -> AttentionCore:
         mask = None
         if not pattern.over(k.shape[1]).is_plain:
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
-        ledger.flops += attention_flops(q, k, pattern.causal)
+        ledger.flops += attention_flops(q, k, v, pattern.causal)
         return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
 
     return attend
 
 
-def attention_flops(q: Tensor, k: Tensor, causal: bool) -> float:
-    """Forward: two products of queries with keys; a causal mask hides half of the scores."""
-    whole = 4.0 * q.numel() * k.shape[1]
+def attention_flops(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
+    """Forward: queries times keys, scores times values; a causal mask hides half of the scores."""
+    whole = 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * k.shape[1]
     return whole / 2 if causal else whole
 
 
@@ -139,7 +155,7 @@ def travelling_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
 
         noted(backward=False)
         # A rank's queries see half of the whole sequence, wherever its chunks are.
-        ledger.flops += attention_flops(q, k, pattern.causal) * axis.size
+        ledger.flops += attention_flops(q, k, v, pattern.causal) * axis.size
         return _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv)
 
     return attend
@@ -185,6 +201,15 @@ def gpu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
+@dataclass(frozen=True)
+class UndrawnStreams(DropoutStreams):
+    """Streams of dropout without values: ranks that share sequences draw for whole ones; nothing is seeded."""
+
+    seed: int = 0
+
+    def begin(self, site: str) -> None: ...
+
+
 ON_GPUS: Mapping[Any, Callable[..., Any]] = {F.dropout: gpu_dropout}
 """Functions that keep something else on GPUs than on CPUs and the meta device."""
 
@@ -209,6 +234,7 @@ PRODUCTS: dict[Any, Callable[[Any, Tensor], float]] = {
     F.linear: _linear,
     torch.matmul: _linear,
     torch.bmm: _linear,
+    torch.mm: _linear,
     Tensor.matmul: _linear,
     Tensor.__matmul__: _linear,
     torch.einsum: _einsum,

@@ -13,7 +13,7 @@ from mt_core.nn.loss import Loss
 from mt_core.nn.stage import Pipelined, Stage
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.layout_string import stages_from_layout
-from mt_core.parallel.pipeline.partition import balanced_stages
+from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys
 from mt_core.parallel.pipeline.pipeline import Pipeline
 from mt_core.parallel.pipeline.placement import stages_of_rank
 from mt_core.parallel.pipeline.schedules import get_schedule
@@ -56,6 +56,9 @@ def model_stages(config: Config) -> list[Stage]:
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
             f"model.family={config.model.family} has no stack of layers to divide; it can be 1"
         )
+    asked = stages_by_keys(parallel, num_layers, each, schedule.placement)
+    if asked is not None:
+        return asked
     # A family may say in its own words where stages end (a hybrid's pattern of layers).
     layout = parallel.pipeline_model_parallel_layout or getattr(config.model, "pipeline_layout", None)
     if layout is not None:

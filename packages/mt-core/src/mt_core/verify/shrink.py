@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ Tree = dict[str, dict[str, Any]]
 LARGEST_WORLD = 8
 AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 HEAD_DIM = 8
+FEW_EXPERTS = 8
+SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
 VOCAB = 509
 """A prime: no number of ranks divides it."""
 STEPS = 3
@@ -31,7 +34,13 @@ def shrink(config: Config, host: PluginHost) -> Config:
     tree = config.to_dict()
     _shrink_axes(tree["parallel"])
     _shrink_model(tree["model"], tree["parallel"])
-    _replace_data(tree, config, host)
+    if tree["model"].get("moe"):
+        _shrink_experts(tree["model"], tree["parallel"])
+    length = _short_length(tree)
+    family = host.models.get(config.model.family, key="model.family")
+    if family.shrink is not None:
+        tree["model"] |= family.shrink.load()(tree["model"], length)
+    _replace_data(tree, length, config, host)
     _shrink_training(tree)
     return config_from_dict(tree, host)
 
@@ -84,10 +93,41 @@ def _shrink_model(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
             model[key] = 0.0
 
 
-def _replace_data(tree: Tree, config: Config, host: PluginHost) -> None:
-    data, parallel = tree["data"], tree["parallel"]
+def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
+    """Few and narrow experts, of which a token chooses as it did: from groups, or with shared ones."""
+    moe = model["moe"]
+    experts = math.lcm(FEW_EXPERTS, parallel["expert_model_parallel_size"])
+    if moe["num_experts"] > experts:
+        moe["num_experts"] = experts
+        moe["moe_router_topk"] = min(moe.get("moe_router_topk", 2), 2)
+        if moe.get("moe_router_num_groups"):
+            # Two of four groups, of two experts or more each.
+            moe |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+            if moe.get("moe_router_group_score_topk"):
+                moe["moe_router_group_score_topk"] = min(moe["moe_router_group_score_topk"], 2)
+    narrow = 16 * parallel["tensor_model_parallel_size"]
+    for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
+        if moe.get(key):
+            moe[key] = narrow
+    losses = moe.get("moe_router_load_balancing_type", [])
+    # The global loss is another one for another number of data-parallel ranks: what it counts comes in another order.
+    moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
+    if isinstance(moe.get("moe_layer_freq"), str):
+        dense = 1 if re.search(r"(?<!\d)0(?!\d)", moe["moe_layer_freq"]) else 0
+        moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
+
+
+def _short_length(tree: Tree) -> int:
+    """Of samples: a few tokens for each rank that shares a sequence."""
+    parallel = tree["parallel"]
     unit = 2 * parallel["context_parallel_size"] * parallel["tensor_model_parallel_size"]
-    length = max(unit, min(data["seq_length"], 16) // unit * unit)
+    return int(max(unit, min(tree["data"]["seq_length"], 16) // unit * unit))
+
+
+def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> None:
+    """Made-up samples, or those of a family's own data set, which follow the model in the keys that both have."""
+    data = tree["data"]
+    data |= {key: value for key, value in tree["model"].items() if key in data}
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
     if spec.sample == CAUSAL_LM_SAMPLE:
         kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}

@@ -116,8 +116,11 @@ class SelfAttention(nn.Module):
             q, k = self.turn(q, k, turn.cos, turn.sin, self.rotary_interleaved)
         if cache is not None:
             k, v = cache.extend(k, v)
-        out = self.core(q, k, v, pattern.within(self.window), self.dropout.begin())
-        return self.linear_proj(out.flatten(2))
+        return self.linear_proj(self.attend(q, k, v, pattern.within(self.window)).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
+        """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads."""
+        return self.core(q, k, v, pattern, self.dropout.begin())
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""

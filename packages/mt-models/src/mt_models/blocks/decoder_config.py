@@ -118,7 +118,7 @@ class DecoderConfig(ModelConfig):
         return "RMSNorm"
 
     @property
-    def activation(self) -> Literal["swiglu", "geglu_tanh"]:
+    def activation(self) -> Literal["swiglu", "geglu_tanh", "clamped_swiglu"]:
         return "swiglu"
 
     @property

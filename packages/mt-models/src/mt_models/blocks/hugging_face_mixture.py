@@ -1,7 +1,7 @@
 """Names and fields of mixtures of experts in Hugging Face's format.
 
-Published files hold a tensor for each expert. (transformers 5 stacks them in memory, and takes them apart again when it
-saves.)
+Published files hold a tensor for each expert, and that is what is written. transformers 5 stacks them in memory, gate
+rows first as here; files that were saved so are read too.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class ExpertNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate.weight"
     expert_bias: str = "mlp.gate.e_score_correction_bias"
+    stacked_router: str = "mlp.gate.weight"
+    stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
 
 
 def expert_rules(mixture: Mixture, names: ExpertNames, *, ours: str = OURS, theirs: str = THEIRS) -> list[Rule]:
@@ -56,10 +59,15 @@ def expert_rules(mixture: Mixture, names: ExpertNames, *, ours: str = OURS, thei
     experts = range(mixture.num_experts)
     halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in (names.gate, names.up)]
     downs = [f"{theirs}{names.down}".replace("{e}", str(e)) for e in experts]
+    router, fc1, fc2 = (f"{ours}mlp.{name}.weight" for name in ("router", "experts.linear_fc1", "experts.linear_fc2"))
+
+    def in_memory(ours: str, name: str) -> tuple[Rule, ...]:
+        return (Same(ours, f"{theirs}{name}"),)
+
     rules: list[Rule] = [
-        Same(f"{ours}mlp.router.weight", f"{theirs}{names.router}"),
-        StackedExperts(f"{ours}mlp.experts.linear_fc1.weight", tuple(halves), mixture.num_experts),
-        StackedExperts(f"{ours}mlp.experts.linear_fc2.weight", tuple(downs), mixture.num_experts),
+        Same(router, f"{theirs}{names.router}", others=in_memory(router, names.stacked_router)),
+        StackedExperts(fc1, tuple(halves), mixture.num_experts, others=in_memory(fc1, names.stacked_gate_up)),
+        StackedExperts(fc2, tuple(downs), mixture.num_experts, others=in_memory(fc2, names.stacked_down)),
     ]
     if mixture["moe_router_enable_expert_bias"]:
         rules.append(Same(f"{ours}mlp.router.expert_bias", f"{theirs}{names.expert_bias}"))

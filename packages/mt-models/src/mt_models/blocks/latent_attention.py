@@ -26,6 +26,7 @@ from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.recompute import remade
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.cache import LayerCache
@@ -72,11 +73,15 @@ class LatentAttention(nn.Module):
     linear_q_up_proj (or linear_q_proj) are for each head the plain and then the rotated channels; rows of
     linear_kv_up_proj for each head those of the key and then of the value; linear_kv_down_proj has the rows of the
     latent and then of the rotated key. All as Megatron stores them.
+
+    remakes_heads: backward makes queries, keys and values of heads again from latents (or the hidden state).
     """
 
-    def __init__(self, config: LatentAttentionShape, core: AttentionCore, ctx: ParallelContext) -> None:
+    def __init__(
+        self, config: LatentAttentionShape, core: AttentionCore, ctx: ParallelContext, *, remakes_heads: bool = False
+    ) -> None:
         super().__init__()
-        self.core, self.ctx = core, ctx
+        self.core, self.ctx, self.remakes_heads = core, ctx, remakes_heads
         self.dropout = AttentionDropout(config.attention_dropout, ctx)
         self.latent, self.plain, self.rotated = config.kv_lora_rank, config.qk_head_dim, config.qk_pos_emb_head_dim
         self.value, self.scale = config.v_head_dim, config.attention_scale
@@ -112,24 +117,35 @@ class LatentAttention(nn.Module):
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
     ) -> Tensor:
         assert angles is not None
-        q = self.queries(x, angles)
+        source = self.query_source(x)
         latents, positional = self.latents(x, angles)
-        if cache is None:
-            out = self.expanded(q, self.linear_kv_up_proj(latents), positional, pattern)
-        else:
+        if cache is not None:
             assert isinstance(cache, LatentLayerCache)
-            out = self._cached(q, latents, positional, pattern, cache)
+            out = self._cached(self.queries(source, angles), latents, positional, pattern, cache)
+            return self.linear_proj(out.flatten(2))
+
+        def heads() -> tuple[Tensor, Tensor, Tensor]:
+            return self.queries(source, angles), *self.keys_and_values(self.linear_kv_up_proj(latents), positional)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.core(q, k, v, pattern, self.dropout.begin())
+
+        out = remade(heads, attend) if self.remakes_heads else attend(*heads())
         return self.linear_proj(out.flatten(2))
 
-    def queries(self, x: Tensor, angles: RotaryAngles) -> Tensor:
-        """[B, S, H] -> [B, S, heads of this rank, plain + rotated], times the scale of YaRN"""
-        if self.linear_q_proj is not None:
-            rows = self.linear_q_proj(x)
-        else:
-            assert self.linear_q_down_proj is not None
-            assert self.q_layernorm is not None
-            assert self.linear_q_up_proj is not None
-            rows = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x)))
+    def query_source(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> the normalized latent of the queries [B, S, C], or x where they have none"""
+        if self.linear_q_down_proj is None:
+            return x
+        assert self.q_layernorm is not None
+        latent: Tensor = self.q_layernorm(self.linear_q_down_proj(x))
+        return latent
+
+    def queries(self, source: Tensor, angles: RotaryAngles) -> Tensor:
+        """[B, S, C or H] -> [B, S, heads of this rank, plain + rotated], times the scale of YaRN"""
+        up = self.linear_q_up_proj if self.linear_q_proj is None else self.linear_q_proj
+        assert up is not None
+        rows: Tensor = up(source)
         plain, turned = rows.unflatten(-1, (-1, self.plain + self.rotated)).split((self.plain, self.rotated), -1)
         q = torch.cat((plain, rotate_pairs(turned, angles)), -1)
         return q if self.scale == 1.0 else q * self.scale
@@ -144,11 +160,14 @@ class LatentAttention(nn.Module):
             positional = copy_to(positional, self.ctx.tp)
         return self.kv_layernorm(latents), rotate_pairs(positional.unsqueeze(2), angles)
 
+    def keys_and_values(self, rows: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [B, T, heads x (plain + value)] -> [B, T, heads, plain + rotated] and [B, T, heads, value]"""
+        plain, values = rows.unflatten(-1, (-1, self.plain + self.value)).split((self.plain, self.value), -1)
+        return torch.cat((plain, positional.expand(-1, -1, plain.shape[2], -1)), -1), values
+
     def expanded(self, q: Tensor, rows: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
         """rows [B, T, heads of this rank x (plain + value)] -> [B, S, heads of this rank, value]"""
-        plain, values = rows.unflatten(-1, (-1, self.plain + self.value)).split((self.plain, self.value), -1)
-        keys = torch.cat((plain, positional.expand(-1, -1, plain.shape[2], -1)), -1)
-        return self.core(q, keys, values, pattern, self.dropout.begin())
+        return self.core(q, *self.keys_and_values(rows, positional), pattern, self.dropout.begin())
 
     def absorbed(self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
         """latents [B, T, C], positional [B, T, 1, R] -> [B, S, heads of this rank, value]

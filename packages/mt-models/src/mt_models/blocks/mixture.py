@@ -6,10 +6,10 @@ change what the weights are or mean, with the same defaults. Imports no torch.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from mt_core.config.layer_pattern import layers_with_experts, pattern_of
 from mt_core.errors import ConfigError
 
 DEFAULTS: Mapping[str, Any] = {
@@ -85,52 +85,6 @@ ANY: tuple[Any, ...] = ()
 """For Mixture.require: every value can be expressed."""
 
 
-def layers_with_experts(freq: int | str, num_layers: int) -> list[bool]:
-    """For each layer whether it is a mixture: every freq-th from layer 0 on, or by a pattern such as
-    "([0]*3+[1]*58)", which is read as a tree and never evaluated. Raises ConfigError."""
-    if isinstance(freq, int):
-        return [layer % freq == 0 for layer in range(num_layers)]
-    try:
-        pattern = _list_of(ast.parse(freq.strip(), mode="eval").body)
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f'model.moe.moe_layer_freq={freq!r} is no list pattern such as "([0]*1+[1]*23)"') from error
-    if len(pattern) != num_layers:
-        raise ConfigError(
-            f"model.moe.moe_layer_freq={freq!r} has {len(pattern)} entries; it needs one for each of the "
-            f"model.num_layers={num_layers}"
-        )
-    return [bool(entry) for entry in pattern]
-
-
-def _list_of(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(elts=entries):
-            return [_number_of(entry) for entry in entries]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _list_of(left) + _list_of(right)
-        case ast.BinOp(left=ast.Constant() as times, op=ast.Mult(), right=entries):
-            return _list_of(entries) * _number_of(times)
-        case ast.BinOp(left=entries, op=ast.Mult(), right=times):
-            return _list_of(entries) * _number_of(times)
-    raise ValueError(ast.dump(node))
-
-
-def _number_of(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as number):
-            return number
-    raise ValueError(ast.dump(node))
-
-
 def frequency_of(layers: list[bool]) -> int | str:
     """`moe_layer_freq` for these layers: 1 when all are mixtures, else runs such as "([0]*3+[1]*58)"."""
-    if all(layers):
-        return 1
-    runs: list[tuple[int, int]] = []
-    for layer in layers:
-        kind = int(layer)
-        if runs and runs[-1][0] == kind:
-            runs[-1] = (kind, runs[-1][1] + 1)
-        else:
-            runs.append((kind, 1))
-    return "(" + "+".join(f"[{kind}]*{count}" for kind, count in runs) + ")"
+    return 1 if all(layers) else pattern_of(layers)

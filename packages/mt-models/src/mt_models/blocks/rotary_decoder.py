@@ -37,6 +37,7 @@ def attention_core(
     *,
     window: int | None = None,
     logit_softcap: float | None = None,
+    sinks: bool = False,
 ) -> AttentionCore:
     """The core of the backend that the configuration names."""
     return environment.attention(
@@ -47,4 +48,5 @@ def attention_core(
         dropout=config.attention_dropout,
         window=window,
         logit_softcap=logit_softcap,
+        sinks=sinks,
     )

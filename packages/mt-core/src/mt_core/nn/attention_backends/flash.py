@@ -1,7 +1,7 @@
 """FlashAttention 2 (package flash_attn) and 3 (module flash_attn_interface, Hopper), where they are installed.
 
 Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). Both take [B, S, N, D] with fewer key heads,
-and align causal queries to the last keys, as the patterns here do.
+and align causal queries to the last keys, as the patterns here do. Version 4 is in `flash_4`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ def _first(result: Any) -> Tensor:
 
 
 def supports_flash_2(request: AttentionRequest) -> bool | str:
-    if find_spec("flash_attn") is None:
+    found = find_spec("flash_attn")
+    if found is None or found.origin is None:  # without an origin it is the bare folder that version 4 is in
         return "flash-attn is not installed"
     if request.bias and not request.causal:
         return "its ALiBi is for causal attention"
-    return _supports(request, head_dim=256)
+    return supports_shape(request, head_dim=256)
 
 
 def supports_flash_3(request: AttentionRequest) -> bool | str:
@@ -89,13 +90,16 @@ def supports_flash_3(request: AttentionRequest) -> bool | str:
         return "it adds no bias to the scores"
     if request.dropout > 0:
         return "it has no dropout"
-    answer = _supports(request, head_dim=256)
+    answer = supports_shape(request, head_dim=256)
     if answer is True and torch.cuda.get_device_capability() < (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"
     return answer
 
 
-def _supports(request: AttentionRequest, head_dim: int) -> bool | str:
+def supports_shape(request: AttentionRequest, head_dim: int) -> bool | str:
+    """What all versions ask for. head_dim: the widest head."""
+    if request.sinks:
+        return "the log-sum-exp of its scores, to which a sink adds a term, has no gradient"
     if request.device_type != "cuda":
         return f"it runs on cuda, not on {request.device_type}"
     if request.dtype not in ("float16", "bfloat16"):

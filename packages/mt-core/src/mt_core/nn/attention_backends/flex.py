@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from mt_core.nn.attention import AttentionCore, AttentionPattern, expand_groups
+from mt_core.nn.attention import AttentionCore, AttentionPattern, expand_groups, with_sinks
 from mt_core.nn.attention_backends.per_pattern import PerPattern
 from mt_core.specs import AttentionRequest
 
@@ -33,8 +33,17 @@ class FlexAttention:
         self._logit_softcap = logit_softcap
         self._masks: PerPattern[BlockMask | None] = PerPattern()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
-        return self.with_lse(q, k, v, pattern)[0]
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: AttentionPattern,
+        dropout: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out, lse = self.with_lse(q, k, v, pattern)
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple[Tensor, Tensor]:
         """-> out [B, S, N, D] and lse [B, N, S] in fp32"""

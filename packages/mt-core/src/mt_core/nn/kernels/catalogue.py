@@ -65,8 +65,8 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "activation": (
         _torch("activation:activation"),
         _triton("activation:activation"),
-        _external("te", "activation", needs_te("bias", "geglu")),
-        _external("liger", "activation", needs_liger("bias", "geglu")),
+        _external("te", "activation", needs_te("bias", "geglu", "clamped_swiglu")),
+        _external("liger", "activation", needs_liger("bias", "geglu", "clamped_swiglu")),
     ),
     "bias_dropout_add": (
         _torch("residual:bias_dropout_add"),

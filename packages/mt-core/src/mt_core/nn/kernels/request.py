@@ -33,6 +33,7 @@ Feature = Literal[
     "swiglu",
     "geglu",
     "geglu_tanh",
+    "clamped_swiglu",
     "squared_relu",
 ]
 

@@ -24,22 +24,30 @@ from mt_core.parallel.context_parallel.passes import BackwardPass, ForwardPass, 
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """q [B, N, 2c, D], k [B, G, 2c, D], v [B, G, 2c, E] of this rank -> [B, N, 2c, E]"""
+    """q [B, N, 2c, D], k [B, G, 2c, D], v [B, G, 2c, E] of this rank, sinks [N] or None -> [B, N, 2c, E]"""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: ShardedPattern, backend: BlockBackend) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        pattern: ShardedPattern,
+        backend: BlockBackend,
+    ) -> Tensor:
         kv, queries = pack(k, v), ForwardPass(q, pattern, backend)
         shards = gather(kv, pattern.axis)
         for sources in groups_of_sources(pattern.axis):
             queries.add(sources, visible(shards, sources, pattern).flatten(0, 1))
-        out, lse = queries.finish()
-        ctx.save_for_backward(q, kv, out, lse)
+        out, lse = queries.finish(sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.pattern, ctx.backend = pattern, backend
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         pattern = ctx.pattern
         queries = BackwardPass(grads[0], q, out, lse, pattern, ctx.backend)
         shards = gather(kv, pattern.axis)
@@ -50,7 +58,7 @@ class AllGatherAttention(torch.autograd.Function):
         dkv = torch.empty_like(kv)
         dist.reduce_scatter_tensor(dkv, dshards.flatten(0, 1), group=pattern.axis.group)
         dk, dv = unpack(dkv, q.shape[-1])
-        return queries.dq.to(q.dtype), dk, dv, None, None
+        return queries.dq.to(q.dtype), dk, dv, queries.sink_gradient(sinks), None, None
 
 
 def gather(kv: Tensor, axis: Axis) -> Tensor:

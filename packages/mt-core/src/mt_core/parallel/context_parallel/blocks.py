@@ -30,7 +30,8 @@ from mt_core import _torch_compat
 from mt_core.parallel.context_parallel.masks import BlockMask
 
 BlockBackend = Literal["auto", "math"]
-"""math: written out in fp32, an S x T tensor at a time. auto: torch's flash attention where it serves."""
+"""math: written out in fp32, an S x T tensor at a time. auto: torch's kernels where one serves, on Hopper and later
+cuDNN's, else flash attention."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ def pick_block_attention(q: Tensor, v: Tensor, mask: BlockMask, backend: BlockBa
         return MATH
     if q.device.type == "cpu":
         return FLASH_CPU
-    if q.device.type == "cuda" and mask.bias is None and _torch_compat.flash_cuda_serves(q):
-        return FLASH_CUDA
-    return MATH
+    if q.device.type != "cuda" or mask.bias is not None:
+        return MATH
+    if _torch_compat.cudnn_serves(q):
+        return CUDNN
+    return FLASH_CUDA if _torch_compat.flash_cuda_serves(q) else MATH
 
 
 class Softmax:
@@ -115,7 +118,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, x.shape[1] // groups))
 
 
-# -- torch's flash attention -----------------------------------------------------------------------
+# -- torch's kernels -----------------------------------------------------------------------
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -145,6 +148,17 @@ def _cuda_backward(
     return _torch_compat.flash_cuda_backward(grad, q, k, v, out, lse, mask.causal)
 
 
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    return _torch_compat.cudnn_forward(q, k, v, mask.causal)
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _torch_compat.cudnn_backward(grad, q, k, v, out, lse, mask.causal)
+
+
 MATH = BlockAttention(math_forward, math_backward)
 FLASH_CPU = BlockAttention(_cpu_forward, _cpu_backward)
 FLASH_CUDA = BlockAttention(_cuda_forward, _cuda_backward)
+CUDNN = BlockAttention(_cudnn_forward, _cudnn_backward)

@@ -34,7 +34,8 @@ def context_parallel_attention(
     """A core for tensors in zig-zag shards: q [B, S / CP, N, D], k and v [B, S / CP, G, D] of this rank's tokens.
 
     The pattern's segment_ids [B, S / CP] are this rank's too, gathered once per forward. Its causal mask and
-    ALiBi go by places in the whole sequence. Dropout has to be 0. Build one core and give it to all layers.
+    window and ALiBi go by places in the whole sequence. Dropout has to be 0. Build one core and give it to all layers.
+    It takes sinks [N] where `core` does; p2p and all_gather, which do without it, always.
 
     axes: the context-parallel axis; for "a2a+p2p" (inner, outer), see `hierarchical`. core: what computes whole
     sequences, for "a2a" and for axes of one process. backend: what computes blocks of keys, for the others.
@@ -60,16 +61,17 @@ def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> Attent
     gather = SegmentGatherer(axis, lambda shards: shards)
     function = PointToPointAttention if method == "p2p" else AllGatherAttention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
+    ) -> Tensor:
         sharded = shard_pattern(pattern, q, axis, gather)
-        out: Tensor = function.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sharded, backend)
+        out: Tensor = function.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, sharded, backend)
         return out.transpose(1, 2)
 
     return attend
 
 
 UNSHARDED = {
-    "window": "a sliding window",
     "key_padding": "padded keys",
     "bias": "a bias of its own on the scores",
 }
@@ -77,10 +79,10 @@ UNSHARDED = {
 
 
 def refusing_the_rest(core: AttentionCore, size: int) -> AttentionCore:
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
         check_dropout(dropout, size)
         check_pattern(pattern)
-        return core(q, k, v, pattern, dropout)
+        return core(q, k, v, pattern, dropout, *sinks)
 
     return attend
 

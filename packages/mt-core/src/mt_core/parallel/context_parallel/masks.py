@@ -29,7 +29,8 @@ class BlockMask:
 class ShardedPattern:
     """An AttentionPattern over sequences in zig-zag shards.
 
-    segment_ids: [CP, B, 2c], those of every rank in the order of its shard. alibi_slopes: [N].
+    segment_ids: [CP, B, 2c], those of every rank in the order of its shard. alibi_slopes: [N]. window: of the whole
+    sequence's positions.
     """
 
     axis: Axis
@@ -38,6 +39,7 @@ class ShardedPattern:
     causal: bool
     segment_ids: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    window: int | None = None
 
     def rows(self, source: int, reader: int) -> tuple[slice, slice]:
         """(query rows, key rows), as visible_rows."""
@@ -58,7 +60,7 @@ class ShardedPattern:
 
     @property
     def _is_plain(self) -> bool:
-        return self.segment_ids is None and self.alibi_slopes is None
+        return self.segment_ids is None and self.alibi_slopes is None and self.window is None
 
     def _bias(self, sources: Sequence[int], query_rows: slice, key_rows: slice) -> Tensor:
         """[B or 1, N or 1, S, T] for S query rows of this rank and the key rows of each source."""
@@ -70,6 +72,8 @@ class ShardedPattern:
             bias = bias - self.alibi_slopes.float()[None, :, None, None] * distance
         if self.causal:
             bias = bias.masked_fill(distance < 0, -math.inf)
+        if self.window is not None:
+            bias = bias.masked_fill(distance.abs() >= self.window, -math.inf)
         if self.segment_ids is not None:
             queries = self.segment_ids[own][:, query_rows]  # [B, S]
             keys = torch.cat([self.segment_ids[source][:, key_rows] for source in sources], 1)  # [B, T]
@@ -105,6 +109,13 @@ class SegmentGatherer:
 
 def shard_pattern(pattern: AttentionPattern, q: Tensor, axis: Axis, gather: SegmentGatherer) -> ShardedPattern:
     """The pattern for queries q [B, 2c, N, D] of this rank; pattern.segment_ids [B, 2c] are this rank's too."""
+    pattern = pattern.over(q.shape[1] * axis.size)
     return ShardedPattern(
-        axis, q.shape[1] // 2, q.device, pattern.causal, gather(pattern.segment_ids), pattern.alibi_slopes
+        axis,
+        q.shape[1] // 2,
+        q.device,
+        pattern.causal,
+        gather(pattern.segment_ids),
+        pattern.alibi_slopes,
+        pattern.window,
     )

@@ -104,25 +104,33 @@ def length(rows: slice) -> int:
 
 
 class PointToPointAttention(torch.autograd.Function):
-    """q [B, N, 2c, D], k [B, G, 2c, D], v [B, G, 2c, E] of this rank -> [B, N, 2c, E]"""
+    """q [B, N, 2c, D], k [B, G, 2c, D], v [B, G, 2c, E] of this rank, sinks [N] or None -> [B, N, 2c, E]"""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: ShardedPattern, backend: BlockBackend) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        pattern: ShardedPattern,
+        backend: BlockBackend,
+    ) -> Tensor:
         kv, queries = pack(k, v), ForwardPass(q, pattern, backend)
         for source, block in Rounds(pattern).blocks(kv):
             queries.add([source], block)
-        out, lse = queries.finish()
-        ctx.save_for_backward(q, kv, out, lse)
+        out, lse = queries.finish(sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.pattern, ctx.backend = pattern, backend
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         queries = BackwardPass(grads[0], q, out, lse, ctx.pattern, ctx.backend)
         dkv = circulate(queries, kv, Rounds(ctx.pattern), lse.dtype)
         dk, dv = unpack(dkv.to(kv.dtype), q.shape[-1])
-        return queries.dq.to(q.dtype), dk, dv, None, None
+        return queries.dq.to(q.dtype), dk, dv, queries.sink_gradient(sinks), None, None
 
 
 def circulate(queries: BackwardPass, kv: Tensor, rounds: Rounds, dtype: torch.dtype) -> Tensor:

@@ -45,9 +45,12 @@ class ForwardPass:
         else:
             self.result.add(rows, out, lse)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """out [B, N, 2c, E] in q's dtype, lse [B, N, 2c]"""
+    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [B, N, 2c, E] in q's dtype, lse [B, N, 2c]. sinks [N]: a block of one key each, whose value is 0."""
         assert self.result is not None
+        if sinks is not None:
+            scores = sinks.to(self.result.lse.dtype)[None, :, None].expand_as(self.result.lse)
+            self.result.add(slice(None), torch.zeros_like(self.result.out), scores)
         return self.result.out.to(self.q.dtype), self.result.lse
 
 
@@ -72,6 +75,15 @@ class BackwardPass:
         dq, dk, dv = attention.backward(grad, q, k, v, out, lse, mask)
         self.dq[:, :, rows] += dq
         return pack(dk, dv)
+
+    def sink_gradient(self, sinks: Tensor | None) -> Tensor | None:
+        """[N], of this rank's queries: a score whose value is 0 has the gradient -p (dout . out)."""
+        if sinks is None:
+            return None
+        grad, _, out, lse = self.parts
+        weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+        products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        return -(weights * products).sum((0, 2)).to(sinks.dtype)
 
 
 def block_of(pattern: ShardedPattern, sources: Sequence[int]) -> tuple[slice, BlockMask]:

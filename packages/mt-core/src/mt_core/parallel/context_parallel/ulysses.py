@@ -30,13 +30,18 @@ def ulysses_attention(axis: Axis, core: AttentionCore) -> AttentionCore:
     """`core` over the sequences of all ranks of the axis, each rank with its share of the heads."""
     gather = SegmentGatherer(axis, lambda shards: in_order(shards.movedim(0, 1).flatten(1, 2), 1, axis.size))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
         check_heads(q.shape[2], axis.size)
         repeats = group_repeats(q.shape[2], k.shape[2], axis.size)
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-        inside = AttentionPattern(pattern.causal, gather(pattern.segment_ids), own_heads(pattern.alibi_slopes, axis))
+        inside = AttentionPattern(
+            pattern.causal,
+            gather(pattern.segment_ids),
+            own_heads(pattern.alibi_slopes, axis),
+            window=pattern.window,
+        )
         q, k, v = to_heads((q, k, v), axis)
-        return to_tokens(core(q, k, v, inside, dropout), axis)
+        return to_tokens(core(q, k, v, inside, dropout, *(own_heads(x, axis) for x in sinks)), axis)
 
     return attend
 
@@ -57,9 +62,9 @@ def group_repeats(heads: int, groups: int, size: int) -> int:
     return next(times for times in divisors(heads // groups) if groups * times % size == 0)
 
 
-def own_heads(slopes: Tensor | None, axis: Axis) -> Tensor | None:
-    """[N] -> [N / CP]: those of the heads that this rank computes."""
-    return None if slopes is None else slopes.chunk(axis.size)[axis.rank]
+def own_heads(numbers: Tensor | None, axis: Axis) -> Tensor | None:
+    """One for each head, [N] -> [N / CP]: those of the heads that this rank computes."""
+    return None if numbers is None else numbers.chunk(axis.size)[axis.rank]
 
 
 class _AllToAll(torch.autograd.Function):

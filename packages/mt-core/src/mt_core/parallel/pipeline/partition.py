@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from mt_core.config.checks import SPLIT_KEYS
 from mt_core.errors import ConfigError
 from mt_core.nn.stage import Stage
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import ParallelConfig
 
 
 def balanced_stages(
@@ -38,6 +43,31 @@ def consecutive_stages(counts: Sequence[int]) -> list[Stage]:
         stages.append(Stage(range(start, start + count), first=number == 0, last=number == len(counts) - 1))
         start += count
     return stages
+
+
+def stages_by_keys(
+    parallel: ParallelConfig, num_layers: int, stages_per_rank: int, placement: str
+) -> list[Stage] | None:
+    """The stages that SPLIT_KEYS ask for; None when none of them is set.
+
+    Raises ConfigError when they cannot be had, or something else says already what stages hold.
+    """
+    given = {key: value for key in SPLIT_KEYS if (value := getattr(parallel, key))}
+    if not given:
+        return None
+    named = " and ".join(f"parallel.{key}" for key in given)
+    if parallel.pipeline_model_parallel_layout is not None:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_layout={parallel.pipeline_model_parallel_layout} says what each stage "
+            f"holds; remove it or {named}"
+        )
+    if placement != "loop":
+        raise ConfigError(
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} puts the first and the last stage on one rank, "
+            f"and {named} divides layers over ranks in order; use 1f1b, gpipe or interleaved_1f1b, or "
+            "parallel.pipeline_model_parallel_layout"
+        )
+    return even_stages(num_layers, parallel.pipeline_model_parallel_size, stages_per_rank, **given)
 
 
 def even_stages(

@@ -9,7 +9,7 @@ from torch import Tensor
 from mt_core.nn.activations import activate
 from mt_core.nn.kernels.reference.accumulation import widened
 
-FusedActivation = Literal["swiglu", "geglu", "geglu_tanh", "squared_relu"]
+FusedActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"]
 
 
 def activation(x: Tensor, bias: Tensor | None, name: FusedActivation) -> Tensor:

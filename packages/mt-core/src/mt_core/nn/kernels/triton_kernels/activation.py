@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.activations import is_gated
+from mt_core.nn.activations import CLAMP, is_gated
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 
 _BLOCK = 1024
@@ -18,17 +18,22 @@ _NORMAL_DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 _TWO_U = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBE = tl.constexpr(0.044715)
 _THREE_CUBE = tl.constexpr(0.134145)
+_CLAMP = tl.constexpr(CLAMP)
+_QUICK = tl.constexpr(1.702)  # quick_gelu(x) = x sigmoid(1.702 x)
 
 
 @triton.jit
 def _value(x, NAME: tl.constexpr):
-    """The activation of the gate half (swiglu, geglu, geglu_tanh) or of everything (squared_relu)."""
+    """The activation of the gate half (swiglu, geglu, geglu_tanh, clamped_swiglu) or of everything (squared_relu)."""
     if NAME == "swiglu":
         result = x * tl.sigmoid(x)
     elif NAME == "geglu":
         result = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "geglu_tanh":
         result = x * tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
+    elif NAME == "clamped_swiglu":
+        clamped = tl.minimum(x, _CLAMP)
+        result = clamped * tl.sigmoid(clamped * _QUICK)
     else:
         positive = tl.maximum(x, 0.0)
         result = positive * positive
@@ -47,9 +52,28 @@ def _slope(x, NAME: tl.constexpr):
         gate = tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
         inner = (x * x * _THREE_CUBE + 1.0) * _TWO_U
         result = gate * (1.0 + x * (1.0 - gate) * inner)
+    elif NAME == "clamped_swiglu":
+        gate = tl.sigmoid(x * _QUICK)
+        result = tl.where(x <= _CLAMP, gate * (1.0 + x * (1.0 - gate) * _QUICK), 0.0)
     else:
         result = 2.0 * tl.maximum(x, 0.0)
     return result
+
+
+@triton.jit
+def _factor(up, NAME: tl.constexpr):
+    """What the activation of the gate half is multiplied by."""
+    if NAME == "clamped_swiglu":
+        up = tl.minimum(tl.maximum(up, -_CLAMP), _CLAMP) + 1.0
+    return up
+
+
+@triton.jit
+def _through_factor(grad, up, NAME: tl.constexpr):
+    """The gradient of `up` from that of _factor(up)."""
+    if NAME == "clamped_swiglu":
+        grad = tl.where(tl.abs(up) <= _CLAMP, grad, 0.0)
+    return grad
 
 
 @triton.jit
@@ -66,7 +90,7 @@ def _forward(x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: t
         up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
-        result *= up
+        result *= _factor(up, NAME)
     tl.store(y + row * width + column, result, mask=inside)
 
 
@@ -84,8 +108,8 @@ def _backward(dy, x, bias, dx, width, NAME: tl.constexpr, GATED: tl.constexpr, B
         up = tl.load(x + offset + width, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + offset + width, grad * _value(value, NAME), mask=inside)
-        grad *= up
+        tl.store(dx + offset + width, _through_factor(grad * _value(value, NAME), up, NAME), mask=inside)
+        grad *= _factor(up, NAME)
     tl.store(dx + offset, grad * _slope(value, NAME), mask=inside)
 
 

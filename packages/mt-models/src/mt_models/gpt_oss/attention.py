@@ -1,0 +1,41 @@
+"""Attention with sinks: a trained score of each head that stands for no key."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import AttentionShape, SelfAttention
+
+
+class CoreAttention(LayoutModule):
+    """The core with its sinks softmax_offset [N], divided over tensor-parallel ranks as the heads are.
+
+    The name is Megatron-Core's (softmax_type "learnable").
+    """
+
+    softmax_offset: Tensor
+
+    def __init__(self, core: AttentionCore, num_heads: int, std: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.core = core
+        self.declare("softmax_offset", ParameterLayout((num_heads,), normal(std), (Split(dim=0, axis="tp"),)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads"""
+        return self.core(q, k, v, pattern, dropout, self.softmax_offset)
+
+
+class SinkAttention(SelfAttention):
+    """Self-attention whose heads have sinks."""
+
+    def __init__(
+        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, *, window: int | None
+    ) -> None:
+        super().__init__(config, core, ctx, window=window)
+        self.core_attention = CoreAttention(core, config.num_attention_heads, config.init_method_std, ctx)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
+        return self.core_attention(q, k, v, pattern, self.dropout.begin())

@@ -1,0 +1,87 @@
+"""The experts of GPT-OSS in Hugging Face's files: one tensor for all of a layer, gate and up in alternate columns.
+
+E experts, H hidden size, F inner width. Matrices are stored [in, out] there, [out, in] here. The published files have
+the matrices in MXFP4, row by row of [out, in].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_core.errors import CheckpointError
+from mt_core.name_map import Rule
+from mt_models.gpt_oss.mxfp4 import dequantize
+
+
+@dataclass(frozen=True)
+class InterleavedBias(Rule):
+    """[E, 2F], gate and up in turn there, halves here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return halves(tensors[0].unsqueeze(-1)).squeeze(-1)
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [in_turn(tensor.unsqueeze(-1)).squeeze(-1)]
+
+
+@dataclass(frozen=True)
+class InterleavedMatrices(Rule):
+    """[E, H, 2F] with gate and up in turn there, [E, 2F, H] with halves here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return halves(tensors[0].transpose(1, 2))
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [in_turn(tensor).transpose(1, 2).contiguous()]
+
+
+@dataclass(frozen=True)
+class TransposedMatrices(Rule):
+    """[E, in, out] there, [E, out, in] here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2).contiguous()
+
+    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor.transpose(1, 2).contiguous()]
+
+
+@dataclass(frozen=True)
+class QuantizedMatrices(Rule):
+    """Blocks [E, out, in / 32, 16] and scales [E, out, in / 32] there; [E, out, in] in bf16 here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        blocks, scales = tensors
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
+            raise CheckpointError(
+                f"{' and '.join(self.sources)} are {blocks.dtype} {list(blocks.shape)} and {scales.dtype} "
+                f"{list(scales.shape)}; MXFP4 is torch.uint8 [..., blocks, 16] and torch.uint8 [..., blocks]"
+            )
+        found = blocks.new_empty((*blocks.shape[:2], 32 * blocks.shape[2]), dtype=torch.bfloat16)
+        for matrix, block, scale in zip(found, blocks, scales, strict=True):  # what is made on the way is one expert's
+            matrix.copy_(dequantize(block, scale))
+        return found
+
+
+@dataclass(frozen=True)
+class QuantizedInterleavedMatrices(QuantizedMatrices):
+    """The same with gate and up in alternate rows there, halves here."""
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        return halves(super().to_ours(tensors))
+
+
+def halves(rows: Tensor) -> Tensor:
+    """[E, 2F, H], gate and up in turn -> all gate rows, then all up rows."""
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
+
+
+def in_turn(rows: Tensor) -> Tensor:
+    """The inverse of halves."""
+    found = torch.empty_like(rows)
+    found[:, 0::2], found[:, 1::2] = rows.chunk(2, 1)
+    return found

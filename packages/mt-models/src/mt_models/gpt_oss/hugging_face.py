@@ -1,0 +1,165 @@
+"""GPT-OSS in Hugging Face's format; files in MXFP4 are read, bf16 is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mt_core.config.layer_pattern import pattern_of
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap, Rule, Same
+from mt_models.blocks.hugging_face_decoder import (
+    FULL,
+    OURS,
+    PRE_NORMS,
+    ROPE_KEYS,
+    SLIDING,
+    THEIRS,
+    attention_rules,
+    decoder_fields,
+    decoder_name_map,
+    norm_rules,
+    rope_to_ours,
+    rope_to_theirs,
+    shape_to_theirs,
+)
+from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, balance_to_ours, balance_to_theirs
+from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.gpt_oss.config import GptOssConfig
+from mt_models.gpt_oss.expert_tensors import (
+    InterleavedBias,
+    InterleavedMatrices,
+    QuantizedInterleavedMatrices,
+    QuantizedMatrices,
+    TransposedMatrices,
+)
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+
+MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "experts_per_token", "router_aux_loss_coef")
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""What is meant where a configuration does not say how positions are scaled."""
+
+
+def name_map(config: GptOssConfig) -> NameMap:
+    return decoder_name_map(
+        config,
+        [
+            *norm_rules(PRE_NORMS),
+            *attention_rules(config, qkv_bias=True, output_bias=True),
+            Same(f"{OURS}self_attention.core_attention.softmax_offset", f"{THEIRS}self_attn.sinks"),
+            *expert_rules(),
+        ],
+    )
+
+
+def expert_rules() -> list[Rule]:
+    """Of a layer: its router and experts."""
+    router = [Same(f"{OURS}mlp.router.{kind}", f"{THEIRS}mlp.router.{kind}") for kind in ("weight", "bias")]
+    fc1, gate_up = f"{OURS}mlp.experts.linear_fc1", f"{THEIRS}mlp.experts.gate_up_proj"
+    fc2, down = f"{OURS}mlp.experts.linear_fc2", f"{THEIRS}mlp.experts.down_proj"
+    packed_gate_up = QuantizedInterleavedMatrices(f"{fc1}.weight", (f"{gate_up}_blocks", f"{gate_up}_scales"))
+    packed_down = QuantizedMatrices(f"{fc2}.weight", (f"{down}_blocks", f"{down}_scales"))
+    return [
+        *router,
+        InterleavedMatrices(f"{fc1}.weight", gate_up, others=(packed_gate_up,)),
+        InterleavedBias(f"{fc1}.bias", f"{gate_up}_bias"),
+        TransposedMatrices(f"{fc2}.weight", down, others=(packed_down,)),
+        Same(f"{fc2}.bias", f"{down}_bias"),
+    ]
+
+
+# -- configuration -----------------------------------------------------------------------------------
+
+
+def windows_to_ours(kinds: Sequence[str] | None) -> int | str:
+    """window_attn_skip_freq for `layer_types`: a number where one says it, else a pattern."""
+    if kinds is None:
+        return 2
+    if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+        raise ConfigError(
+            f"layer_types has {', '.join(unknown)}, which is not supported; it can be {FULL} or {SLIDING}"
+        )
+    layers = [kind == SLIDING for kind in kinds]
+    for every in range(1, len(layers) + 2):
+        if layers == [(layer + 1) % every != 0 for layer in range(len(layers))]:
+            return every
+    return pattern_of(layers)
+
+
+def check_quantization(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError for tensors in another packed format than MXFP4, whose tensors name themselves."""
+    method = (external.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise ConfigError(f"quantization_config.quant_method={method!r} is not supported; it can be 'mxfp4'")
+
+
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    check_quantization(external)
+    scaled = external.get("rope_parameters") or external.get("rope_scaling") or YARN
+    positions = {"rope_parameters": scaled, "rope_theta": external.get("rope_theta", 150000.0)}
+    return {
+        **rope_to_ours(positions),
+        "window_attn_skip_freq": windows_to_ours(external.get("layer_types")),
+        "moe": {
+            "num_experts": external.get("num_local_experts", 128),
+            "moe_router_topk": external.get("num_experts_per_tok", external.get("experts_per_token", 4)),
+            **balance_to_ours(external, default=0.001),
+        },
+    }
+
+
+def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = GptOssConfig.model_validate(model)
+    mixture = Mixture(config)
+    mixture.require("gpt_oss", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_bias=(None, True))
+    return {
+        **shape_to_theirs(config),
+        **rope_to_theirs(config),
+        **balance_to_theirs(mixture),
+        "intermediate_size": mixture.ffn_size,
+        "num_local_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.topk,
+        "layer_types": [SLIDING if window else FULL for window in config.layers_with_window],
+    }
+
+
+GPT_OSS = ConfigMap(
+    architecture="gpt_oss",
+    fields=(
+        *decoder_fields(tied=False, epsilon=1e-5, positions=131072),
+        Field("num_key_value_heads", "num_query_groups", default=8),
+        Field("head_dim", "kv_channels", default=64),
+        Field("sliding_window", "sliding_window", default=128),
+    ),
+    fixed=(
+        SILU,
+        Fixed("attention_bias", (True,)),
+        Fixed("swiglu_alpha", (1.702,)),
+        Fixed("swiglu_limit", (7.0,)),
+        *NOT_A_CHOICE,
+    ),
+    ignored={
+        **IGNORED,
+        **MIXTURE_IGNORED,
+        "initial_context_length": "rope_scaling.original_max_position_embeddings says the same",
+    },
+    further=further,
+    further_keys=(*ROPE_KEYS, *MOE_KEYS, "layer_types", "quantization_config"),
+    further_back=further_back,
+)
+
+HUGGING_FACE = HuggingFaceFamily(
+    family="gpt_oss",
+    model_types={"gpt_oss": GPT_OSS},
+    name_map=name_map,
+    copies=tied_output,
+    architectures={"gpt_oss": "GptOssForCausalLM"},
+)

@@ -1,0 +1,85 @@
+"""GPT-OSS divided over ranks: losses, every gradient, norms and weights of the steps are one process's."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from tests.models.moe_reference import settings
+from tests.models.test_moe_layouts import CP2, EP2, FULL, PP2, RUN, SP, TP2, ZERO
+
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.compare import compare
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+MODEL = {
+    "family": "gpt_oss",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "vocab_size": 263,
+    "sliding_window": 5,
+    "init_method_std": 0.2,
+    "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": [0.01]},
+}
+TP4 = "parallel.tensor_model_parallel_size=4"
+SELECTIVE = "recompute.recompute_granularity=selective"
+ETP = "parallel.expert_tensor_parallel_size=1"
+
+
+def method(name: str) -> str:
+    return f"parallel.cp_comm_type={name}"
+
+
+def config(layout: tuple[str, ...]) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(overrides=[*settings(MODEL), *RUN, *layout])
+
+
+def run(rank: int, world: int, layout: tuple[str, ...]) -> RunRecord | None:
+    record = record_run(config(layout))
+    return record if rank == 0 else None
+
+
+@cache
+def one_process() -> RunRecord:
+    return run_ranks(1, run, ())[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, (TP2,)),
+        (2, (TP2, SP, SELECTIVE)),
+        (4, (TP4, ETP)),  # more ranks than key-value groups
+        (2, (EP2,)),
+        (4, (TP2, EP2, ZERO)),
+        (2, (PP2, FULL)),
+        (2, (CP2, method("p2p"))),
+        (2, (CP2, method("all_gather"))),
+        (2, (CP2, method("a2a"))),
+        (4, (CP2, TP2, SP, EP2)),
+    ],
+)
+def test_a_layout_computes_what_one_process_does(monkeypatch, world, layout) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = run_ranks(world, run, layout)[0]
+    differences = compare(found, one_process())
+    names = {difference.name for difference in differences}
+    assert "decoder.layers.0.self_attention.core_attention.softmax_offset" in " ".join(names)
+    assert "decoder.layers.0.mlp.experts.linear_fc2.bias" in " ".join(names)
+    assert not [str(difference) for difference in differences if difference.too_large]
+
+
+def test_sinks_matter_in_these_runs() -> None:
+    """Or a layout that forgets them would pass: their gradient is no rounding."""
+    gradients = one_process().gradients
+    for number in range(2):
+        name = f"decoder.layers.{number}.self_attention.core_attention.softmax_offset"
+        assert gradients[name].abs().max() > 1e-5
