@@ -58,7 +58,7 @@ def test_rotary(dtype: torch.dtype, interleaved: bool, heads: int, groups: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh", "squared_relu"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"])
 @pytest.mark.parametrize("width", [14336, 26])
 def test_activations(dtype: torch.dtype, name: str, width: int) -> None:
     x = on_gpu(65, 2 * width, dtype=dtype)

@@ -14,7 +14,6 @@ from mt_core.nn.feed_forward import DenseFeedForward
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig
 from mt_moe.layer import MoeLayer
-from mt_moe.placement import moe_layers, parse_pattern
 
 TINY = [
     "model.num_layers=4",
@@ -136,50 +135,6 @@ def test_the_pattern_says_which_layers_have_experts(host) -> None:
     assert names["decoder.layers.1.mlp.router.weight"].shape == (4, 16)
     assert names["decoder.layers.1.mlp.experts.linear_fc1.weight"].shape == (4, 48, 16)
     assert names["decoder.layers.1.mlp.experts.linear_fc2.weight"].shape == (4, 16, 24)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("([0]*1+[1]*3)", [0, 1, 1, 1]),
-        ("[1,0]*2", [1, 0, 1, 0]),
-        ("2*[0, 1,]", [0, 1, 0, 1]),
-        ("([1]+[0]*2)*2", [1, 0, 0, 1, 0, 0]),
-        ("[1]*(2*2)", [1, 1, 1, 1]),
-        ("[]", []),
-        ("[0]*0+[1]", [1]),
-    ],
-)
-def test_patterns_mean_what_they_mean_in_python(text, expected) -> None:
-    assert parse_pattern(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("3", "is a number, not a list"),
-        ("[2]", "has the entry 2"),
-        ("[0]*", "ends too early"),
-        ("([1]", "ends too early"),
-        ("[1]]", r"has '\]' behind its end"),
-        ("[1]+2", "adds a number"),
-        ("[1]*[1]", "multiplies two lists"),
-        ("[[1]]", r"has '\[' in a list"),
-        ("[1 1]", "has '1' where ',' belongs"),
-        ("[1]*9999999999", "more than 100000 entries"),
-        ("[-1]", "has '-', which is no part"),
-        ("", "ends too early"),
-    ],
-)
-def test_what_is_no_pattern_is_refused(text, words) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        parse_pattern(text)
-    assert "([0]*1+[1]*23)" in str(caught.value)
-
-
-def test_every_nth_layer() -> None:
-    assert moe_layers(2, 5) == [True, False, True, False, True]
-    assert moe_layers(1, 3) == [True] * 3
 
 
 def test_every_key_has_its_help() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_moe.dispatchers.flex import FlexDispatcher
+from mt_moe.dispatchers.deepep import DeepEPDispatcher
 from mt_moe.dispatchers.interface import expert_placement
 from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels
@@ -194,7 +194,7 @@ def through_deepep(rank: int, world: int, sizes: AxisSizes) -> list[float]:
     layer, reference = (build_layer(options(), ctx) for _ in range(2))
     assert ctx.ep.group is not None
     placement = expert_placement(EXPERTS, ctx, RowKernels())
-    layer.dispatcher = FlexDispatcher(placement, StandInBuffer(ctx.ep.group, EXPERTS))
+    layer.dispatcher = DeepEPDispatcher(placement, StandInBuffer(ctx.ep.group, EXPERTS))
     pairs = zip(run_layer(layer, x), run_layer(reference, x), strict=True)
     return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
 
@@ -213,7 +213,8 @@ def test_flex_without_deepep_says_so() -> None:
     from mt_moe.dispatchers.flex_config import FlexConfig
     from mt_moe.dispatchers.interface import ExpertPlacement
 
-    with pytest.raises(ConfigError, match=r"flex needs DeepEP \(module deep_ep\).*; use alltoall or allgather"):
+    words = r"flex needs DeepEP \(module deep_ep, .*not installed; use alltoall or allgather"
+    with pytest.raises(ConfigError, match=words):
         build_flex(FlexConfig(), ExpertPlacement(4))
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
 from mt_moe.config import MoeConfig, read_moe_config
-from mt_moe.dispatchers.flex_config import check_flex
-from mt_moe.placement import moe_layers
+from mt_moe.dispatchers.config import read_options
+from mt_moe.dispatchers.flex_config import FlexConfig, check_flex
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -23,15 +24,22 @@ def check_moe(config: Config, host: PluginHost) -> None:
     values: Mapping[str, Any] = config.model.moe  # type: ignore[attr-defined]  # the caller saw that it is there
     moe = read_moe_config(values)
     _refuse_unused(moe)
-    moe_layers(moe.moe_layer_freq, config.model.num_layers)  # type: ignore[attr-defined]
+    layers_with_experts(moe.moe_layer_freq, config.model.num_layers)  # type: ignore[attr-defined]
     check_router(moe)
     check_balancing(moe)
     check_capacity(moe)
     check_shared_experts(moe)
     check_layout(moe, config)
-    host.moe_dispatchers.get(moe.moe_token_dispatcher_type, key="model.moe.moe_token_dispatcher_type")
-    if moe.moe_token_dispatcher_type == "flex":
-        check_flex(moe)
+    check_dispatcher(moe, host)
+
+
+def check_dispatcher(moe: MoeConfig, host: PluginHost) -> None:
+    """The dispatcher is there, and its options are its own."""
+    name = moe.moe_token_dispatcher_type
+    spec = host.moe_dispatchers.get(name, key=f"{PREFIX}.moe_token_dispatcher_type")
+    options = read_options(spec.config_type.load(), moe.moe_dispatcher_options)
+    if isinstance(options, FlexConfig):
+        check_flex(moe, options)
 
 
 def _refuse_unused(moe: MoeConfig) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
 from mt_core.nn.feed_forward import FeedForwardShape
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig, read_moe_config
+from mt_moe.dispatchers.config import read_options
 from mt_moe.dispatchers.interface import Dispatched, Dispatcher, OverlappingDispatcher, expert_placement
 from mt_moe.experts.experts import Experts
 from mt_moe.kernels.availability import triton_objection
 from mt_moe.permutation import RowKernels
-from mt_moe.placement import moe_layers
 from mt_moe.routing.result import Routing
 from mt_moe.routing.router import Router
 from mt_moe.shared_experts import SharedExperts
@@ -162,19 +163,6 @@ def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) 
     return spec.build.load()(options, placement)
 
 
-def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
-    """`model.moe.moe_dispatcher_options` as the dispatcher's own type. Raises ConfigError."""
-    from pydantic import ValidationError
-
-    from mt_core.config.messages import validation_message
-
-    section = "model.moe.moe_dispatcher_options"
-    try:
-        return config_type.model_validate(dict(values))  # type: ignore[attr-defined]
-    except ValidationError as error:
-        raise ConfigError(validation_message(section, config_type, error, dict.fromkeys(values, section))) from None
-
-
 def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
     """Triton's if asked for. Raises ConfigError where they cannot run."""
     if not config.moe_permute_fusion:
@@ -189,7 +177,7 @@ def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
 def build_moe(shape: MoeShape, environment: ModelEnvironment, layer: int) -> nn.Module:
     """The mixture of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
     config = read_moe_config(shape.moe or {})
-    if not moe_layers(config.moe_layer_freq, shape.num_layers)[layer]:
+    if not layers_with_experts(config.moe_layer_freq, shape.num_layers)[layer]:
         return environment.feed_forward("dense", shape, layer)
     ctx = environment.parallel
     recompute = [name for name in RECOMPUTED if environment.recompute.selects(name)]

@@ -42,7 +42,7 @@ def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
         ),
         MoeDispatcherSpec(
             name="flex",
-            doc="DeepEP's kernels, where they are installed",
+            doc="The kernels of DeepEP or HybridEP, where they are installed",
             config_type=Lazy("mt_moe.dispatchers.flex_config:FlexConfig"),
             build=Lazy("mt_moe.dispatchers.flex:build_flex"),
         ),

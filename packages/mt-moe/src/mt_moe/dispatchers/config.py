@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from mt_core.config.messages import validation_message
 from mt_core.config.schema import Section
+from mt_core.errors import ConfigError
+
+OPTIONS = "model.moe.moe_dispatcher_options"
 
 
 class NoOptions(Section):
     """Of dispatchers that have nothing to choose."""
+
+
+def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
+    """`model.moe.moe_dispatcher_options` as the dispatcher's own type. Raises ConfigError."""
+    try:
+        return config_type.model_validate(dict(values))  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ConfigError(validation_message(OPTIONS, config_type, error, dict.fromkeys(values, OPTIONS))) from None

@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Literal
 
 from mt_core.config.schema import PositiveInt, Section
 from mt_core.errors import ConfigError
 from mt_moe.config import MoeConfig
+from mt_moe.dispatchers.config import OPTIONS
+
+Backend = Literal["deepep", "hybridep"]
+DISPATCHER = "model.moe.moe_token_dispatcher_type=flex"
+MODULES: Mapping[Backend, tuple[str, ...]] = {"deepep": ("deep_ep",), "hybridep": ("deep_ep", "hybrid_ep_cpp")}
+"""What has to be found for a backend. HybridEP is a second library in a build of deep_ep."""
+OF_BACKEND: Mapping[str, Backend] = {
+    "num_nvl_bytes": "deepep",
+    "num_rdma_bytes": "deepep",
+    "max_tokens_per_rank": "hybridep",
+}
 
 
 class FlexConfig(Section):
     """Kernels that move tokens over NVLink and RDMA."""
 
-    backend: Literal["deepep"] = "deepep"
-    """deepep is DeepSeek's DeepEP (module deep_ep)."""
+    moe_flex_dispatcher_backend: Backend = "deepep"
+    """deepep is DeepSeek's DeepEP (module deep_ep), hybridep NVIDIA's HybridEP (deep_ep.HybridEPBuffer)."""
     num_nvl_bytes: PositiveInt = 1 << 30
-    """Buffer for ranks of one machine."""
+    """Of deepep: buffer for ranks of one machine."""
     num_rdma_bytes: int = 0
-    """Buffer for ranks of several machines; 0 serves one machine."""
+    """Of deepep: buffer for ranks of several machines; 0 serves one machine."""
+    max_tokens_per_rank: PositiveInt | None = None
+    """Of hybridep: tokens of a rank that its buffers hold. Default: those of the first micro-batch; it makes larger
+    ones when more come."""
 
 
-def check_flex(moe: MoeConfig) -> None:
-    """Raises ConfigError when the library is missing, or for what it does not do."""
-    key = "model.moe.moe_token_dispatcher_type=flex"
-    if find_spec("deep_ep") is None:
-        raise ConfigError(
-            f"{key} needs DeepEP (module deep_ep, built for your GPUs), which is not installed; "
-            "use alltoall or allgather"
-        )
+def check_flex(moe: MoeConfig, options: FlexConfig) -> None:
+    """Raises ConfigError when the library is missing, for options of the other one, or for what neither does."""
+    backend = options.moe_flex_dispatcher_backend
+    if any(find_spec(module) is None for module in MODULES[backend]):
+        raise ConfigError(not_installed(backend))
+    for key, owner in OF_BACKEND.items():
+        if key in options.model_fields_set and owner != backend:
+            raise ConfigError(
+                f"{OPTIONS}.{key} would be ignored: it only counts when {OPTIONS}.moe_flex_dispatcher_backend is "
+                f"{owner}, and that is {backend}"
+            )
     if moe.moe_expert_capacity_factor is not None:
         raise ConfigError(
-            f"{key} drops no token; model.moe.moe_expert_capacity_factor={moe.moe_expert_capacity_factor} needs "
+            f"{DISPATCHER} drops no token; model.moe.moe_expert_capacity_factor={moe.moe_expert_capacity_factor} needs "
             "alltoall or allgather"
         )
+
+
+def not_installed(backend: Backend) -> str:
+    if backend == "deepep":
+        needs = "DeepEP (module deep_ep, built for your GPUs)"
+    else:
+        needs = "HybridEP (deep_ep.HybridEPBuffer and hybrid_ep_cpp, of a build of deep_ep with it)"
+    return f"{DISPATCHER} needs {needs}, which is not installed; use alltoall or allgather"

@@ -1,0 +1,105 @@
+"""DeepEP behind `flex`: kernels that move tokens over NVLink and RDMA.
+
+It sends each token once to every rank that has some of its experts, and adds up what comes back; rows are put
+in the order of experts on the rank that receives them. It takes bf16 tokens on CUDA devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
+from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
+from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by_expert, unpermute
+from mt_moe.routing.result import Routing
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens [T, H], experts and weights [T, k] -> those of the tokens that have an expert here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, experts: Tensor, weights: Tensor, num_experts: int, route: Route
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        buffer = route.buffer
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
+        received, local_experts, local_weights, _, handle, _ = buffer.dispatch(
+            tokens.contiguous(),
+            topk_idx=experts,
+            topk_weights=weights.float(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        route.handle = handle
+        ctx.route, ctx.weights_dtype = route, weights.dtype
+        ctx.mark_non_differentiable(local_experts)
+        return received, local_experts, local_weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        tokens, _, weights = grads
+        route: Route = ctx.route
+        dtokens, dweights, _ = route.buffer.combine(
+            tokens.contiguous(), route.handle, topk_weights=weights.float().contiguous()
+        )
+        return dtokens, None, dweights.to(ctx.weights_dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Partial sums of the tokens that came here -> for each token at home the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        combined, _, _ = route.buffer.combine(partial.contiguous(), route.handle)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        route: Route = ctx.route
+        received, *_ = route.buffer.dispatch(grads[0].contiguous(), handle=route.handle)
+        return received, None
+
+
+@dataclass
+class Route:
+    """DeepEP's buffer, and its handle of one dispatch: the way that tokens took."""
+
+    buffer: Any
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class State:
+    route: Route
+    topk: int
+    by_expert: Permutation
+    shared: list[int]
+
+
+class DeepEPDispatcher:
+    def __init__(self, placement: ExpertPlacement, buffer: Any) -> None:
+        self.placement, self.buffer = placement, buffer
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+        place, route = self.placement, Route(self.buffer)
+        received, experts, weights = _Dispatch.apply(
+            tokens, routing.experts, routing.weights, routing.num_experts, route
+        )
+        # Ranks that share the experts' matrices (etp) hand on to one another what each received.
+        shared = gather_counts(torch.tensor([len(received)], device=received.device), place.etp).flatten().tolist()
+        received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))
+        local = Routing(experts.clamp(min=0), weights, place.num_local, kept=experts >= 0)
+        by_expert, counts = sort_by_expert(local, place.kernels)
+        rows, row_weights = permute(received, by_expert, routing.topk), permute_numbers(weights, by_expert)
+        return Dispatched(rows, row_weights, counts, State(route, routing.topk, by_expert, shared))
+
+    def combine(self, expert_output: Tensor, state: State) -> Tensor:
+        partial = unpermute(expert_output, state.by_expert, state.topk)
+        return _Combine.apply(sum_rows_to(partial, self.placement.etp, state.shared), state.route)

@@ -1,0 +1,127 @@
+"""HybridEP behind `flex`: it sends tokens, and puts them in the order of experts where they arrive.
+
+The calls are deep_ep.HybridEPBuffer's `dispatch_with_permute` and `combine_with_unpermute`. A map [T, E] tells which
+experts a token has, a tensor of the same shape their weights. It takes bf16 tokens on CUDA devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
+from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
+from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by, unpermute
+from mt_moe.routing.result import Routing
+
+
+@dataclass
+class Route:
+    """The buffer, and its handle of one dispatch: the way that tokens took."""
+
+    buffer: Any
+    handle: Any = None
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens [T, H], map and weights [T, E] -> rows [R, H] in the order of this rank's experts, their weights [R], and
+    how many each expert has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, routing_map: Tensor, weights: Tensor, num_local: int, route: Route
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, row_weights, _, counts, route.handle = route.buffer.dispatch_with_permute(
+            hidden=tokens.contiguous(),
+            routing_map=routing_map,
+            probs=weights,
+            scaling_factor=None,
+            num_of_experts_per_rank=num_local,
+        )
+        counts = counts.to(device=tokens.device, dtype=torch.int64)
+        ctx.route = route
+        ctx.mark_non_differentiable(counts)
+        return rows, row_weights, counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        route: Route = ctx.route
+        dtokens, dweights = route.buffer.combine_with_unpermute(
+            hidden=grads[0].contiguous(), probs=grads[1].contiguous(), handle=route.handle
+        )
+        return dtokens, None, dweights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows [R, H] as they arrived -> for each token at home [T, H] the sum of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route, ctx.rows = route, len(rows)
+        combined, _ = route.buffer.combine_with_unpermute(hidden=rows.contiguous(), handle=route.handle)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        route: Route = ctx.route
+        rows, *_ = route.buffer.dispatch_with_permute(
+            hidden=grads[0].contiguous(), scaling_factor=None, handle=route.handle, num_permuted_tokens=ctx.rows
+        )
+        return rows, None
+
+
+@dataclass(frozen=True)
+class State:
+    """shared: rows that each etp rank received. by_local_expert: how they were put in order; None: they were."""
+
+    route: Route
+    shared: list[int]
+    by_local_expert: Permutation | None
+
+
+class HybridEPDispatcher:
+    """make_buffer: deep_ep.HybridEPBuffer. Buffers are made at the first dispatch, which knows the sizes."""
+
+    def __init__(self, placement: ExpertPlacement, make_buffer: Callable[..., Any], max_tokens: int | None) -> None:
+        self.placement, self._make_buffer, self._max_tokens = placement, make_buffer, max_tokens
+        self._buffer: Any = None
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+        place, route = self.placement, Route(self._buffer_for(tokens))
+        shape = (len(tokens), routing.num_experts)
+        chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter(1, routing.experts, True)
+        weights = torch.zeros(shape, device=tokens.device).scatter(1, routing.experts, routing.weights.float())
+        rows, row_weights, counts = _Dispatch.apply(tokens, chosen, weights, place.num_local, route)
+        by_rank = gather_counts(counts, place.etp)
+        if place.etp.size == 1:
+            return Dispatched(rows, row_weights, counts, State(route, [len(rows)], None))
+        # Ranks that share the experts' matrices (etp) hand on to one another what each received.
+        shared = by_rank.sum(1).tolist()
+        rows, row_weights = (gather_rows_of(x, place.etp, shared) for x in (rows, row_weights))
+        experts = torch.arange(place.num_local, device=tokens.device).repeat(place.etp.size)
+        by_local = sort_by(experts.repeat_interleave(by_rank.flatten()), place.kernels)
+        rows, row_weights = permute(rows, by_local), permute_numbers(row_weights, by_local)
+        return Dispatched(rows, row_weights, by_rank.sum(0), State(route, shared, by_local))
+
+    def combine(self, expert_output: Tensor, state: State) -> Tensor:
+        rows = expert_output
+        if state.by_local_expert is not None:
+            rows = sum_rows_to(unpermute(rows, state.by_local_expert), self.placement.etp, state.shared)
+        return _Combine.apply(rows, state.route)
+
+    def _buffer_for(self, tokens: Tensor) -> Any:
+        if self._buffer is None:
+            place = self.placement
+            sizes = gather_counts(torch.tensor([len(tokens)], device=tokens.device), place.ep)
+            self._buffer = self._make_buffer(
+                group=place.ep.group,
+                hidden_dim=tokens.shape[1],
+                max_num_of_tokens_per_rank=self._max_tokens or max(int(sizes.max()), 1),
+                num_local_experts=place.num_local,
+                use_fp8=False,
+            )
+        return self._buffer

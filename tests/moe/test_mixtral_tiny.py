@@ -1,0 +1,67 @@
+"""`examples/mixtral-tiny.toml` over four processes, experts divided over two: the curve of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mt_core.config.loading import load_config
+from mt_core.testing import run_ranks
+from mt_core.verify.compare import compare
+from mt_core.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+RECIPE = Path(__file__).parents[2] / "examples" / "mixtral-tiny.toml"
+EP2 = "parallel.expert_model_parallel_size=2"
+SHORT = (
+    "data.corpus_bytes=1000000",
+    "train.train_iters=4",
+    "train.num_threads=1",
+    "train.eval_interval=null",
+    "train.eval_iters=1",
+    "lr_schedule.lr_warmup_iters=1",
+    "checkpoint.save_interval=null",
+    "logging.log_interval=1",
+    "logging.progress=none",
+)
+
+
+def run(rank: int, world: int, layout: tuple[str, ...]) -> RunRecord | None:
+    torch.set_num_threads(1)
+    record = record_run(load_config(RECIPE, overrides=[*SHORT, *layout]), steps=3)
+    return record if rank == 0 else None
+
+
+def test_losses_gradients_and_weights_are_those_of_one_process(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (alone,), (found, *_) = run_ranks(1, run, ()), run_ranks(4, run, (EP2,))
+    assert alone.losses[-1] < alone.losses[0]
+    differences = compare(found, alone)
+    assert any("mlp.experts.linear_fc1.weight" in difference.name for difference in differences)
+    assert not [str(difference) for difference in differences if difference.too_large]
+
+
+def trained(run_dir: Path, *options: str) -> list[float]:
+    """Losses of the command as a user types it."""
+    settings = [part for setting in SHORT for part in ("--set", setting)]
+    command = [sys.executable, "-m", "mt_cli", "train", str(RECIPE), *options, *settings, "--run-dir", str(run_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_curve_of_one_process(tmp_path) -> None:
+    alone = trained(tmp_path / "alone")
+    divided = trained(tmp_path / "divided", "--nproc", "4", "--set", EP2)
+    assert len(alone) == 4
+    assert divided == pytest.approx(alone, rel=1e-4)
