@@ -48,6 +48,16 @@ def kernels(
 
 
 @app.command()
+def attention(context: typer.Context, out: Out = None, rounds: Rounds = 30) -> None:
+    """Every attention backend that serves, at the shapes of models, against the rate of a large product."""
+    need("torch", command="mt bench attention")
+    from mt_core.bench.attention import measure_attention
+
+    machine = _machine(rounds)
+    _write("attention", _conditions(machine, rounds=rounds), out, measure_attention(machine, rounds, host_of(context)))
+
+
+@app.command()
 def train(
     context: typer.Context,
     preset: Annotated[list[str] | None, typer.Option(help="124m, 1.2b, 3b or 8b; repeatable. Default: all.")] = None,
@@ -133,14 +143,20 @@ def compare(
 @app.command()
 def plot(
     report: Annotated[Path, typer.Argument(help="Report of mt bench train or kernels.")],
-    out: Annotated[Path | None, typer.Option(help="SVG file. Default: beside the report.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=".html or .svg. Default: HTML beside the report.", show_default=False)
+    ] = None,
 ) -> None:
     """Draw how much of its floor each measurement reaches."""
-    from mt_core.bench.plot import to_svg
+    from mt_core.bench.plot import to_html, to_svg
     from mt_core.bench.report import read_report
+    from mt_core.errors import ConfigError
 
-    target = out or report.with_suffix(".svg")
-    target.write_text(to_svg(read_report(report)), encoding="utf-8")
+    target = out or report.with_suffix(".html")
+    drawers = {".html": to_html, ".svg": to_svg}
+    if target.suffix not in drawers:
+        raise ConfigError(f"--out {target}: a picture is written as {' or '.join(drawers)}")
+    target.write_text(drawers[target.suffix](read_report(report)), encoding="utf-8")
     typer.echo(f"written to {target}")
 
 

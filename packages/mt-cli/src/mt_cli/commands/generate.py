@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from mt_cli.requirements import need
+from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 
 
 def generate(
-    path: Annotated[Path, typer.Argument(help="A run directory, or one of its checkpoints.")],
+    path: Annotated[
+        Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or one of its checkpoints.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,

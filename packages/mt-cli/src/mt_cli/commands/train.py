@@ -167,7 +167,9 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         console.print(f"a {name} model of the same text has {loss:.4f}")
     if continues_text:
         _sample(trainer)
-    console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, checkpoints/.", soft_wrap=True)
+    elsewhere = trainer.config.checkpoint.save
+    checkpoints = "checkpoints/" if elsewhere is None else f"and in {elsewhere}"
+    console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, {checkpoints}.", soft_wrap=True)
     console.print("Next:")
     for command, does in _next_commands(trainer, directory, continues_text):
         console.print(f"  {command}\n      {does}", markup=False, soft_wrap=True)
@@ -175,10 +177,11 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
 
 def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> list[tuple[str, str]]:
     prompt = trainer.config.train.sample_prompt or "Once"
-    generate = (f'mt generate {directory} --prompt "{prompt}"', "text from this model")
+    run = trainer.config.checkpoint.save or directory
+    generate = (f'mt generate {run} --prompt "{prompt}"', "text from this model")
     return [
         *([generate] if continues_text else []),
-        ("mt ckpt inspect " + str(directory), "what its checkpoint holds"),
+        (f"mt ckpt inspect {run}", "what its checkpoint holds"),
         ("mt models", "other models to train: mt train --preset NAME"),
         ("mt config show --preset gpt-tiny --origin", "every setting, and where it came from"),
     ]
