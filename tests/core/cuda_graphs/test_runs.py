@@ -17,6 +17,7 @@ from mt_core.train import Callback, Trainer
 from mt_core.train.cuda_graphs.lanes import Lane
 from mt_core.train.cuda_graphs.rules import outermost_stacks, reason_against, rows_of_layers
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
+from mt_core.train.resume import differences
 
 
 class Told(Callback):
@@ -59,6 +60,8 @@ SETTINGS = {
         "model.position_embedding_type=learned_absolute",
         "model.max_position_embeddings=16",
     ],
+    "fp8": ["precision.dtype=bf16", "precision.fp8_format=hybrid"],
+    "fp8 by a history": ["precision.dtype=bf16", "precision.fp8_format=hybrid", "precision.fp8_recipe=delayed"],
     "compiled": ["train.compile=blocks"],
 }
 
@@ -311,6 +314,12 @@ def test_mixtures_are_refused(tiny, host) -> None:
 def test_warm_up_steps_are_for_graphs(tiny) -> None:
     with pytest.raises(ConfigError, match="cuda_graph_warmup_steps"):
         tiny("train.cuda_graph_warmup_steps=5")
+
+
+def test_a_run_goes_on_with_graphs_or_without(tiny) -> None:
+    stored = tiny().config.to_dict()
+    graphs = tiny("train.cuda_graphs=blocks", "train.cuda_graph_warmup_steps=5").config
+    assert list(differences(stored, graphs)) == []
 
 
 def test_rows_follow_stages_and_leave_inner_stacks_out() -> None:

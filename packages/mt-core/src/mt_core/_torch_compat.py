@@ -166,9 +166,19 @@ def gradients_wanted(ctx: Any, count: int) -> tuple[bool, ...]:
         return tuple(known)
     edges = ctx.next_functions[:count]
     return tuple(
-        needed and node is not None and torch._C._will_engine_execute_node(node)
-        for needed, (node, _) in zip(known, edges, strict=True)
+        needed and node is not None and _will_run(node) for needed, (node, _) in zip(known, edges, strict=True)
     )
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the backward pass at hand goes through a node of the graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as refused:
+        # torch says this, and nothing else, of a leaf whose gradient torch.autograd.grad was asked for.
+        if "running autograd.grad()" not in str(refused):
+            raise
+        return True
 
 
 class UncompiledDispatchMode(TorchDispatchMode):

@@ -53,6 +53,12 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
             build=Lazy("mt_core.nn.attention_backends.flash:build_flash_3"),
         ),
         AttentionBackendSpec(
+            name="flash_attn_4",
+            doc="FlashAttention 4 for Hopper and Blackwell, where flash-attn-4 is installed",
+            supports=Lazy("mt_core.nn.attention_backends.flash_4:supports_flash_4"),
+            build=Lazy("mt_core.nn.attention_backends.flash_4:build_flash_4"),
+        ),
+        AttentionBackendSpec(
             name="flex",
             doc="FlexAttention: any mask, window, bias or soft cap in one compiled kernel, on cuda",
             supports=Lazy("mt_core.nn.attention_backends.flex:supports_flex"),

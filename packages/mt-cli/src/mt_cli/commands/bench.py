@@ -58,6 +58,16 @@ def attention(context: typer.Context, out: Out = None, rounds: Rounds = 30) -> N
 
 
 @app.command()
+def moe(context: typer.Context, out: Out = None, rounds: Rounds = 30) -> None:
+    """A layer of experts by each way to multiply their matrices, beside a dense one of as many products a token."""
+    need("torch", "mt-models", "mt-moe", "mt-data", command="mt bench moe")
+    from mt_core.bench.moe import measure_moe
+
+    machine = _machine(rounds)
+    _write("moe", _conditions(machine, rounds=rounds), out, measure_moe(machine, rounds, host_of(context)))
+
+
+@app.command()
 def train(
     context: typer.Context,
     preset: Annotated[list[str] | None, typer.Option(help="124m, 1.2b, 3b or 8b; repeatable. Default: all.")] = None,

@@ -24,6 +24,22 @@ def bars(report: Report) -> Iterator[tuple[str, float]]:
                 yield label, value * OF_FLOOR[metric]
 
 
+def to_html(report: Report) -> str:
+    """The picture in a page, with the conditions beneath. Raises DataError for a report without floors."""
+    rows = "\n".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(_told(value))}</td></tr>" for key, value in report.conditions.items()
+    )
+    title = f"mt bench {escape(report.kind)}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>\n'
+        f"{to_svg(report)}<table>\n{rows}\n</table>\n</body></html>\n"
+    )
+
+
+def _told(value: object) -> str:
+    return ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
+
+
 def to_svg(report: Report) -> str:
     """Raises DataError for a report without floors."""
     rows = list(bars(report))

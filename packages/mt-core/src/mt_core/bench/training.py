@@ -69,7 +69,7 @@ class TimedRun:
         self.trainer.model.train()
         steps = self.trainer.batch_size.steps(0, self.trainer.total_samples)
         self._reader = BatchReader(data, steps, micro_size=loaded.config.train.micro_batch_size, workers=1)
-        self._batches = iter(self._reader)
+        self._batches = iter(self.trainer.device_batches.ahead(self._reader))
         self._window = LogWindow()
 
     def step(self) -> None:

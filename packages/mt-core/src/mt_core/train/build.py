@@ -131,7 +131,8 @@ def compile_blocks(model: nn.Module, config: Config) -> None:
             f"{config.model.family} has none; set train.compile=none"
         )
     for layer in (layer for stack in stacks for layer in stack):
-        layer.compile()
+        # Not the whole call: hooks stay outside, and so can a CUDA graph be around it.
+        layer.forward = torch.compile(layer.forward)
 
 
 def build_initialized_model(

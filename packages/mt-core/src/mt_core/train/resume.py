@@ -16,6 +16,8 @@ FREE_KEYS = frozenset(
         "train.eval_iters",
         "train.num_threads",
         "train.device",
+        "train.cuda_graphs",
+        "train.cuda_graph_warmup_steps",
         "train.callbacks",
         "train.verify_replicas_interval",
         "train.sample_prompt",

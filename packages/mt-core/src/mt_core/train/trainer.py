@@ -31,13 +31,11 @@ from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import parameter_layouts, stream_seed
-from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import Loss
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import build_loss_scaler
 from mt_core.parallel.context import AxisName, is_writer, wait_for_all
-from mt_core.parallel.context_parallel import shard_sequence
 from mt_core.parallel.data import any_over
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.shared_batches import broadcast_batches
@@ -52,6 +50,8 @@ from mt_core.train.checkpointing import (
     open_checkpoint,
     shapes_of_all_stages,
 )
+from mt_core.train.cuda_graphs.rules import graph_blocks
+from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
 from mt_core.train.evaluation import evaluate
 from mt_core.train.late_step import LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
 from mt_core.train.loss_check import ExpectedLoss, RecentLosses, expected_loss, is_comparable
@@ -83,8 +83,6 @@ AXES: Mapping[AxisName, str] = {
 }
 
 
-FIRST_SAMPLE = "first_sample"
-"""Of a micro-batch, beside the data set's own fields: the number of its first sample, on the CPU."""
 TRACED_STEP = 2
 """Of this process's steps: the first one also warms up."""
 
@@ -165,9 +163,12 @@ class Trainer:
         self.schedule = build.build_schedule(self.config, self.host)
         self.group_schedules = build.build_group_schedules(self.config, self.host)
         self.batch_size = build_batch_size(self.config)
+        self.device_batches = DeviceBatches(self.device, self.ctx.cp)
         self.total_samples = total_train_samples(self.config)
         self.recorder: ScheduleRecorder | None = None
         use_streams(self.model, DropoutStreams(train.seed))
+        own_stages = self.stages.own if self.stages is not None else None
+        self.graphs = graph_blocks(self.model, self.config, self.ctx, own_stages)
         loss = loss or self._configured_loss()
         build.require_options(self.model, loss, self.config)
         self.micro_batches = self._build_micro_batches(loss, forward_step)
@@ -255,7 +256,8 @@ class Trainer:
             size = self.batch_size.full
             count = self._evaluated_samples(dataset)
             steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-            batches = (self._to_device(rank_batch) for rank_batch in self._batches(dataset, steps))
+            ahead = self.device_batches.ahead(self._batches(dataset, steps))
+            batches = (self.device_batches.take(rank_batch) for rank_batch in ahead)
             losses[f"{name}_loss"] = evaluate(self.model, batches, self.micro_batches, self.ctx)
         self.last_losses = losses
         if losses:
@@ -308,7 +310,7 @@ class Trainer:
         batches = self._batches(self.train_data, steps)
         window = LogWindow()
         try:
-            for rank_batch in batches:
+            for rank_batch in self.device_batches.ahead(batches):
                 window = self.take_step(rank_batch, window)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
@@ -339,7 +341,10 @@ class Trainer:
         started = time.perf_counter()
         learning_rate = self.schedule(self.state.consumed_samples)
         self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
-        batches = self._to_device(rank_batch)
+        batches = self.device_batches.take(rank_batch)
+        captured = self.graphs.begin_step() if self.graphs is not None else None
+        if captured is not None:
+            self.callbacks.on_message(self, captured)
         outcome: StepOutcome | PendingOutcome
         if self.late_step is None:
             outcome = self._traced_step(batches, learning_rate)
@@ -495,18 +500,6 @@ class Trainer:
         else:
             yield from broadcast_batches(iter(reader) if model.rank == 0 else None, model)
 
-    def _to_device(self, rank_batch: RankBatch) -> list[Batch]:
-        """Tensors, of this rank's tokens alone where ranks share a sequence."""
-        batches: list[Batch] = []
-        for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
-            whole = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            own = {name: shard_sequence(tensor, SEQUENCE_DIM, self.ctx.cp) for name, tensor in whole.items()}
-            if self.device.type == "cuda":
-                own = {name: tensor.pin_memory() for name, tensor in own.items()}  # else the copy is waited for
-            batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in own.items()}
-            batches.append({**batch, FIRST_SAMPLE: torch.tensor(samples.start)})
-        return batches
-
     def _build_datasets(self, split: str) -> Mapping[str, Dataset]:
         return building.build_datasets(self.config, self.tokenizer, split, self.host)  # type: ignore[arg-type]
 
@@ -587,7 +580,8 @@ class Trainer:
             f"{self.device}{threads}{ranks}, attention {backend}",
         )
         for choice in self.kernels.choices:
-            if choice.implementation.name != "torch" or not choice.automatic:
+            # On a CPU auto is torch, and nobody asks why.
+            if self.device.type == "cuda" or choice.implementation.name != "torch" or not choice.automatic:
                 self.callbacks.on_message(self, f"kernel {choice}")
         fp8 = fp8_report(self.model)
         if fp8 is not None:

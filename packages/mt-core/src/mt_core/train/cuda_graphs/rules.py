@@ -1,0 +1,123 @@
+"""What CUDA graphs cannot stand for, by the key that asks for it, and the layers that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.auxiliary import AuxiliaryLoss, UpdatesItself
+from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.train.cuda_graphs.capture import CudaRecorder
+from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
+
+
+def graph_blocks(
+    model: nn.Module, config: Config, ctx: ParallelContext, stages: Sequence[Stage] | None
+) -> BlockGraphs | None:
+    """Graphs of the model's layers, as train.cuda_graphs asks. stages: those of this process, of a pipeline.
+
+    Raises ConfigError for what cannot be captured.
+    """
+    if config.train.cuda_graphs == "none":
+        return None
+    reason = reason_against(model, config, ctx)
+    if reason is not None:
+        raise ConfigError(
+            f"train.cuda_graphs={config.train.cuda_graphs} cannot be: {reason}; or train.cuda_graphs=none"
+        )
+    recorder, steps = CudaRecorder(), config.train.cuda_graph_warmup_steps
+    return BlockGraphs([LayerRun(layers, recorder, steps) for layers in rows_of_layers(model, stages)])
+
+
+def reason_against(model: nn.Module, config: Config, ctx: ParallelContext) -> str | None:
+    """The first thing that stands against graphs, and what to set instead; None: nothing."""
+    return next(iter(_reasons(model, config, ctx)), None)
+
+
+def _reasons(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator[str]:
+    if ctx.device.type != "cuda":
+        yield f"graphs are CUDA's, and this run is on {ctx.device.type}; set train.device=cuda"
+    yield from _reasons_in_settings(config)
+    yield from _reasons_in_layers(model, config)
+
+
+def _reasons_in_settings(config: Config) -> Iterator[str]:
+    parallel, recompute = config.parallel, config.recompute
+    if config.data.reset_attention_mask:
+        yield (
+            "data.reset_attention_mask=true packs documents, whose number differs from batch to batch; set it to false"
+        )
+    if recompute.recompute_granularity != "none":
+        yield (
+            f"recompute.recompute_granularity={recompute.recompute_granularity} runs forward passes again with random "
+            "state that the host keeps; set it to none"
+        )
+    if recompute.cpu_offloading_num_layers:
+        yield (
+            f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers} moves what the backward pass "
+            "keeps, and a graph keeps it in one place; set it to 0"
+        )
+    if parallel.use_torch_fsdp2:
+        yield (
+            "parallel.use_torch_fsdp2=true collects weights in memory that changes; use "
+            "parallel.use_distributed_optimizer"
+        )
+    if parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward:
+        yield (
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, which a "
+            "graph does at once; use gpipe, 1f1b or interleaved_1f1b"
+        )
+    if config.precision.fp8_format != "none" and config.precision.fp8_implementation == "te":
+        yield (
+            "precision.fp8_implementation=te keeps scales on the host from call to call; use torch, or "
+            "precision.fp8_format=none"
+        )
+
+
+def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
+    stacks = outermost_stacks(model)
+    if not stacks:
+        yield f"it captures the layers of a stack, and model.family={config.model.family} has none; use another family"
+    if len(stacks) > 1 and config.parallel.pipeline_model_parallel_size > 1:
+        yield (
+            f"model.family={config.model.family} has {len(stacks)} stacks of layers, which pipeline stages cut in ways "
+            "that graphs do not follow; set parallel.pipeline_model_parallel_size=1"
+        )
+    inside = [module for stack in stacks for module in stack.modules()]
+    if getattr(config.model, "moe", None) is not None:
+        yield (
+            "model.moe sends tokens to experts, as many as the router says, and the host has to know how many; "
+            "use a dense model"
+        )
+    elif any(isinstance(module, AuxiliaryLoss | UpdatesItself) for module in inside):
+        yield (
+            f"layers of model.family={config.model.family} add losses or update themselves through the host; use "
+            "another family"
+        )
+    for key in ("hidden_dropout", "attention_dropout"):
+        if getattr(config.model, key, 0.0) > 0.0:
+            yield (
+                f"model.{key}={getattr(config.model, key)} is seeded by the host at each place and micro-batch, and a "
+                "graph would drop the same elements each time; set it to 0"
+            )
+
+
+def rows_of_layers(model: nn.Module, stages: Sequence[Stage] | None) -> list[list[nn.Module]]:
+    """Layers that a micro-batch goes through in a row: whole stacks, or the part of one that a pipeline stage has."""
+    stacks = outermost_stacks(model)
+    if stages is None:
+        return [list(stack) for stack in stacks]
+    rows = ([stack[number] for number in stage.layers] for stack in stacks for stage in stages)
+    return [row for row in rows if row]
+
+
+def outermost_stacks(model: nn.Module) -> list[NumberedLayers]:
+    """Not those inside the layers of another."""
+    stacks = [module for module in model.modules() if isinstance(module, NumberedLayers)]
+    inner = {id(module) for stack in stacks for layer in stack for module in layer.modules()}
+    return [stack for stack in stacks if id(stack) not in inner and len(stack)]

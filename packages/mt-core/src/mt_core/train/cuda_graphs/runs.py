@@ -1,0 +1,183 @@
+"""Which micro-batches go through graphs, and when these are captured.
+
+The first steps of a form of arguments (shapes, dtypes, constants) are plain. One pass of the last of them is recorded,
+and before the next step its calls are captured as a lane. A micro-batch that finds no lane free, because others are
+between their forward and their backward pass, goes plain, and one more lane is captured before the next step: after a
+few steps there are as many as a pipeline schedule has micro-batches in flight. When weights have moved, or are trained
+that were not, or no longer, everything is captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.errors import ConfigError
+from mt_core.train.cuda_graphs.capture import Recorder
+from mt_core.train.cuda_graphs.lanes import Lane, RecordedCall
+from mt_core.train.cuda_graphs.structure import Form, form_of, replaced, tensors_in
+
+MOST_FORMS = 4
+"""Graphs of each form have memory of their own; micro-batches of further forms stay plain."""
+
+
+class Record:
+    """The calls of one pass as they come; tensors are held until it is over, as they are told apart by identity."""
+
+    def __init__(self) -> None:
+        self.calls: list[RecordedCall] = []
+        self._known: dict[int, Any] = {}
+        self._held: list[Any] = []
+
+    def call(
+        self, function: Callable[..., Any], parameters: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        form = form_of((args, kwargs))
+        self._held.append((args, kwargs))
+        own_args, own_kwargs = replaced((args, kwargs), _detached, self._known)
+        result = function(*args, **kwargs)
+        self._held.append(result)
+        outputs = tensors_in(replaced(result, _detached, self._known))
+        self.calls.append(RecordedCall(function, own_args, own_kwargs, parameters, outputs, form))
+        return result
+
+    def end(self) -> None:
+        self._held, self._known = [], {}
+
+
+@dataclass
+class FormState:
+    """Of the passes whose first layer gets arguments of one form. steps: finished ones in which there were some."""
+
+    lanes: list[Lane] = field(default_factory=list)
+    steps: int = 0
+    was_seen: bool = False
+    record: Record | None = None
+
+
+class LayerRun:
+    """Layers that each micro-batch goes through one after another, with nothing else of the run between.
+
+    Takes the place of their `forward`; hooks, evaluation and passes without gradients stay as they are.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], recorder: Recorder, warmup_steps: int) -> None:
+        self.layers, self.recorder, self.warmup_steps = list(layers), recorder, warmup_steps
+        self.forms: dict[Form, FormState] = {}
+        self._memory = self._memory_of_weights()
+        self._lane: Lane | None = None
+        self._record: Record | None = None
+        self._next = 0
+        for place, layer in enumerate(self.layers):
+            layer.forward = partial(self._call, place, layer.forward)
+
+    def begin_step(self) -> bool:
+        """Between steps, when nothing is under way. Returns whether something was captured.
+
+        Raises ConfigError for layers that are not called one after another.
+        """
+        if self._memory != (now := self._memory_of_weights()):
+            self._memory, self.forms = now, {}
+        self._lane = self._record = None
+        captured = [self._begin_step(state) for state in self.forms.values()]
+        return any(captured)
+
+    def _begin_step(self, state: FormState) -> bool:
+        state.steps += state.was_seen
+        state.was_seen = False
+        for lane in state.lanes:
+            lane.release()
+        record, state.record = state.record, None
+        if record is None:
+            return False
+        if len(record.calls) < len(self.layers):
+            raise ConfigError(
+                f"train.cuda_graphs=blocks: of {len(self.layers)} layers in a row a micro-batch went through the first "
+                f"{len(record.calls)} only, or with something between them; set train.cuda_graphs=none"
+            )
+        with unchanged_buffers(self.layers):
+            state.lanes.append(Lane(record.calls, self.recorder))
+        return True
+
+    def _call(self, place: int, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.layers[place].training or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        if place == 0:
+            self._begin_pass(args, kwargs)
+        follows, self._next = place == self._next, place + 1
+        if follows and self._record is not None:
+            return self._recorded(place, plain, args, kwargs)
+        if follows and self._lane is not None and self._lane.serves(place, args, kwargs):
+            return self._lane.call(place, args, kwargs)
+        self._lane = self._record = None
+        return plain(*args, **kwargs)
+
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._lane = self._record = None
+        self._next = 0
+        state = self._state_of(args, kwargs)
+        if state is None:
+            return
+        state.was_seen = True
+        self._lane = next((lane for lane in state.lanes if lane.is_free), None)
+        if self._lane is not None:
+            self._lane.begin()
+        elif state.record is None and state.steps >= self.warmup_steps - 1:
+            self._record = state.record = Record()
+
+    def _state_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormState | None:
+        try:
+            form = form_of((args, kwargs))
+        except TypeError as unknown:
+            raise ConfigError(
+                f"train.cuda_graphs=blocks: {type(self.layers[0]).__name__} is called with a {unknown}, of which a "
+                "graph cannot tell what changes from call to call; set train.cuda_graphs=none"
+            ) from None
+        if form not in self.forms and len(self.forms) < MOST_FORMS:
+            self.forms[form] = FormState()
+        return self.forms.get(form)
+
+    def _recorded(self, place: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._record is not None
+        result = self._record.call(plain, list(self.layers[place].parameters()), args, kwargs)
+        if place == len(self.layers) - 1:
+            self._record.end()
+        return result
+
+    def _memory_of_weights(self) -> list[tuple[int, bool]]:
+        return [(p.data_ptr(), p.requires_grad) for layer in self.layers for p in layer.parameters()]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def unchanged_buffers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """What layers note of a pass (the magnitudes of FP8) is noted of real ones only."""
+    before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    yield
+    for buffer, value in before:
+        buffer.copy_(value)
+
+
+class BlockGraphs:
+    """The runs of layers of this process."""
+
+    def __init__(self, runs: Sequence[LayerRun]) -> None:
+        self.runs = list(runs)
+
+    def begin_step(self) -> str | None:
+        """Call it before each step. Returns what is to be told, if something was captured."""
+        captured = [run.begin_step() for run in self.runs]
+        if not any(captured):
+            return None
+        layers = sum(len(run.layers) for run in self.runs)
+        lanes = max(len(state.lanes) for run in self.runs for state in run.forms.values())
+        return f"CUDA graphs of {layers} layers captured, for {lanes} micro-batch{'es' * (lanes > 1)} at a time"
