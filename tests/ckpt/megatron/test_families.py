@@ -422,3 +422,31 @@ def test_experts_under_predicted_layers_in_a_distributed_checkpoint(tmp_path, ho
     assert shapes["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] == (32,)
     assert shapes["decoder.layers.1.pre_mlp_layernorm.weight"] == (32,)
     assert f"{layer}mlp.experts.experts.linear_fc2._extra_state/shard_3_4" in listing
+
+
+# -- what has no place -------------------------------------------------------------------------------
+
+
+def test_a_model_of_images_and_text_is_refused_with_the_reason(tmp_path, host) -> None:
+    """Names as in checkpoints of Megatron's multimodal example."""
+    random = randoms()
+    tensors = {
+        "vision_model.class_token": random(1, 1, HIDDEN),
+        "vision_model.decoder.layers.0.self_attention.linear_qkv.weight": random(3 * HIDDEN, HIDDEN),
+        "vision_projection.encoder.linear_fc1.weight": random(32, HIDDEN),
+        "language_model.embedding.word_embeddings.weight": random(VOCAB, HIDDEN),
+    }
+    save_rank(tmp_path / "megatron", "mp_rank_00", {"args": arguments(), "model": tensors})
+    save_distributed(tmp_path / "megatron-dist", tensors, arguments())
+    for name in ("megatron", "megatron-dist"):
+        with pytest.raises(
+            ConfigError, match=r"has vision_model\..*, of a model with an image tower, .* in sizes that"
+        ):
+            checkpointing.open_with(host.checkpoint_loaders.get(name), tmp_path / name, host)
+
+
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_norms_stored_less_one_are_refused_with_the_reason(name, tmp_path, host) -> None:
+    save_hybrid(tmp_path, **{name: True})
+    with pytest.raises(ConfigError, match=f"{name}=True stands for norm weights stored less one .*would round them"):
+        open_checkpoint(tmp_path, host)

@@ -291,7 +291,7 @@ def test_an_unknown_name_gets_a_suggestion(tmp_path, host) -> None:
         ({"mtp_num_layers": 1}, "mtp_num_layers=1 stands for multi-token prediction"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True stands for norm weights stored less one"),
         ({"hybrid_layer_pattern": "M*"}, "normalization='LayerNorm' is not read of a model with Mamba layers"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' stands for a softmax with a sink"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' stands for a softmax with a sink"),
         (
             {"position_embedding_type": "yarn"},
             "position_embedding_type='yarn' is not read; it can be learned_absolute, rope",

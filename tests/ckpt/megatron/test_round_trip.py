@@ -213,8 +213,8 @@ def test_layouts_that_cannot_be(model, asked, words, tmp_path, host) -> None:
         ({**MODELS["bert"], "layernorm_placement": "post"}, "model.layernorm_placement=post cannot be written"),
         (
             {**LLAMA, "family": "gemma"},
-            "model.family=gemma cannot be written as Megatron's arguments: Megatron has no norms behind attention and "
-            "feed-forward, .*; these can: gpt, llama",
+            "model.family=gemma cannot be written as Megatron's arguments: Megatron has its zero-centered norms "
+            ".*, but no norms behind attention and feed-forward, .*; these can: gpt, llama",
         ),
         (
             {**LLAMA, "family": "olmoe", "moe": {"num_experts": 4}},

@@ -112,9 +112,11 @@ def describe(report: Report, save_dir: Path, saver: str, *, dry_run: bool) -> li
         f"{report.num_tensors} tensors, {report.num_parameters:,} parameters of a {report.family} model, "
         f"{format_bytes(report.num_bytes)}"
     )
+    reason = report.optimizer_left_out
+    unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
     if dry_run:
-        return [f"nothing written; {saver} can hold it: {amount}"]
-    lines = [f"{save_dir}: written as {saver}: {amount}"]
+        return [f"nothing written; {saver} can hold it: {amount}", *unread]
+    lines = [f"{save_dir}: written as {saver}: {amount}", *unread]
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
         lines.append(f"left out, since they are not asked for or {saver} has no place for them: {', '.join(groups)}")
@@ -132,5 +134,9 @@ def _outputs(number: int) -> str:
 
 
 def _group(name: str) -> str:
+    from mt_ckpt.convert.histories import HISTORY
+
+    if name.endswith(HISTORY):
+        return HISTORY.removeprefix(".")
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first

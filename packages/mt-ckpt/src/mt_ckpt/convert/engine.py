@@ -10,12 +10,14 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from mt_ckpt.convert.histories import histories_of, without_histories
 from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.resumable import require_free
 from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.vocabulary import without_padding
 from mt_ckpt.locate import resolve_run
+from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
@@ -32,6 +34,7 @@ class Report:
     """What a conversion did. num_parameters counts elements of canonical tensors.
 
     left_out: tensors of the source that the target does not have, such as an optimizer's state.
+    optimizer_left_out: why the loader did not read the optimizer that is in the files; None: it did, or there is none.
     verification: None unless it was asked for.
     """
 
@@ -40,6 +43,7 @@ class Report:
     num_parameters: int
     num_bytes: int
     left_out: tuple[str, ...] = ()
+    optimizer_left_out: str | None = None
     verification: Verification | None = None
 
 
@@ -61,7 +65,8 @@ def convert(
     load_dir: a checkpoint, or a run directory for its latest one. loader: the name of a format, or "auto" for the
     one that recognizes the files. dry_run: every check, but nothing is written. verify: read the result again and
     compare every tensor bit for bit and the outputs of both models layer by layer. trim_vocabulary: drop rows of the
-    embedding and the output beyond the vocabulary of the configuration, which are an error otherwise.
+    embedding and the output beyond the vocabulary of the configuration, which are an error otherwise. Histories of
+    delayed FP8 scaling are left out: they are the run's.
 
     Memory: at most twice the largest tensor beside what the libraries take (`verify` holds a whole model for its
     last part). A conversion that was killed is gone on with where it was, where the saver can.
@@ -75,7 +80,8 @@ def convert(
     if verify:
         host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
     path = resolve_run(absolute(as_path(load_dir)))
-    reader = upcycled(_open(path, loader, host), options, host)
+    opened = _open(path, loader, host)
+    reader = upcycled(without_histories(opened), options, host)
     config = model_config(reader, host)
     parameters = expected_parameters(config, host)
     vocab_size = getattr(config.model, "vocab_size", None)
@@ -87,7 +93,7 @@ def convert(
         return _report(config, parameters, source)
     _write(write, target, source, options, host)
     written = _written_names(target, saver, source, parameters, host)
-    left_out = [name for name in reader.shapes() if name not in written]
+    left_out = [*histories_of(opened), *(name for name in reader.shapes() if name not in written)]
     verification = verify_conversion(source, _open(target, saver, host), host) if verify else None
     return _report(config, parameters, source, left_out, verification)
 
@@ -127,6 +133,7 @@ def _report(
         num_parameters=sum(math.prod(layout.shape) for layout in parameters.values()),
         num_bytes=source.num_bytes(source.names(MODEL)),
         left_out=tuple(left_out),
+        optimizer_left_out=optimizer_left_out(source.metadata),
         verification=verification,
     )
 

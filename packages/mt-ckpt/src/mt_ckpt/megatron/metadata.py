@@ -13,6 +13,8 @@ from mt_core.errors import ConfigError
 
 KEY = "megatron"
 """Of the metadata: what Megatron's files say, unchanged."""
+LEFT_OUT = "optimizer_left_out"
+"""Below it: why an optimizer that is in the files is not read."""
 CARRIED = ("checkpoint_version", "opt_param_scheduler", "num_floating_point_operations_so_far")
 
 
@@ -29,6 +31,12 @@ def metadata_of(args: Arguments, common: Mapping[str, Any], section: Mapping[str
             **{name: plain(common[name]) for name in CARRIED if name in common},
         },
     }
+
+
+def optimizer_left_out(metadata: Mapping[str, Any]) -> str | None:
+    """The reason, of a checkpoint of any format."""
+    carried = metadata.get(KEY)
+    return carried.get(LEFT_OUT) if isinstance(carried, Mapping) else None
 
 
 def true_vocab_size(args: Arguments, padded: int, given: int | None) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.cuts import as_held
-from mt_ckpt.megatron.families.choice import model_section
-from mt_ckpt.megatron.metadata import KEY, metadata_of, true_vocab_size
+from mt_ckpt.megatron.families.choice import model_section, refuse_images
+from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT
 from mt_ckpt.megatron.optimizer import STEP, OptimizerState, read_optimizer
@@ -55,6 +55,7 @@ class MegatronReader:
     ) -> None:
         self.folder = iteration.folder
         weights = _weights(iteration)
+        refuse_images(iteration.folder, weights)
         padded = _padded_vocab_size(iteration, weights)
         true = true_vocab_size(iteration.args, padded, vocab_size)
         section = model_section(iteration.args, weights.keys(), true)
@@ -73,7 +74,7 @@ class MegatronReader:
         self._add_optimizer(optimizer)
         self.metadata: dict[str, Any] = metadata_of(iteration.args, iteration.common, section)
         if optimizer.left_out is not None:
-            self.metadata[KEY]["optimizer_left_out"] = optimizer.left_out
+            self.metadata[KEY][LEFT_OUT] = optimizer.left_out
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.choice import model_section
+from mt_ckpt.megatron.families.choice import model_section, refuse_images
 from mt_ckpt.megatron.folder import find_iteration
-from mt_ckpt.megatron.metadata import KEY, metadata_of, true_vocab_size
+from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING
 from mt_ckpt.megatron.optimizer import MAIN, STEP
@@ -63,6 +63,7 @@ class DistReader:
         common = read_common(index)
         args = Arguments(namespace_attributes(common, index.folder), index.folder)
         weights, states = _sorted_tensors(index)
+        refuse_images(index.folder, weights)
         if EMBEDDING not in weights:
             raise CheckpointError(f"{index.folder}: has no {EMBEDDING}")
         padded = weights[EMBEDDING].shape[0]
@@ -79,7 +80,7 @@ class DistReader:
             if (reason := reason_not_read(args)) is None:
                 states = flat_optimizer(index, args, self._stored, weights)
             else:
-                self.metadata[KEY]["optimizer_left_out"] = reason
+                self.metadata[KEY][LEFT_OUT] = reason
         for name, piece in weights.items():
             if piece.dtype == torch.float32:
                 states.get(MAIN, {}).pop(name, None)  # the copy of fp32 weights is the weights themselves

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mt_ckpt.megatron.argument_list import refuse_others
@@ -30,13 +31,15 @@ WRITERS: Mapping[str, Write] = {
 }
 HEADS = "Megatron-Core has no heads that choose a class or a text"
 REASONS: Mapping[str, str] = {
-    "gemma": "Megatron has no norms behind attention and feed-forward, no gated tanh GELU, no rotary base for each "
-    "kind of layer and no scale on word vectors",
+    "gemma": "Megatron has its zero-centered norms (apply_layernorm_1p), but no norms behind attention and "
+    "feed-forward, no gated tanh GELU, no rotary base for each kind of layer and no scale on word vectors",
     "olmoe": "Megatron normalizes queries and keys head by head, this family over all heads together",
     "retro": "Megatron-Core removed RETRO in January 2026, and its chunked attention had other parameters",
     "biencoder": "Megatron-Core never had two encoders in one checkpoint; Megatron-LM removed its biencoder",
     "vision": "Megatron-Core has image towers only within a model of images and text",
-    "llava": "Megatron's models of images and text are made by its example scripts, whose arguments are their own",
+    "llava": "Megatron's models of images and text are made by its example scripts, in sizes that these know by name; "
+    "all their projections have a norm in front or another inner width than the decoder's, and which id stands for an "
+    "image only their tokenizer says",
     "bert_classification": HEADS,
     "bert_multiple_choice": HEADS,
     "gpt_classification": HEADS,
@@ -45,6 +48,15 @@ REASONS: Mapping[str, str] = {
     "llama_multiple_choice": HEADS,
 }
 """Families of ours that Megatron's formats have no place for."""
+TOWER = "vision_model."
+
+
+def refuse_images(origin: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError, saying why, for a checkpoint with an image tower. names: of its tensors."""
+    if tower := next((name for name in names if name.startswith(TOWER)), None):
+        raise ConfigError(
+            f"{origin}: has {tower}, of a model with an image tower, which is not read: {REASONS['llava']}"
+        )
 
 
 def model_section(args: Arguments, names: Collection[str], vocab_size: int) -> dict[str, Any]:
