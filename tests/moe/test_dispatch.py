@@ -115,7 +115,7 @@ def test_padding_fills_every_expert_up_with_zeros() -> None:
     assert torch.equal(unpermute(permute(x, permutation, 2), permutation, 2), x * torch.tensor([[2.0], [1.0], [2.0]]))
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 13, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[5, 0, 7, 1], [0, 0, 13, 0], [0, 0, 0, 0], [3, 3, 3, 3]])
 def test_products_are_those_of_each_expert(counts) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), 16, generator=generator)

@@ -24,7 +24,11 @@ def check_moe(config: Config, host: PluginHost) -> None:
     values: Mapping[str, Any] = config.model.moe  # type: ignore[attr-defined]  # the caller saw that it is there
     moe = read_moe_config(values)
     _refuse_unused(moe)
-    layers_with_experts(moe.moe_layer_freq, config.model.num_layers)  # type: ignore[attr-defined]
+    if not any(layers_with_experts(moe.moe_layer_freq, config.model.num_layers)):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{PREFIX}.moe_layer_freq={moe.moe_layer_freq!r} gives no layer experts; remove {PREFIX}, or write a 1 for "
+            "each layer that has them"
+        )
     check_router(moe)
     check_balancing(moe)
     check_capacity(moe)
@@ -84,6 +88,10 @@ def check_router(moe: MoeConfig) -> None:
     if moe.moe_input_jitter_eps is not None and moe.moe_input_jitter_eps >= 1:
         raise ConfigError(f"{PREFIX}.moe_input_jitter_eps={moe.moe_input_jitter_eps} has to be below 1")
     _check_groups(moe)
+    chosen_otherwise = moe.moe_router_force_load_balancing or moe.moe_router_random_seed is not None
+    if chosen_otherwise and moe.moe_router_num_groups is not None:
+        key = "moe_router_force_load_balancing" if moe.moe_router_force_load_balancing else "moe_router_random_seed"
+        raise ConfigError(f"{PREFIX}.{key} chooses experts without groups; remove {PREFIX}.moe_router_num_groups")
 
 
 def _check_groups(moe: MoeConfig) -> None:
@@ -131,8 +139,16 @@ def check_balancing(moe: MoeConfig) -> None:
         )
     if not moe.uses_sinkhorn:
         return
-    for name in ("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_expert_capacity_factor"):
-        if getattr(moe, name):
+    excluded = (
+        "moe_router_enable_expert_bias",
+        "moe_router_num_groups",
+        "moe_expert_capacity_factor",
+        "moe_router_pre_softmax",
+        "moe_router_random_seed",
+        "moe_router_force_load_balancing",
+    )
+    for name in excluded:
+        if getattr(moe, name) not in (None, False):
             raise ConfigError(f"{key}=['sinkhorn'] chooses experts by itself and excludes {PREFIX}.{name}")
     if moe.moe_router_score_function != "softmax":
         raise ConfigError(

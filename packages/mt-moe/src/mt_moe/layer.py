@@ -62,7 +62,7 @@ class MoeLayer(nn.Module):
     The largest tensors are [tokens x top-k, H]; there is none of tokens x experts x hidden.
 
     recompute: what is computed again in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
-    activation of the routed experts.
+    activation of the routed experts and its output.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MoeLayer(nn.Module):
             bias=bias,
             init_std=shape.init_method_std,
             output_init_std=shape.output_init_std,
-            recompute_activation="moe_act" in self.recompute,
+            recompute_activation="moe_act" in self.recompute and "moe" not in self.recompute,  # "moe" has it already
         )
         self.fc1_latent_proj: Projection | None = None
         self.fc2_latent_proj: Projection | None = None

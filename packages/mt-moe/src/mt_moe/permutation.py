@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mt_moe.routing.result import Routing
@@ -26,13 +27,13 @@ def gather_rows(x: Tensor, rows: Tensor, complete: bool) -> Tensor:
 
 
 def sum_rows(y: Tensor, places: Tensor, complete: bool) -> Tensor:
-    source = y if complete else _with_zero_row(y)
+    if not complete:
+        y = _with_zero_row(y)
+        places = places % len(y)
     if places.shape[1] == 1:
-        return source[places[:, 0]]
-    total = source[places[:, 0]].to(torch.promote_types(y.dtype, torch.float32))
-    for place in places.unbind(1)[1:]:  # one at a time: no tensor of n x m x H
-        total += source[place]
-    return total.to(y.dtype)
+        return y.index_select(0, places[:, 0])
+    # In one pass: sums in fp32 or wider, rounded once (bf16 ties on a CPU away from zero); no tensor of n x m x H.
+    return F.embedding_bag(places, y, mode="sum")
 
 
 def _with_zero_row(x: Tensor) -> Tensor:

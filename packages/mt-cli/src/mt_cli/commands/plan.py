@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,18 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 GIB = 2.0**30
+Cells = tuple[str, ...]
+DENSE = ("tp", "cp", "dp", "pp", "ep")
+WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
+HELD = ("weights", "gradients", "main", "state", "activations", "buffers")
+SEARCHED_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+EXPERT_AXES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+STEP_PARTS = ("products", "messages", "waiting", "end")
 
 
 def plan(
@@ -63,7 +77,8 @@ def _load(
         "expert_model_parallel_size",
     )
     single = [f"parallel.{axis}=1" for axis in axes] if search else []
-    single += ["parallel.sequence_parallel=false", "parallel.expert_tensor_parallel_size=null"] if search else []
+    single += ["parallel.sequence_parallel=false"] if search else []
+    single += [f"parallel.{key}=null" for key in OF_ONE_LAYOUT] if search else []
     with as_world(1 if search else world):
         return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
 
@@ -89,7 +104,8 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     parameters = values["parameters"]
     if parameters["active"] != parameters["total"]:
         console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
-    console.print(_memory_table(values["ranks"]))
+    standing, held = _held_tables(values["ranks"])
+    console.print(standing, "", held, sep="\n")
     crowded = [rank["crowded_activations"] for rank in values["ranks"] if rank["crowded_activations"] is not None]
     if crowded:
         most = max(crowded) / GIB
@@ -108,49 +124,58 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     console.print(f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {limit:.1f} GiB", style="bold")
 
 
-DENSE = ("tp", "cp", "dp", "pp", "ep")
-COLUMNS = ("weights", "gradients", "main_weights", "optimizer_state")
+def _held_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """What stands in a rank, and its GiB: two tables, since one would not fit into 80 columns."""
+    standing = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
+    for first, last, count, cells in _joined(ranks, _standing):
+        standing.add_row(_span(first, last), str(count), *cells)
+    held = _table("GiB of a rank", *HELD, "all")
+    for first, last, _, cells in _joined(ranks, _held):
+        held.add_row(_span(first, last), *cells)
+    return standing, held
 
 
-SEARCHED_AXES = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-}
-EXPERT_AXES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
-STEP_PARTS = ("products", "messages", "waiting", "end")
+def _standing(rank: dict[str, Any]) -> Cells:
+    return f"{rank['parameters']:,}", str(rank["micro_batches_in_flight"])
 
 
-def _memory_table(ranks: list[dict[str, Any]]) -> Table:
-    """GiB of one rank, a row for the pipeline ranks that hold alike."""
-    table = _table("pipeline rank", "ranks", "parameters", "weights", "gradients", "main", "state")
-    for column in ("activations", "in flight", "buffers", "GiB"):
-        table.add_column(column, justify="right")
-    for rank in ranks:
-        held = rank["bytes"]
-        numbers = [held[column] for column in COLUMNS]
-        kept = sum(held["activations"].values()) + held["recomputed_layer"]
-        table.add_row(
-            _numbers(rank["pp_ranks"]),
-            str(rank["count"]),
-            f"{rank['parameters']:,}",
-            *(f"{number / GIB:.2f}" for number in (*numbers, kept)),
-            str(rank["micro_batches_in_flight"]),
-            f"{held['communication_buffers'] / GIB:.2f}",
-            f"{rank['gib']:.2f}",
-        )
-    return table
+def _held(rank: dict[str, Any]) -> Cells:
+    held = rank["bytes"]
+    kept = sum(held["activations"].values()) + held["recomputed_layer"]
+    parts = (*(held[key] for key in WEIGHTS), kept, held["communication_buffers"], held["total"])
+    return tuple(_gib(part) for part in parts)
 
 
 def _message_table(ranks: list[dict[str, Any]]) -> Table:
-    """What one rank sends in a step, in GiB by axis."""
+    """What one rank sends in a step, by axis."""
     axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["messages"]))
-    table = _table("sent in a step, GiB", *axes)
-    for rank in ranks:
-        sent = [rank["messages"].get(axis, {}).get("sent", 0) / GIB for axis in axes]
-        table.add_row(_numbers(rank["pp_ranks"]), *(f"{number:.2f}" for number in sent))
+
+    def sent(rank: dict[str, Any]) -> Cells:
+        return tuple(_gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
+
+    table = _table("GiB sent", *axes)
+    for first, last, _, cells in _joined(ranks, sent):
+        table.add_row(_span(first, last), *cells)
     return table
+
+
+def _joined(
+    ranks: list[dict[str, Any]], cells_of: Callable[[dict[str, Any]], Cells]
+) -> Iterator[tuple[int, int, int, Cells]]:
+    """(first pipeline rank, last one, ranks, cells): neighbours that read alike are one row."""
+    for cells, alike in groupby(ranks, cells_of):
+        row = list(alike)
+        yield row[0]["pp_ranks"][0], row[-1]["pp_ranks"][-1], sum(rank["count"] for rank in row), cells
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _gib(size: float) -> str:
+    """Two digits behind the point while they tell something."""
+    gib = size / GIB
+    return f"{gib:.2f}" if gib < 1000 else f"{gib:,.0f}"
 
 
 def _search(
@@ -170,7 +195,8 @@ def _search(
         f"{world} ranks of {limit:.1f} GiB: {values['legal']} legal layouts looked at, {values['fitting']} fit"
     )
     if values["layouts"]:
-        console.print(_search_table(values["layouts"]))
+        found, spent = _search_tables(values["layouts"])
+        console.print(found, "", spent, sep="\n")
         for reason in values["experts_because"]:
             console.print(reason, style="dim", markup=False)
     elif values["smallest_that_does_not_fit_gib"]:
@@ -179,23 +205,23 @@ def _search(
         console.print(f"{refusal['layouts']} refused: {refusal['reason']}", style="dim", markup=False)
 
 
-def _search_table(layouts: list[dict[str, Any]]) -> Table:
-    """The columns of experts are there when a layout divides some."""
+def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """The layouts, and where each one's seconds go. The columns of experts are there when a layout divides some."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    table = _table(*axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
-    for part in STEP_PARTS:
-        table.add_column(part, justify="right")
-    for layout in layouts:
-        table.add_row(
+    found = _table("layout", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
+    spent = _table("seconds", *STEP_PARTS)
+    for number, layout in enumerate(layouts, 1):
+        found.add_row(
+            str(number),
             *(str(layout.get(key) or 1) for key in axes.values()),
             str(layout["micro_batch_size"]),
             layout["recompute_granularity"],
             f"{layout['gib']:.1f}",
             f"{layout['estimated_seconds']:.3g}",
             f"{layout['estimated_utilization']:.1%}",
-            *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS),
         )
-    return table
+        spent.add_row(str(number), *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
+    return found, spent
 
 
 def _divides_experts(layout: dict[str, Any]) -> bool:
@@ -209,7 +235,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _numbers(ranks: list[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -11,6 +11,7 @@ import typer
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
 from mt_cli.requirements import need
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import as_path
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
@@ -65,7 +66,13 @@ def train(
         ),
     ] = None,
     ckpt_convert_save: Annotated[
-        Path | None, typer.Option(help="The directory that it is written to.", rich_help_panel=CONVERSION)
+        Path | None,
+        typer.Option(
+            parser=as_path,
+            metavar="PATH",
+            help="The local directory that it is written to.",
+            rich_help_panel=CONVERSION,
+        ),
     ] = None,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""

@@ -66,6 +66,11 @@ def check_fp8(config: Config) -> None:
 
 def check_recompute(config: Config) -> None:
     recompute, parallel = config.recompute, config.parallel
+    if recompute.recompute_granularity == "selective" and not recompute.recompute_modules:
+        raise ConfigError(
+            "recompute.recompute_granularity=selective with no recompute.recompute_modules computes nothing again; "
+            "name some, such as core_attn, or remove both"
+        )
     if "mla_up_proj" in recompute.recompute_modules and not hasattr(config.model, "kv_lora_rank"):
         raise ConfigError(
             "recompute.recompute_modules has mla_up_proj, the way up from latents; "
@@ -152,6 +157,7 @@ def check_layout(config: Config) -> None:
     _check_sharding(config)
     _check_sequence_parallel(config)
     _check_context_parallel(config)
+    _check_experts(config)
     _check_pipeline(config)
 
 
@@ -167,6 +173,12 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"parallel.{divided[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
             "remove it, or set that above 1"
+        )
+    layout = config.parallel.pipeline_model_parallel_layout
+    if layout is not None and size == 1:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_layout={layout} names pipeline stages, and "
+            "parallel.pipeline_model_parallel_size is 1; remove it, or set that above 1"
         )
     if size > 1 and find_spec("torch") is not None:
         from mt_core.train.stages import model_stages
@@ -226,12 +238,30 @@ def _check_sequence_parallel(config: Config) -> None:
 
 def _check_context_parallel(config: Config) -> None:
     parallel = config.parallel
-    if parallel.cp_comm_type == "a2a+p2p" and parallel.hierarchical_context_parallel_sizes is None:
-        size = parallel.context_parallel_size
-        legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
+    sizes, size = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
+    legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
+    if parallel.cp_comm_type == "a2a+p2p" and sizes is None:
         raise ConfigError(
             f"parallel.cp_comm_type=a2a+p2p needs parallel.hierarchical_context_parallel_sizes; it can be {legal}"
         )
+    if sizes is not None and math.prod(sizes) != size:
+        raise ConfigError(
+            f"parallel.hierarchical_context_parallel_sizes={list(sizes)} do not multiply to "
+            f"parallel.context_parallel_size={size}; it can be {legal}"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    """A model without experts has nothing to divide over their axes."""
+    if getattr(config.model, "moe", None) is not None:
+        return
+    parallel = config.parallel
+    for key in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(parallel, key) not in (None, 1):
+            raise ConfigError(
+                f"parallel.{key}={getattr(parallel, key)} divides experts, and this model.family={config.model.family} "
+                "has none (no section model.moe); remove it"
+            )
 
 
 def check_batch_size(config: Config) -> None:

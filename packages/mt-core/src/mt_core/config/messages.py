@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,23 +25,34 @@ _EXPECTED = {
 
 def validation_message(section: str, type_: type[Section], error: ValidationError, origins: Mapping[str, str]) -> str:
     """One line for each thing that is wrong in a section."""
-    return "\n".join(_line(section, type_, dict(entry), origins) for entry in error.errors())
+    lines: dict[str, list[str]] = {}
+    for entry in error.errors():
+        where, what = _line(section, type_, dict(entry), origins)
+        lines.setdefault(where, []).append(what)
+    return "\n".join(where + " or ".join(dict.fromkeys(whats)) for where, whats in lines.items())
 
 
-def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Mapping[str, str]) -> str:
+_BRANCH = re.compile(r"(constrained-)?(str|int|float|bool)|[a-z-]+\[.*\]")
+"""What pydantic adds to the path of a value that may be of several types: the one that was tried."""
+
+
+def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Mapping[str, str]) -> tuple[str, str]:
+    """What is meant, and what is wrong with it: a value that fits none of several types has an entry for each."""
     path = [str(part) for part in entry["loc"]]
+    while len(path) > 1 and _BRANCH.fullmatch(path[-1]):
+        path.pop()
     key = path[0] if path else ""
     origin = origins.get(key, "default")
     if entry["type"] == "extra_forbidden" and len(path) == 1:
-        return unknown_key(section, key, origin, type_)
+        return unknown_key(section, key, origin, type_), ""
     dotted = ".".join([section, *path])
     if entry["type"] == "missing":
-        return f"{dotted} is missing; set it in the file or with --set {dotted}=..."
+        return f"{dotted} is missing; set it in the file or with --set {dotted}=...", ""
     if entry["type"] == "value_error":
-        return f"{dotted} (from {origin}): {entry['ctx']['error']}"
+        return f"{dotted} (from {origin}): ", str(entry["ctx"]["error"])
     expected = _EXPECTED.get(entry["type"])
     what = f"expected {expected}" if expected else entry["msg"][0].lower() + entry["msg"][1:]
-    return f"{dotted} (from {origin}): got {entry['input']!r}, {what}"
+    return f"{dotted} (from {origin}): got {entry['input']!r}, ", what
 
 
 def unknown_key(section: str, key: str | None, origin: str, type_: type[Section] | None = None) -> str:

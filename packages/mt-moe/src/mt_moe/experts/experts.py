@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mt_core.nn.activations import Activation, activate, is_gated
+from mt_core.nn.activations import Activation, is_gated
 from mt_core.nn.fp8.options import Fp8Options
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, zeros
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_moe.config import MoeConfig
+from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import fp8_grouped_product
 from mt_moe.experts.groups import GroupedProduct, Groups
+from mt_moe.experts.keeping import not_keeping
 
 
 class ExpertLinear(LayoutModule):
@@ -89,7 +94,9 @@ class Experts(nn.Module):
         recompute_activation: bool = False,
     ) -> None:
         super().__init__()
-        self.activation, self.recompute_activation = activation, recompute_activation
+        self.activation, self.device_type = activation, ctx.device.type
+        self.activate = plain_activation(activation, self.device_type)
+        self.recompute_activation = recompute_activation
         blocks = 2 if is_gated(activation) else 1
         local_ffn = ffn_size // ctx.axis("etp").size
         self.product = resolve_product(config.moe_grouped_gemm, ctx, (hidden_size, local_ffn, blocks * local_ffn))
@@ -115,6 +122,10 @@ class Experts(nn.Module):
             init=normal(output_init_std),
         )
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """See mt_core.nn.kernels.use.UsesKernels."""
+        self.activate = pick_activation(self.activation, self.device_type, kernels)
+
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """x [R, H], weights [R], counts [experts of this rank]"""
         groups = Groups(counts)
@@ -122,20 +133,18 @@ class Experts(nn.Module):
         inner = self.linear_fc1(x, groups)
         if experts is not None:
             inner = inner + self.linear_fc1.bias_rows(experts)
-        out = self.linear_fc2(self._activated(inner, weights), groups)
+        out = self._activated_product(inner, weights, groups)
         if experts is not None:
             out = out + (self.linear_fc2.bias_rows(experts) * weights[:, None]).to(out.dtype)
         return out
 
-    def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
-        if self.recompute_activation and self.training:  # nothing between its input and output is kept
-            return checkpoint(weighted_activation, self.activation, inner, weights, use_reentrant=False)
-        return weighted_activation(self.activation, inner, weights)
+    def _activated_product(self, inner: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """fc2(activation(inner) * weights). Recomputed, nothing of the activation is kept, its output included."""
+        if not (self.recompute_activation and self.training):
+            return self.linear_fc2(self.activate(inner, weights), groups)
+        activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
+        with not_keeping(activated, partial(self.activate, inner.detach(), weights.detach())):
+            return self.linear_fc2(activated, groups)
 
     def extra_repr(self) -> str:
         return f"product={self.product}"
-
-
-def weighted_activation(activation: Activation, inner: Tensor, weights: Tensor) -> Tensor:
-    """activation(inner) * weights, in the number format of `inner`."""
-    return (activate(activation, inner) * weights[:, None]).to(inner.dtype)

@@ -22,6 +22,12 @@ class Groups:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     @cached_property
+    def even(self) -> int | None:
+        """Rows of each expert when all have as many, as with padding to capacity; else None. The host waits."""
+        sizes = {end - first for first, end in self.bounds}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @cached_property
     def ends(self) -> Tensor:
         """[E] int32, the end of each expert's rows, on the device."""
         return self.counts.cumsum(0).to(torch.int32)

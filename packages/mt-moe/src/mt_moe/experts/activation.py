@@ -1,0 +1,112 @@
+"""activation(inner) * weights, what stands between the two matrices of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.activations import FUSED, Activation, activate
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import Feature
+
+WeightedActivation = Callable[[Tensor, Tensor], Tensor]
+"""(inner [R, F], of gated ones [R, 2F]; weights [R]) -> [R, F], in the number format of `inner`"""
+
+TILE_ELEMENTS = 32768
+"""Of [rows, F] for each thread: few enough that what is computed in between stays in its core's cache, and enough
+that calls do not cost more than the work. The fastest of 2^14 to 2^17, for F of 256 and of 1024."""
+
+
+def plain_activation(name: Activation, device_type: str) -> WeightedActivation:
+    """In plain torch, by what suits the device."""
+    if name == "swiglu" and device_type == "cpu":
+        return tiled_swiglu
+    return partial(weighted, partial(activate, name))
+
+
+def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> WeightedActivation:
+    """What [kernels] asks for. Raises ConfigError when that cannot serve."""
+    plain = plain_activation(name, device_type)
+    if name not in FUSED:
+        return plain
+    function = kernels.pick("activation", cast(Feature, name), plain=activate)
+    return plain if function is activate else partial(weighted, lambda inner: function(inner, None, name))
+
+
+def weighted(function: Callable[[Tensor], Tensor], inner: Tensor, weights: Tensor) -> Tensor:
+    """One operation after another: each goes through memory."""
+    return (function(inner) * weights[:, None]).to(inner.dtype)
+
+
+def tiled_swiglu(inner: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weights, a tile of rows at a time, computed in the wider of both formats. Nothing is kept
+    for the backward pass but the inputs."""
+    return _TiledSwiglu.apply(inner, weights)
+
+
+class _TiledSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(inner, weights)
+        out = inner.new_empty(len(inner), inner.shape[1] // 2)
+        for rows in _tiles(out):
+            gate, up = _halves(inner[rows], weights.dtype)
+            torch.mul(F.silu(gate).mul_(up), weights[rows, None], out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        inner, weights = ctx.saved_tensors
+        d_inner, d_weights = torch.empty_like(inner), torch.empty_like(weights)
+        scratch = _Scratch(inner, weights)
+        for rows in _tiles(grads[0]):
+            gate, up = _halves(inner[rows], weights.dtype)
+            scratch.differentiate(gate, up, weights[rows], grads[0][rows], d_inner[rows], d_weights[rows])
+        return d_inner, d_weights
+
+
+class _Scratch:
+    """Memory for a tile of each value in between: tensors of their own would come from other, colder memory."""
+
+    def __init__(self, inner: Tensor, weights: Tensor) -> None:
+        width = inner.shape[1] // 2
+        size = min(len(inner), _tile_rows(width))
+        dtype = torch.promote_types(inner.dtype, weights.dtype)
+        self.tiles = [inner.new_empty(size, width, dtype=dtype) for _ in range(4)]
+        self.one = self.tiles[0].new_ones(())
+
+    def differentiate(
+        self, gate: Tensor, up: Tensor, weights: Tensor, grad: Tensor, d_inner: Tensor, d_weights: Tensor
+    ) -> None:
+        """Gradients of silu(gate) * up * weights [rows, F], written to d_inner [rows, 2F] and d_weights [rows]."""
+        sigmoid, silu, other, weighted_grad = (tile[: len(gate)] for tile in self.tiles)
+        d_gate, d_up = d_inner.chunk(2, 1)
+        torch.sigmoid(gate, out=sigmoid)
+        torch.mul(gate, sigmoid, out=silu)
+        torch.mul(grad, silu, out=other)
+        torch.sum(other.mul_(up), 1, out=d_weights)
+        torch.mul(grad, weights[:, None], out=weighted_grad)
+        torch.mul(weighted_grad, silu, out=d_up)
+        torch.sub(self.one, sigmoid, out=other)
+        slope = other.mul_(silu).add_(sigmoid)  # of silu: sigmoid + silu (1 - sigmoid)
+        torch.mul(weighted_grad.mul_(up), slope, out=d_gate)
+
+
+def _tiles(x: Tensor) -> Iterator[slice]:
+    """Runs of rows of x [R, F]."""
+    size = _tile_rows(x.shape[1])
+    return (slice(first, first + size) for first in range(0, len(x), size))
+
+
+def _tile_rows(width: int) -> int:
+    return max(1, TILE_ELEMENTS * torch.get_num_threads() // max(1, width))
+
+
+def _halves(inner: Tensor, at_least: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate, up = inner.to(torch.promote_types(inner.dtype, at_least)).chunk(2, 1)
+    return gate, up

@@ -1,0 +1,24 @@
+"""What operations keep for their backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def not_keeping(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """A context in which operations do not keep x: their backward passes call `compute` for it, which has to give
+    the same bits."""
+    memory, shape = x.data_ptr(), x.shape
+
+    def pack(kept: Tensor) -> Tensor | None:
+        return None if kept.data_ptr() == memory and kept.shape == shape else kept
+
+    @torch.no_grad()
+    def unpack(kept: Tensor | None) -> Tensor:
+        return compute() if kept is None else kept
+
+    return saved_tensors_hooks(pack, unpack)
