@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.tensor  # looks for the operators when it is imported, which a test replaces
 from tests.dist.test_context_parallel_parts import tensors
 
 from mt_core import _torch_compat

@@ -41,9 +41,9 @@ def take_positions_for_consecutive() -> None:
         is_positions = bool((x[0] == torch.arange(x.shape[dim])).all())
         return x.chunk(axis.size, dim)[axis.rank].contiguous() if is_positions and axis.size > 1 else piece
 
-    import mt_core.train.trainer as trainer
+    import mt_core.train.device_batches as device_batches
 
-    trainer.shard_sequence = wrong
+    device_batches.shard_sequence = wrong
 
 
 def skip_the_last_reduction() -> None:

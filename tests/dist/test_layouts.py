@@ -52,6 +52,9 @@ def schedule(name: str) -> str:
     return f"parallel.pipeline_schedule={name}"
 
 
+INTERLEAVED = schedule("interleaved_1f1b")
+
+
 def config(*more: str) -> LoadedConfig:
     torch.set_num_threads(1)
     return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
@@ -103,7 +106,8 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (2, (PP2,)),
         (2, (PP2, "model.untie_embeddings_and_output_weights=true")),
         (2, (PP2, schedule("gpipe"))),
-        (2, (PP2, schedule("interleaved_1f1b"))),
+        (2, (PP2, INTERLEAVED)),
+        (2, (PP2, INTERLEAVED, "parallel.virtual_pipeline_model_parallel_size=3", "model.num_layers=6")),
         (2, (PP2, schedule("interleaved_zero_bubble"))),
         (2, (PP2, schedule("zbv_zero_bubble"))),
         (2, (PP2, schedule("dualpipe_v"))),
@@ -116,6 +120,15 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (PP2, CP2)),
         (8, (PP2, TP2, SP, ZERO)),
         (4, (PP2, ZERO, schedule("zbv_zero_bubble"))),
+        (4, (PP2, TP2, INTERLEAVED)),
+        (4, (PP2, TP2, SP, INTERLEAVED)),
+        (4, (PP2, CP2, INTERLEAVED)),
+        (4, (PP2, ZERO, SMALL_BUCKETS, GATHER, INTERLEAVED)),
+        (4, (PP2, FSDP, INTERLEAVED)),
+        (4, (CP2, FSDP)),
+        (4, (CP2, FULL, ZERO)),
+        (4, (TP2, FSDP, FULL)),
+        (4, (PP2, TP2, SP, schedule("dualpipe_v"))),
         (1, (FULL,)),
         (1, (FULL, "recompute.recompute_method=uniform", "recompute.recompute_num_layers=3")),
         (1, (SELECTIVE, "recompute.recompute_modules=['core_attn', 'mlp']")),
@@ -132,6 +145,12 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (MOE, EP2, ZERO, SMALL_BUCKETS)),
         (4, (MOE, EP2, FSDP)),
         (4, (MOE, EP2, CP2)),
+        (4, (MOE, EP2, PP2, INTERLEAVED)),
+        (4, (MOE, EP2, PP2, ZERO, SMALL_BUCKETS)),
+        (4, (MOE, EP2, "parallel.expert_tensor_parallel_size=2")),
+        (8, (MOE, EP2, CP2, PP2)),
+        (8, (MOE, EP2, TP2, SP, PP2, ZERO)),
+        (4, (MOE, "parallel.expert_model_parallel_size=4")),
         (2, (MOE, EP2, SELECTIVE, "recompute.recompute_modules=['moe']")),
         (2, (*DROPOUT,)),
         (2, (*DROPOUT, TP2)),

@@ -87,6 +87,39 @@ def draw(number: int) -> Draw:
     return Draw(tp * cp * pp * dp, model, {**layout, **_recompute(rng, tp, parallel)})
 
 
+def draw_mixture(number: int) -> Draw:
+    """The same with experts, which ranks of a stage divide in a way of their own."""
+    plain, rng = draw(1000 + number), Random(number)
+    stage = plain.world // plain.layout.get("parallel.pipeline_model_parallel_size", 1)
+    tp = plain.layout["parallel.tensor_model_parallel_size"]
+    etp = rng.choice([size for size in {1, 2, tp} if stage % size == 0])
+    ep = rng.choice([size for size in (1, 2, 4) if stage % (size * etp) == 0])
+    options = {
+        "num_experts": 4,
+        "moe_router_topk": rng.choice((1, 2, 3)),
+        "moe_router_pre_softmax": "true",
+        "moe_ffn_hidden_size": 4 * rng.choice((2, 3)),
+        "moe_layer_freq": rng.choice((1, 2)),
+        "moe_token_dispatcher_type": rng.choice(('"alltoall"', '"allgather"')),
+        "moe_router_load_balancing_type": rng.choice(('["aux_loss"]', '["seq_aux_loss"]', '["none"]')),
+        "moe_z_loss_coeff": rng.choice((0.0, 0.001)),
+    }
+    kept = ("num_layers", "num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size", "vocab_size")
+    shape = {f"model.{key}": plain.model[f"model.{key}"] for key in kept}
+    rest = {key: value for key, value in plain.model.items() if key.split(".")[0] not in ("model", "optimizer")}
+    model = {
+        "model.family": "mixtral",
+        **shape,
+        "model.moe": "{" + ", ".join(f"{key} = {value}" for key, value in options.items()) + "}",
+        **rest,
+        "optimizer.optimizer": "adam",
+        **{f"optimizer.{key}": value for key, value in OPTIMIZERS["adam"].items()},
+    }
+    layout = {key: value for key, value in plain.layout.items() if not key.endswith("_instances")}
+    experts = {"parallel.expert_model_parallel_size": ep, "parallel.expert_tensor_parallel_size": etp}
+    return Draw(plain.world, model, {**layout, **experts})
+
+
 def _axes(rng: Random) -> tuple[int, int, int, int]:
     """Sizes of the axes tp, cp, pp and dp: more than one process, and at most LARGEST_WORLD."""
     while True:
@@ -172,7 +205,19 @@ def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
     ids="draw-{}".format,
 )
 def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
-    drawn = draw(number)
+    require_equal(number, draw(number))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [*range(8), *(pytest.param(number, marks=pytest.mark.slow) for number in range(8, 20))],
+    ids="draw-{}".format,
+)
+def test_a_random_layout_of_experts_computes_what_one_process_computes(number: int) -> None:
+    require_equal(number, draw_mixture(number))
+
+
+def require_equal(number: int, drawn: Draw) -> None:
     print(f"draw {number}", drawn)
     (reference,) = run_ranks(1, run, drawn.model)
     found = run_ranks(drawn.world, run, {**drawn.model, **drawn.layout})[0]
@@ -183,7 +228,10 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
 
 def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
     drawn = [draw(number) for number in (*DEFAULT_DRAWS, *MORE_DRAWS)]
-    for one in drawn:
+    mixtures = [draw_mixture(number) for number in range(20)]
+    assert {one.layout["parallel.expert_model_parallel_size"] for one in mixtures[:8]} == {1, 2, 4}
+    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in mixtures[:8]} >= {1, 2}
+    for one in [*drawn, *mixtures]:
         with as_world(one.world):
             loaded({**one.model, **one.layout})
     default = [{**one.model, **one.layout} for one in drawn[: len(DEFAULT_DRAWS)]]

@@ -52,7 +52,7 @@ SP = "sequence_parallel=true"
 PP2 = "pipeline_model_parallel_size=2"
 VPP = "pipeline_schedule=interleaved_1f1b"
 CP2 = "context_parallel_size=2"
-EP2 = "expert_model_parallel_size=2"
+EP2, EP4 = "expert_model_parallel_size=2", "expert_model_parallel_size=4"
 ZERO, BUCKETS = "use_distributed_optimizer=true", "ddp_bucket_size=3000"
 FSDP = "use_torch_fsdp2=true"
 
@@ -84,6 +84,7 @@ DENSE = (
 EXPERTS = (
     Layout("one", 1),
     Layout("ep2", 2, (EP2,)),
+    Layout("ep4", 4, (EP4,)),
     Layout("ep2-tp2-sp", 4, (EP2, TP2, SP)),
     Layout("ep2-pp2", 4, (EP2, PP2)),
     Layout("ep2-zero4", 4, (EP2, ZERO, BUCKETS)),

@@ -1,0 +1,159 @@
+"""`train.verify_replicas_interval`: copies of weights are compared bit for bit, and a flipped bit is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import pytest
+import torch
+from tests.dist.test_layouts import GATHER, MOE, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
+
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.testing import run_ranks
+from mt_core.train.callbacks import Callback
+from mt_core.train.trainer import Trainer
+from mt_core.verify.replicas import bit_hash
+
+pytestmark = pytest.mark.dist
+
+EVERY_STEP, EVERY_OTHER = "train.verify_replicas_interval=1", "train.verify_replicas_interval=2"
+EP2 = "parallel.expert_model_parallel_size=2"
+FEW_PADDING_ROWS = "model.make_vocab_size_divisible_by=8"
+NORM = "decoder.layers.1.input_layernorm.weight"
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+A_BIT = 1 << 20
+"""Of the mantissa, high enough not to be rounded away by the next update."""
+
+
+class Fault(NamedTuple):
+    """A bit of the weight `name` flips on `rank` after `step` steps."""
+
+    rank: int
+    name: str
+    step: int = 1
+
+
+class Told(NamedTuple):
+    """steps: those that ended well. error: of the check, if it found something."""
+
+    steps: list[int]
+    error: str | None
+
+
+class Steps(Callback):
+    def __init__(self, fault: Fault | None) -> None:
+        self.fault = fault
+        self.ended: list[int] = []
+
+    def on_step_end(self, run: Trainer, metrics: Mapping[str, float | int | str]) -> None:
+        self.ended.append(run.state.iteration)
+        if self.fault is not None and run.state.iteration == self.fault.step:
+            flip(run, self.fault.name)
+
+
+def flip(run: Trainer, name: str) -> None:
+    weight = run.model.get_parameter(name).detach()
+    weight.view(-1).view(torch.int32)[-1] ^= A_BIT
+
+
+def train(rank: int, world: int, settings: tuple[str, ...], fault: Fault | None) -> Told:
+    steps = Steps(fault if fault is not None and fault.rank == rank else None)
+    trainer = Trainer(config("train.train_iters=4", "train.sample_prompt=null", *settings), callbacks=[steps])
+    return outcome(trainer, steps)
+
+
+def outcome(trainer: Trainer, steps: Steps) -> Told:
+    try:
+        trainer.train()
+    except TrainingError as error:
+        return Told(steps.ended, str(error))
+    return Told(steps.ended, None)
+
+
+def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], fault: Fault) -> Told:
+    """What the optimizer's ranks collect arrives with a wrong bit on one of them, just before it is checked: any
+    earlier, the next step would put the right one there."""
+    steps = Steps(None)
+    trainer = Trainer(config("train.train_iters=4", "train.sample_prompt=null", *settings), callbacks=[steps])
+    collect = trainer.weights.finish_gather
+
+    def collect_wrongly() -> None:
+        collect()
+        if rank == fault.rank and trainer.state.iteration == fault.step:
+            flip(trainer, fault.name)
+
+    trainer.weights.finish_gather = collect_wrongly  # type: ignore[method-assign]
+    return outcome(trainer, steps)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ()),
+        (2, (TP2,)),
+        (2, (TP2, SP)),
+        (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
+        (4, (ZERO, SMALL_BUCKETS, GATHER)),
+        (4, (MOE, EP2)),
+    ],
+)
+def test_copies_that_agree_pass_at_every_step(world: int, layout: tuple[str, ...]) -> None:
+    assert run_ranks(world, train, (*layout, EVERY_STEP), None) == [Told([1, 2, 3, 4], None)] * world
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "axis"),
+    [
+        ((), Fault(2, QKV), "dp_cp"),
+        ((), Fault(0, QKV), "dp_cp"),
+        ((TP4, FEW_PADDING_ROWS), Fault(3, NORM), "tp"),
+        ((TP4, SP, FEW_PADDING_ROWS), Fault(1, NORM), "tp"),
+    ],
+)
+def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(layout: tuple[str, ...], fault: Fault, axis: str) -> None:
+    for told in run_ranks(4, train, (*layout, EVERY_STEP), fault):
+        assert told.steps == [1]
+        assert told.error is not None
+        assert f"{fault.name} of rank {fault.rank} among the {axis} ranks [0, 1, 2, 3]" in told.error
+        assert "go on from a checkpoint of before" in told.error
+
+
+def test_a_flipped_bit_is_found_under_zero_while_weights_are_collected_late() -> None:
+    fault = Fault(3, QKV, step=2)
+    layout = (ZERO, SMALL_BUCKETS, GATHER, EVERY_STEP)
+    for told in run_ranks(4, train_with_a_wrong_gather, layout, fault):
+        assert told.steps == [1]
+        assert told.error is not None
+        assert f"{QKV} of rank 3 among the dp_cp ranks [0, 1, 2, 3]" in told.error
+
+
+def test_of_two_copies_neither_is_blamed() -> None:
+    for told in run_ranks(2, train, (EVERY_STEP,), Fault(0, QKV)):
+        assert told.error is not None
+        assert f"{QKV} differs among the dp_cp ranks [0, 1], and no value has a majority" in told.error
+
+
+def test_the_interval_says_when_copies_are_compared() -> None:
+    for told in run_ranks(2, train, (EVERY_OTHER,), Fault(1, QKV, step=2)):
+        assert told.steps == [1, 2, 3]
+        assert told.error is not None
+
+
+def test_without_the_key_nothing_is_compared() -> None:
+    assert [told.error for told in run_ranks(2, train, (), Fault(1, QKV))] == [None, None]
+
+
+def test_sharded_weights_have_no_copies_to_compare() -> None:
+    with pytest.raises(ConfigError, match=r"train\.verify_replicas_interval compares copies of weights"):
+        config("parallel.use_torch_fsdp2=true", EVERY_STEP)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hash_follows_from_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    weight = torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=dtype)
+    swapped = weight.clone()
+    swapped[0] = weight[0].flip(0)
+    assert bit_hash(weight) == bit_hash(weight.clone())
+    assert bit_hash(weight) != bit_hash(swapped)
+    assert bit_hash(torch.zeros(3, dtype=dtype)) != bit_hash(-torch.zeros(3, dtype=dtype))
