@@ -32,7 +32,8 @@ def layout(
 ) -> None:
     """Train three steps of the configuration, made small, under its layout and in one process, on CPU.
 
-    Compares the loss, every gradient, the gradient norm and the weights. Exit code 1 when something differs.
+    Says what was made of the configuration, and compares the loss, every gradient, the gradient norm and the weights.
+    Exit code 1 when something differs.
     """
     from mt_core.verify.compare import compare
     from mt_core.verify.small_runs import record
@@ -73,11 +74,15 @@ def resume(
 
 
 def _small(config: Path | None, preset: str | None, settings: list[str], host: PluginHost) -> Config:
-    """The configuration, checked for as many processes as its layout needs, and made small."""
+    """The configuration, checked for as many processes as its layout needs, and made small, which is told."""
     from mt_core.config.loading import load_config_anywhere
+    from mt_core.verify.changes import describe_changes
     from mt_core.verify.shrink import shrink
 
-    return shrink(load_config_anywhere(config, preset=preset, overrides=settings, host=host).config, host)
+    asked = load_config_anywhere(config, preset=preset, overrides=settings, host=host).config
+    small = shrink(asked, host)
+    typer.echo(f"made small, and computed in fp32 on CPUs:\n{describe_changes(asked, small)}")
+    return small
 
 
 def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config:
@@ -95,7 +100,7 @@ def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config
 def _layout(config: Config) -> str:
     """ "8 processes, tensor_model_parallel_size 2, sequence_parallel"."""
     from mt_core.config.schema import ParallelConfig
-    from mt_core.verify.shrink import processes
+    from mt_core.verify.axes import processes
 
     plain = ParallelConfig().model_dump()
     chosen = {key: value for key, value in config.parallel.model_dump().items() if value != plain[key]}

@@ -54,8 +54,10 @@ def _differing(
         values = hashes[:, column].tolist()
         usual = max(values, key=values.count)
         odd = [axis.ranks[place] for place, value in enumerate(values) if value != usual]
-        if odd:
+        if odd and values.count(usual) > len(odd):
             yield f"{name} of rank {' and '.join(map(str, odd))} among the {axis_name} ranks {list(axis.ranks)}"
+        elif odd:
+            yield f"{name} differs among the {axis_name} ranks {list(axis.ranks)}, and no value has a majority"
 
 
 def bit_hash(tensor: Tensor) -> Tensor:

@@ -7,33 +7,41 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mt_core.config.checks import smallest_world
+from mt_core.config.checks import as_world, check_config
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config, ParallelConfig
+from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CAUSAL_LM_SAMPLE
+from mt_core.verify.axes import processes, shrink_axes
+from mt_core.verify.stages import forget_division, shrink_stages
 
 Tree = dict[str, dict[str, Any]]
 
-LARGEST_WORLD = 8
-AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 HEAD_DIM = 8
 FEW_EXPERTS = 8
+BATCH = 8
 SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
 VOCAB = 509
 """A prime: no number of ranks divides it."""
 STEPS = 3
+ON_EVERY_DEVICE = ("sdpa", "eager")
+"""Attention backends that a CPU has. The second one serves every model."""
+FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
 
 
 def shrink(config: Config, host: PluginHost) -> Config:
-    """The same family, options and axes with few and narrow layers, short sequences, made-up data, in fp32.
+    """The same family, options and axes with few and narrow layers, short sequences, made-up data, in fp32 on a CPU.
 
-    Axes are at most halved until the model fits on LARGEST_WORLD processes. Dropout is off: what is dropped depends
-    on the layout. Raises ConfigError if the small configuration breaks a rule.
+    Axes are halved until the model fits on LARGEST_WORLD processes, and stages become fewer with them. Dropout is off:
+    what is dropped depends on the layout. What only a GPU can do, and what makes the same numbers faster, is as on a
+    CPU. Raises ConfigError if the small configuration breaks a rule.
     """
-    tree = config.to_dict()
-    _shrink_axes(tree["parallel"])
-    _shrink_model(tree["model"], tree["parallel"])
+    parallel, num_layers = _small_layout(config)
+    tree = config.to_dict() | {"parallel": parallel.model_dump(mode="json")}
+    if num_layers is not None:
+        tree["model"]["num_layers"] = num_layers
+    _shrink_model(tree["model"], parallel)
     if tree["model"].get("moe"):
         _shrink_experts(tree["model"], tree["parallel"])
     length = _short_length(tree)
@@ -41,40 +49,41 @@ def shrink(config: Config, host: PluginHost) -> Config:
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
     _replace_data(tree, length, config, host)
-    _shrink_training(tree)
-    return config_from_dict(tree, host)
+    _shrink_training(tree, parallel)
+    _compute_on_cpu(tree)
+    small = config_from_dict(tree, host)
+    _check(small, host)
+    return small
 
 
-def processes(parallel: ParallelConfig) -> int:
-    """Ranks of a small run: one copy of the model, or two where copies share work."""
-    needed = smallest_world(parallel)
-    # A layout that divides nothing has nothing to show but data parallelism.
-    shares = needed > 1 or parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-    return needed * 2 if shares and needed * 2 <= LARGEST_WORLD else needed
+def _check(small: Config, host: PluginHost) -> None:
+    """Before processes are started, which would each tell the same."""
+    try:
+        with as_world(processes(small.parallel)):
+            check_config(small)
+            host.check_config(small)
+    except ConfigError as error:
+        raise ConfigError(f"this configuration, made small to be checked, breaks a rule: {error}") from error
 
 
-def _shrink_axes(parallel: dict[str, Any]) -> None:
-    while math.prod(parallel[axis] for axis in AXES) > LARGEST_WORLD:
-        widest = max(AXES, key=lambda axis: parallel[axis])
-        parallel[widest] = parallel[widest] // 2 if parallel[widest] % 2 == 0 else 1
-    if parallel["expert_model_parallel_size"] > LARGEST_WORLD:
-        parallel["expert_model_parallel_size"] = 2
-    if parallel["cp_comm_type"] == "a2a+p2p":
-        size = parallel["context_parallel_size"]
-        parallel["hierarchical_context_parallel_sizes"] = [2, size // 2] if size % 2 == 0 else [1, size]
-    parallel["num_distributed_optimizer_instances"] = 1
-    parallel["ddp_bucket_size"] = 5000  # so that there are several buckets
+def _small_layout(config: Config) -> tuple[ParallelConfig, int | None]:
+    """[parallel], and model.num_layers; None where the family has another key."""
+    small = shrink_axes(config.parallel)
+    num_layers = config.model.model_dump().get("num_layers")
+    if num_layers is None:
+        return forget_division(small), None
+    if hasattr(config.model, "stacked_layers"):
+        return forget_division(small), min(num_layers, 2 * small.pipeline_model_parallel_size)
+    division = shrink_stages(config.parallel, num_layers, small.pipeline_model_parallel_size)
+    return small.model_copy(update=dict(division.keys)), division.num_layers
 
 
-def _shrink_model(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
-    tp, pp = parallel["tensor_model_parallel_size"], parallel["pipeline_model_parallel_size"]
-    stages = pp * (parallel["virtual_pipeline_model_parallel_size"] or 2)
-    if "num_layers" in model and parallel["pipeline_model_parallel_layout"] is None:
-        model["num_layers"] = min(model["num_layers"], max(2, stages))
+def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
+    tp = parallel.tensor_model_parallel_size
     if "num_attention_heads" in model:
         groups = model.get("num_query_groups") or model["num_attention_heads"]
         per_group = min(model["num_attention_heads"] // groups, 2)
-        groups = math.lcm(tp, 2) if groups >= tp else groups
+        groups = math.lcm(_ranks_with_own_heads(parallel), 2) if groups >= tp else groups
         heads = groups * per_group
         heads = heads * tp // math.gcd(heads, tp)
         model["num_attention_heads"] = heads
@@ -93,11 +102,19 @@ def _shrink_model(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
             model[key] = 0.0
 
 
+def _ranks_with_own_heads(parallel: ParallelConfig) -> int:
+    """Tensor-parallel ranks, and those that an all-to-all gives heads of theirs."""
+    inner = {"a2a": parallel.context_parallel_size}
+    if parallel.hierarchical_context_parallel_sizes is not None:
+        inner["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
+    return parallel.tensor_model_parallel_size * inner.get(parallel.cp_comm_type, 1)
+
+
 def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
     """Few and narrow experts, of which a token chooses as it did: from groups, or with shared ones."""
     moe = model["moe"]
     experts = math.lcm(FEW_EXPERTS, parallel["expert_model_parallel_size"])
-    if moe["num_experts"] > experts:
+    if moe["num_experts"] > experts or moe["num_experts"] % parallel["expert_model_parallel_size"]:
         moe["num_experts"] = experts
         moe["moe_router_topk"] = min(moe.get("moe_router_topk", 2), 2)
         if moe.get("moe_router_num_groups"):
@@ -130,7 +147,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     data |= {key: value for key, value in tree["model"].items() if key in data}
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
     if spec.sample == CAUSAL_LM_SAMPLE:
-        kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+        kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
         tree["data"] = {"dataset_type": "mock", **kept}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     tree["data"]["seq_length"] = length
@@ -139,28 +156,44 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
             tree["model"][key] = max(length, 32)
 
 
-def _shrink_training(tree: Tree) -> None:
-    train = tree["train"]
-    train.update(
+def _shrink_training(tree: Tree, parallel: ParallelConfig) -> None:
+    tree["train"].update(
         micro_batch_size=1,
-        global_batch_size=8,
+        global_batch_size=_batch(parallel),
         rampup_batch_size=None,
         train_iters=2 * STEPS,
         train_samples=None,
         eval_interval=None,
         eval_iters=1,
         exit_iteration=None,
-        device="cpu",
         callbacks=[],
         deterministic=False,
         sample_prompt=None,
+        num_threads=1,
     )
     if "adam_eps" in tree["optimizer"]:
         # Adam makes a step of the learning rate's size out of any gradient, also of the rounding that is left of one
         # that is truly 0 (of a bias on keys). With a larger eps such a gradient stays small.
         tree["optimizer"]["adam_eps"] = 1e-4
     tree["lr_schedule"] = {"lr_decay_style": "constant"}
-    tree["precision"] = {"dtype": "fp32"}
     tree["checkpoint"] = {"save_interval": None}
     tree["logging"] = {"progress": "none"}
-    train["num_threads"] = 1
+
+
+def _batch(parallel: ParallelConfig) -> int:
+    """The next number of samples that the copies of the model can share."""
+    model = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    copies = processes(parallel) // model
+    return math.ceil(BATCH / copies) * copies
+
+
+def _compute_on_cpu(tree: Tree) -> None:
+    """Without what only a GPU has, and in fp32, where two ways to sum differ little."""
+    tree["train"].update(device="cpu", compile="none", cuda_graphs="none", late_metrics="never")
+    tree["kernels"] = {}
+    tree["precision"] = {"dtype": "fp32"}
+    model, optimizer = tree["model"], tree["optimizer"]
+    if model.get("attention_backend", "sdpa") not in ON_EVERY_DEVICE:
+        model["attention_backend"] = ON_EVERY_DEVICE[-1]
+    # Both complete or round 16-bit numbers, the second by chance.
+    optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}
