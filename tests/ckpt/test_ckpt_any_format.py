@@ -50,15 +50,10 @@ def written(make_model, host, tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def asked(name: str) -> list[str]:
-    """This format has to be asked for."""
-    return ["--loader", name] if name == "transformers-megatron" else []
-
-
 @pytest.mark.parametrize("name", READABLE)
 def test_inspect(written, host, name: str) -> None:
     path = written(name)
-    result = run("inspect", path, *asked(name))
+    result = run("inspect", path)
     assert result.exit_code == 0, result.exception
     facts = dict(line.strip().split(maxsplit=1) for line in result.output.splitlines() if line.strip())
     assert facts["checkpoint"] == str(path)
@@ -71,7 +66,7 @@ def test_inspect(written, host, name: str) -> None:
     assert (number, count, dtype) == (str(NUM_TENSORS[config.model.family]), f"{elements:,}", "F32")
     layouts = {"megatron": "tensor 2, pipeline 2", "megatron-legacy": "tensor 2, pipeline 2"}
     assert facts.get("layout", "") == {**layouts, "megatron-dist": "tensor 2"}.get(name, "")
-    lines = [line.split() for line in run("inspect", path, "--tensors", *asked(name)).output.splitlines()]
+    lines = [line.split() for line in run("inspect", path, "--tensors").output.splitlines()]
     words = ["model.embedding.word_embeddings.weight", "F32", "101", "x", "32", "12.6", "KiB"]
     assert words in lines
 
@@ -79,7 +74,7 @@ def test_inspect(written, host, name: str) -> None:
 @pytest.mark.parametrize("name", READABLE)
 def test_verify_a_whole_one(written, name: str) -> None:
     path = written(name)
-    result = run("verify", path, *asked(name))
+    result = run("verify", path)
     assert result.exit_code == 0, result.exception
     assert f"{path}: whole as far as {name} tells" in result.output
     assert ("their checksums are right" in result.output) == (name not in ("hf", "gguf", "megatron-dist"))

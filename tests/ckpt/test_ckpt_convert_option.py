@@ -82,6 +82,16 @@ def test_bad_options(tmp_path: Path, capsys, options: list[str], words: str) -> 
     assert words in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+def test_an_address_makes_no_local_folder(
+    trained: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mt_train(trained, "--ckpt-convert-format", "mt", "--ckpt-convert-save", "s3://bucket/x") != 0
+    message = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "s3://bucket/x: conversions write local folders; copy the result there" in message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_format_is_named(trained: Path, tmp_path: Path, capsys) -> None:
     assert mt_train(trained, "--ckpt-convert-format", "megatorn", "--ckpt-convert-save", str(tmp_path / "out")) != 0
     assert "megatorn" in capsys.readouterr().err

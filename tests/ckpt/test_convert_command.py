@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from tests.ckpt.conftest import tensors_of
+from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 from typer.testing import CliRunner, Result
 
@@ -20,6 +20,8 @@ from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.retention import checkpoints_of, superfluous
 from mt_ckpt.sizes import parse_bytes
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.inference.loading import load_trained_model
+from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions
 
 
@@ -69,7 +71,7 @@ def test_convert_of_a_run_directory(make_model, tmp_path: Path) -> None:
     [
         (["--max-shard-size", "5 gigs"], "--max-shard-size 5 gigs: not a size; write for instance 500MB, 5GB or 5GiB"),
         (["--max-shard-size", "0GB"], "--max-shard-size 0GB: a file holds at least one byte"),
-        (["--dtype", "int4"], "--dtype int4: is none of fp32, bf16, fp16"),
+        (["--dtype", "int4"], "--dtype int4: not a number format of weights; it can be fp32, bf16, fp16"),
         (["--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size 2 means nothing to the format hf"),
     ],
 )
@@ -78,6 +80,43 @@ def test_wrong_options(make_model, tmp_path: Path, arguments: list[str], words: 
     result = run_convert("--load-dir", source, "--save-dir", tmp_path / "x", "--saver", "hf", *arguments)
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "memory://bucket/x"])
+def test_an_address_makes_no_local_folder(
+    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    source = make_model(**LLAMA)
+    monkeypatch.chdir(tmp_path)
+    result = run_convert("--load-dir", source, "--save-dir", address, "--saver", "hf")
+    assert isinstance(result.exception, ConfigError)
+    words = f"--save-dir {address}: conversions write local folders; copy the result there"
+    assert words in str(result.exception)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_upcycled_by_the_command_computes_what_the_dense_model_does(
+    make_model, tmp_path: Path, granularity: int
+) -> None:
+    """48 inner channels in experts of 48 or 24; the bound is that of sums in another order."""
+    source, target = make_model(**LLAMA), tmp_path / "moe"
+    experts = ["--upcycle-experts", "4", "--granularity", str(granularity)]
+    result = run_convert("--load-dir", source, "--save-dir", target, "--saver", "mt", "--verify", *experts)
+    assert result.exit_code == 0, result.exception
+    name = "model.decoder.layers.1.mlp.experts.linear_fc2.weight"
+    assert open_checkpoint(target).shapes()[name] == (4, 32, 48 // granularity)
+    tokens = torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        dense, mixture = (load_trained_model(path, load_plugins()).model.eval()(tokens) for path in (source, target))
+    torch.testing.assert_close(mixture, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_granularity_without_experts(make_model, tmp_path: Path) -> None:
+    arguments = ["--load-dir", make_model(**LLAMA), "--save-dir", tmp_path / "x", "--saver", "mt"]
+    result = run_convert(*arguments, "--granularity", "2")
+    assert isinstance(result.exception, ConfigError)
+    assert "--granularity 2 says how narrow the experts of --upcycle-experts are" in str(result.exception)
 
 
 def test_sizes() -> None:
@@ -94,6 +133,20 @@ def test_diff_across_formats(make_model, host, tmp_path: Path) -> None:
     convert(source, tmp_path / "hf", saver="hf", host=host)
     same = run(app, "diff", source, tmp_path / "hf")
     assert (same.exit_code, same.output) == (0, "the same: 21 tensors\n")
+
+
+def test_diff_and_average_with_the_formats_given(make_model, host, tmp_path: Path) -> None:
+    source, other = make_model(**GPT2), tmp_path / "other"
+    convert(source, other, saver="transformers-megatron", host=host)
+    result = run(app, "diff", source, other, "--loader", "mt", "--other-loader", "transformers-megatron")
+    assert (result.exit_code, result.output) == (0, "the same: 40 tensors\n")
+    wrong = run(app, "diff", source, other, "--other-loader", "hf")
+    assert isinstance(wrong.exception, CheckpointError)
+    mean = run(app, "average", other, other, "--loader", "transformers-megatron", "--save-dir", tmp_path / "mean")
+    assert mean.exit_code == 0, mean.exception
+    assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "mean")))
+    wrong = run(app, "average", other, other, "--loader", "mt", "--save-dir", tmp_path / "x")
+    assert isinstance(wrong.exception, CheckpointError)
 
 
 def test_diff_shows_the_largest_first(make_model, tmp_path: Path) -> None:
@@ -192,6 +245,17 @@ def test_average(make_model, host, tmp_path: Path) -> None:
         expected = sum(state[name].double() for state in states) / 3
         torch.testing.assert_close(tensor, expected.bfloat16(), rtol=2**-7, atol=0)
         assert not torch.equal(tensor, states[0][name])
+
+
+def test_average_to_an_address_makes_no_local_folder(
+    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [make_model(f"c{i}", iteration=i, **GPT2) for i in (1, 2)]
+    monkeypatch.chdir(tmp_path)
+    result = run(app, "average", *paths, "--save-dir", "s3://bucket/x")
+    assert isinstance(result.exception, ConfigError)
+    assert "--save-dir s3://bucket/x: conversions write local folders" in str(result.exception)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c1", "c2"]
 
 
 def test_average_of_a_runs_last(tmp_path: Path) -> None:

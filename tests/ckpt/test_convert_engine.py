@@ -199,13 +199,19 @@ def test_names_and_places(make_model, host, tmp_path: Path) -> None:
         convert(source, tmp_path / "x", saver="trtllm", verify=True, host=host)
     with pytest.raises(CheckpointError, match="none: no such file or directory"):
         convert(tmp_path / "none", tmp_path / "x", saver="hf", host=host)
-    with pytest.raises(ConfigError, match="--dtype int8: is none of fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match="--dtype int8: not a number format of weights; it can be fp32, bf16, fp16"):
         convert(source, tmp_path / "x", saver="hf", options=ConvertOptions(dtype="int8"), host=host)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose")
     with pytest.raises(CheckpointError, match=r"mine: exists; converting replaces nothing"):
         convert(source, tmp_path / "mine", saver="hf", host=host)
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_granularity_is_that_of_experts(make_model, host, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--granularity 2 .* --upcycle-experts .*; give that too, or leave it out"):
+        convert(make_model(**LLAMA), tmp_path / "x", saver="mt", options=ConvertOptions(granularity=2), host=host)
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_value_that_the_number_format_cannot_hold(make_model, host, tmp_path: Path) -> None:
@@ -308,6 +314,28 @@ def test_verify_names_the_tensor(make_model, tmp_path: Path, monkeypatch: pytest
     host = with_saver("mt", write_damaged, monkeypatch)
     with pytest.raises(CheckpointError, match=r"layers.2.mlp.linear_fc2.weight \(1 of \d+ bytes differ\)"):
         convert(make_model(**LLAMA), tmp_path / "x", saver="mt", verify=True, host=host)
+
+
+class Broken(torch.nn.Module):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise IndexError(f"broken at {list(tokens.shape)}")
+
+
+def test_verify_lets_an_error_of_the_model_through(
+    make_model, host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a model that needs other inputs, whose outputs are not compared."""
+    monkeypatch.setattr("mt_ckpt.convert.verify.build_model", lambda config, host: Broken())
+    with pytest.raises(IndexError, match=r"broken at \[1, 8\]"):
+        convert(make_model(**LLAMA), tmp_path / "x", saver="hf", verify=True, host=host)
+
+
+def test_verify_shows_no_default_as_a_change(make_model, host, tmp_path: Path) -> None:
+    """hf writes out the sizes that follow from others; this Llama sets none of them."""
+    keys = {key: LLAMA[key] for key in ("family", "num_layers", "hidden_size", "num_attention_heads", "vocab_size")}
+    report = convert(make_model(**keys), tmp_path / "hf", saver="hf", verify=True, host=host)
+    assert report.verification is not None
+    assert report.verification.changed_settings == {}
 
 
 def test_verify_names_the_first_layer(make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

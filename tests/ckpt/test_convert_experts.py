@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,33 @@ def test_a_configuration_with_another_number(mixtral: Path, host, experts: int, 
     config = json.loads((mixtral / "config.json").read_text())
     (mixtral / "config.json").write_text(json.dumps({**config, "num_local_experts": experts}))
     assert words in refused(mixtral, host)
+
+
+BIASED = {**MODELS["gpt2"], "moe": {"num_experts": 3, "moe_router_topk": 2}}
+BIAS = "model.decoder.layers.2.mlp.experts.linear_fc1.bias"
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "words"),
+    [
+        (BIASED, lambda tensors: tensors.pop(BIAS), "is missing"),
+        (
+            MODELS["mixtral"],
+            lambda tensors: tensors.update({BIAS: torch.zeros(3, 96)}),
+            "is in the checkpoint but not in the model",
+        ),
+    ],
+    ids=["missing", "added"],
+)
+def test_a_bias_of_experts_that_is_missing_or_added(
+    make_model, host, tmp_path: Path, keys: dict[str, Any], change: Callable[[Tensors], object], words: str
+) -> None:
+    reader = open_checkpoint(make_model(**keys))
+    tensors = tensors_of(reader)
+    change(tensors)
+    save_checkpoint(tmp_path / "changed", tensors.items(), dict(reader.metadata), {})
+    message = refused(tmp_path / "changed", host)
+    assert f"{BIAS.removeprefix('model.')} {words}" in message
 
 
 def test_an_expert_of_another_width(mixtral: Path, host) -> None:

@@ -39,6 +39,20 @@ def test_any_layout_and_back(make_model, host, tmp_path: Path, tp: int, pp: int,
     assert open_checkpoint(target).metadata["config"]["model"]["activation"] == activation
 
 
+def test_files_are_told_apart_from_megatrons_by_the_tools_argument(make_model, host, tmp_path: Path) -> None:
+    """By the argument there are 101 ids, by Megatron's own 128, padding included."""
+    source = make_model(**SHAPE)
+    convert(source, tmp_path / "m", saver=NAME, options=options(2, 1), host=host)
+    convert(tmp_path / "m", tmp_path / "back", saver="mt", host=host)
+    assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "back")))
+    assert [spec.name for spec in host.checkpoint_loaders if spec.detect.load()(tmp_path / "m")] == [NAME]
+    for file in (tmp_path / "m").rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["args"].orig_vocab_size
+        torch.save(content, file)
+    assert [spec.name for spec in host.checkpoint_loaders if spec.detect.load()(tmp_path / "m")] == ["megatron-legacy"]
+
+
 def test_files_as_the_tool_writes_them(make_model, host, tmp_path: Path) -> None:
     convert(make_model(**SHAPE), tmp_path / "m", saver=NAME, options=options(2, 2), host=host)
     convert(tmp_path / "source", tmp_path / "hf", saver="hf", host=host)

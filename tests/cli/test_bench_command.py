@@ -6,14 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from mt_core.bench import simulation
 from mt_core.bench.compare import compare, metrics
+from mt_core.bench.kernel_cases import CASES, SMALL
+from mt_core.bench.kernels import PLAIN_LOSSES, measure
+from mt_core.bench.machine import Machine
 from mt_core.bench.plot import bars, to_svg
 from mt_core.bench.report import Report, conditions, read_report
 from mt_core.bench.time_shares import idle_share, kind_of, shares
 from mt_core.bench.training_presets import PRESETS
 from mt_core.config.loading import load_config
 from mt_core.errors import DataError
+from mt_core.nn.kernels.catalogue import KERNELS
+from mt_core.parallel.context import Axis
 from mt_core.plugins import load_plugins
 
 
@@ -181,6 +188,43 @@ def test_kernels_measures_those_asked_for(mt, tmp_path) -> None:
     assert "triton" in cases[0]["cannot"]
 
 
+def losses_and_gradients(function, inputs: list[torch.Tensor], *others: object) -> list[torch.Tensor]:
+    """Of the first value that function gives, summed with weights 0, 1, 2, ... where it is a loss for each token."""
+    given = function(*inputs, *others)
+    values = given[0] if isinstance(given, tuple) else given
+    weights = torch.arange(values.numel(), dtype=values.dtype).view_as(values) if values.dim() else torch.tensor(1.0)
+    return [values, *torch.autograd.grad(values, inputs, weights)]
+
+
+@pytest.mark.parametrize("kernel", PLAIN_LOSSES)
+def test_what_is_compiled_for_a_loss_is_that_loss(kernel) -> None:
+    """Values and gradients of the formula that is compiled against those of torch's implementation."""
+    generator = torch.Generator().manual_seed(3)
+    logits, hidden, weight = (
+        torch.randn(*shape, generator=generator).requires_grad_() for shape in ((6, 11), (6, 4), (11, 4))
+    )
+    columns, factor = torch.tensor([0, 10, 3, 3, 7, 1]), torch.rand(6, generator=generator)
+    inputs = [logits] if kernel == "cross_entropy" else [hidden, weight]
+    others = (columns, factor, Axis()) if kernel == "linear_cross_entropy_sum" else (columns, Axis())
+    reference = next(one for one in KERNELS[kernel] if one.name == "torch").function.load()
+    for ours, theirs in zip(
+        losses_and_gradients(PLAIN_LOSSES[kernel], inputs, *others),
+        losses_and_gradients(reference, inputs, *others),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
+    """The compiler itself is left out: it is given the function back."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    machine = Machine(torch.device("cpu"), torch.float32, 1e9, 1e9)
+    for case in make(machine, SMALL):
+        measured = measure(case, machine, 1, compiled=True)
+        assert set(measured["step"]) == {"torch", "torch.compile"}
+
+
 def test_cpu_counts_what_can_be_counted(mt, tmp_path) -> None:
     out = tmp_path / "cpu.json"
     assert mt("bench", "cpu", "--steps", 2, "--out", out).code == 0
@@ -205,7 +249,20 @@ def test_sim_plays_every_schedule(mt, tmp_path) -> None:
     # Weights and gradients, 6 bytes, on 32 ranks; 12 bytes of state on 64; and activations.
     state = 70.55e9 * (6 / 32 + 12 / 64) / 2**30
     assert state < cases["llama3-70b on 64"]["memory_gib"] < 80
-    assert cases["llama3.1-405b on 1024"]["bubble"] > 0
+    plans = {name: one for name, one in cases.items() if "memory_gib" in one}
+    assert set(plans) == {"llama3-70b on 64", "llama3.1-405b on 1024", "deepseek-v3 on 2048"}
+    assert all(one["bubble"] > 0 for one in plans.values())
+    # 79.6 GiB of an H100, 5 of them left free
+    assert {name for name, one in plans.items() if one["fits"] and one["memory_gib"] < 74.6} == set(plans)
+
+
+def test_sim_says_what_does_not_fit(monkeypatch) -> None:
+    """70B on 8 ranks of one copy: 70.55e9 * 18 / 8 bytes and more."""
+    run = simulation.SimulatedRun("70b on 8", "llama3-70b", 8, simulation._layout(8, 1, 1))
+    monkeypatch.setattr(simulation, "RUNS", (run,))
+    (case,) = simulation.plan_cases(load_plugins())
+    assert case["memory_gib"] > 70.55e9 * 18 / 8 / 2**30
+    assert case["fits"] is False
 
 
 @pytest.mark.parametrize(

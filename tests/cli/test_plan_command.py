@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = EXAMPLES / "gpt-3d.toml"
 
@@ -36,6 +38,89 @@ def test_a_search_lists_layouts_and_refusals(mt) -> None:
     times = [layout["estimated_seconds"] for layout in found["layouts"]]
     assert times == sorted(times)
     assert found["refused"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "pipeline_model_parallel_layout=Ett|ttL",
+        "num_layers_in_first_pipeline_stage=2",
+        "num_layers_in_last_pipeline_stage=2",
+        "account_for_loss_in_pipeline_split=true",
+    ],
+)
+def test_a_search_leaves_out_how_the_configured_stages_are_divided(mt, setting) -> None:
+    outcome = mt("plan", SMALL, "--world-size", 2, "--search", "--set", f"parallel.{setting}", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["layouts"]
+
+
+# -- 80 columns -----------------------------------------------------------------------------------------
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def rows_of(text: str, title: str) -> dict[str, list[str]]:
+    """First word of each row of the table with this title -> its other words."""
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()
+    return {words[0]: words[1:] for words in map(str.split, lines[1:])}
+
+
+def test_every_number_of_a_rank_is_there_in_80_columns(mt, monkeypatch) -> None:
+    """And stages that send alike are one row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ("plan", EXAMPLES / "gpt3-175b.toml", "--world-size", 1024)
+    text, ranks = mt(*asked).out, json.loads(mt(*asked, "--json").out)["ranks"]
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    standing, held = rows_of(text, "pipeline rank"), rows_of(text, "GiB of a rank")
+    for rank in ranks:
+        (number,) = map(str, rank["pp_ranks"])
+        stored = rank["bytes"]
+        parts = [stored[key] for key in ("weights", "gradients", "main_weights", "optimizer_state")]
+        kept = sum(stored["activations"].values()) + stored["recomputed_layer"]
+        assert held[number] == [gib(size) for size in (*parts, kept, stored["communication_buffers"], stored["total"])]
+        assert standing[number] == ["64", f"{rank['parameters']:,}", str(rank["micro_batches_in_flight"])]
+    sent = rows_of(text, "GiB sent")
+    assert list(sent) == ["0", "1-14", "15"]
+    assert sent["1-14"] == [gib(ranks[7]["messages"].get(axis, {}).get("sent", 0)) for axis in ranks[0]["messages"]]
+
+
+def test_stages_apart_that_hold_alike_are_rows_of_their_own(mt) -> None:
+    """With GPipe stages 1 and 3, of one layer each, hold alike, and stage 2 with its two layers stands between."""
+    layout = "parallel.pipeline_model_parallel_layout='Et|t|tt|t|tL'"
+    sizes = ("parallel.pipeline_model_parallel_size=5", "parallel.tensor_model_parallel_size=1", "model.num_layers=6")
+    others = ("parallel.pipeline_schedule=gpipe", "parallel.sequence_parallel=false", layout)
+    settings = [word for setting in (*sizes, *others) for word in ("--set", setting)]
+    held = rows_of(mt("plan", SMALL, "--world-size", 5, *settings).out, "GiB of a rank")
+    assert list(held) == ["0", "1", "2", "3", "4"]
+
+
+def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ("plan", EXAMPLES / "mixtral-tiny.toml", "--world-size", 4, "--search", "--top", 99)
+    outcome = mt(*asked)
+    assert outcome.code == 0, outcome.err
+    assert "etp" in outcome.out
+    assert "…" not in outcome.out
+    found = json.loads(mt(*asked, "--json").out)["layouts"]
+    listed, spent = rows_of(outcome.out, "#  "), rows_of(outcome.out, "seconds of #")
+    for number, layout in enumerate(found, 1):
+        parts = (layout["estimated_seconds_of"][part] for part in ("products", "messages", "waiting", "end"))
+        assert spent[str(number)] == [f"{part:.3g}" for part in parts]
+        assert listed[str(number)][-2:] == [
+            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_utilization']:.1%}",
+        ]
+
+
+def test_a_plan_that_is_piped_is_whole(mt_process) -> None:
+    outcome = mt_process("plan", SMALL, "--world-size", 8, COLUMNS="80")
+    assert outcome.code == 0, outcome.err
+    assert "…" not in outcome.out
+    assert [len(words) for words in rows_of(outcome.out, "GiB of a rank").values()] == [7, 7]
 
 
 def test_a_layout_that_does_not_fit_the_world_is_refused(mt) -> None:

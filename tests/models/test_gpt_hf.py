@@ -133,10 +133,20 @@ def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, wo
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"position_embedding_type": "none"}, "position_embedding_type=none .* gpt2; it can be learned_absolute"),
-        ({"position_embedding_type": "alibi"}, "embedding_layernorm=False cannot .* bloom; it can be True"),
-        ({"position_embedding_type": "rope", "normalization": "RMSNorm"}, "normalization=RMSNorm .* LayerNorm"),
-        ({"max_position_embeddings": 16, "num_query_groups": 2}, "num_query_groups=2 .* gpt2; it can be None"),
+        (
+            {"position_embedding_type": "none"},
+            r"gpt2 and gpt_bigcode \(model.position_embedding_type=none; it can be learned_absolute\), bloom \(.*; it "
+            r"can be alibi\), gpt_neox and llama and qwen2 and qwen3 \(.*; it can be rope\)",
+        ),
+        ({"position_embedding_type": "alibi"}, r"bloom \(model.embedding_layernorm=False; it can be True\)"),
+        (
+            {"position_embedding_type": "rope", "normalization": "RMSNorm"},
+            r"gpt_neox \(model.normalization=RMSNorm; it can be LayerNorm\), llama .* \(model.activation=gelu; it can",
+        ),
+        (
+            {"max_position_embeddings": 16, "num_query_groups": 2},
+            r"gpt2 \(model.num_query_groups=2; it can be None or 4\), gpt_bigcode \(.* it can be 1\)",
+        ),
     ],
 )
 def test_a_gpt_that_no_format_can_express_names_the_key(host, build, keys, words) -> None:

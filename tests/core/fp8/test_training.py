@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +23,7 @@ from mt_core.train.run_directory import RunDirectory
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 HYBRID = "precision.fp8_format=hybrid"
+BENCH = Path(__file__).parents[3] / "bench" / "fp8.py"
 WIDE = ("model.hidden_size=128", "model.ffn_hidden_size=256", "model.num_layers=4")
 
 
@@ -59,11 +64,47 @@ def run(config, directory=None) -> list[float]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_loss_stays_near_that_of_bf16(tiny, name) -> None:
-    """40 steps; bench/fp8.py takes 200."""
+    """40 steps; 200 are in a slow test."""
     common = ("precision.dtype=bf16", "train.train_iters=40", "model.hidden_size=128", "optimizer.lr=1e-3")
     plain, fp8 = run(tiny(*common)), run(tiny(*common, *recipe(name)))
     assert plain != fp8
     assert np.mean(fp8[-20:]) == pytest.approx(np.mean(plain[-20:]), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """bench/fp8.py: its settings, its seeds."""
+    spec = spec_from_file_location("bench_fp8", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def settings_of_200_steps(bench) -> list[str]:
+    return [*bench.SETTINGS, "train.train_iters=200", "precision.dtype=bf16"]
+
+
+@pytest.fixture(scope="module")
+def losses_of_bf16(bench, settings_of_200_steps, tmp_path_factory) -> tuple[float, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("bf16"))
+        return bench.losses_of(settings_of_200_steps, load_plugins())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_200_steps_end_within_half_a_percent_of_bf16(
+    bench, settings_of_200_steps, losses_of_bf16, name, tmp_path, monkeypatch
+) -> None:
+    """The runs of docs/fp8.md: validation loss, and the mean training loss of the last 20 steps."""
+    monkeypatch.chdir(tmp_path)
+    settings = [*settings_of_200_steps, *recipe(name), "precision.fp8_min_features=1"]
+    found = bench.losses_of(settings, load_plugins())
+    assert found != losses_of_bf16
+    assert found == pytest.approx(losses_of_bf16, rel=0.005)
 
 
 # -- which layers -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="transformers-megatron",
-            doc="GPT-2 from the reshaping tool for Accelerate's Megatron-LM plugin; has to be asked for by name",
+            doc="GPT-2 from the reshaping tool for Accelerate's Megatron-LM plugin",
             detect=Lazy("mt_ckpt.transformers_megatron.reader:detect"),
             open=Lazy("mt_ckpt.transformers_megatron.reader:open_checkpoint"),
         ),

@@ -30,6 +30,7 @@ AnyCheckpoint = Annotated[
     typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint of any format, or a run for its latest."),
 ]
 Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+OtherLoader = Annotated[str, typer.Option(help="As --loader, of the second checkpoint.")]
 RunDirectory = Annotated[
     Path, typer.Argument(parser=as_path, metavar="RUN", help="A run directory, or its checkpoints folder.")
 ]
@@ -105,11 +106,13 @@ def diff(
     second: AnyCheckpoint,
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave out optimizers and random streams.")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many of the largest differences to show.")] = 20,
+    loader: Loader = "auto",
+    other_loader: OtherLoader = "auto",
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exit code 1 if they differ."""
     from mt_ckpt.difference import differences
 
-    left, right = _open_any(first), _open_any(second)
+    left, right = _open_any(first, loader), _open_any(second, other_loader)
     names = list(dict.fromkeys([*left.shapes(), *right.shapes()]))
     names = [name for name in names if name.startswith("model.")] if model_only else names
     with _progress() as bar:
@@ -149,22 +152,26 @@ def average(
         list[Path],
         typer.Argument(parser=as_path, metavar="PATH...", help="Checkpoints, or one run with --last."),
     ],
-    save_dir: Annotated[Path, typer.Option(help="The checkpoint to write; it must not exist, or be empty.")],
+    save_dir: Annotated[
+        str, typer.Option(metavar="PATH", help="The local directory to write; it must not exist, or be empty.")
+    ],
     last: Annotated[int | None, typer.Option(min=1, help="Of a run: average so many of the newest.")] = None,
     saver: Annotated[str, typer.Option(help="The format to write.")] = "mt",
+    loader: Loader = "auto",
 ) -> None:
     """Write the mean of the weights of several checkpoints of one model."""
     from mt_ckpt.average import Average
-    from mt_ckpt.convert.resumable import require_free
+    from mt_ckpt.convert.resumable import local_target, require_free
 
+    target = local_target(save_dir)
+    require_free(target)
     chosen = _chosen(checkpoints, last)
-    require_free(save_dir.absolute())
     host = load_plugins()
     write = host.checkpoint_savers.get(saver, key="--saver").convert
     if write is None:
         raise ConfigError(f"--saver {saver}: this format is written by training only")
-    mean = Average([_open_any(path) for path in chosen], [str(path) for path in chosen])
-    write.load()(save_dir.absolute(), mean, ConvertOptions(), host)
+    mean = Average([_open_any(path, loader) for path in chosen], [str(path) for path in chosen])
+    write.load()(target, mean, ConvertOptions(), host)
     typer.echo(f"{save_dir}: the mean of {len(chosen)} checkpoints ({len(mean.shapes())} tensors)")
 
 
@@ -183,10 +190,10 @@ def _chosen(paths: list[Path], last: int | None) -> list[Path]:
     return found[-last:]
 
 
-def _open_any(path: Path) -> CheckpointReader:
+def _open_any(path: Path, loader: str) -> CheckpointReader:
     from mt_ckpt.contents import open_any
 
-    return open_any(path, load_plugins()).reader
+    return open_any(path, load_plugins(), loader).reader
 
 
 def _progress() -> Progress:

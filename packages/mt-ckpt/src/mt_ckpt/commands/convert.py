@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 LoadDir = Annotated[
     Path, typer.Option(parser=as_path, metavar="PATH", help="The checkpoint, or a run directory for its latest one.")
 ]
-SaveDir = Annotated[Path, typer.Option(help="The directory to write; it must not exist, or be empty.")]
+SaveDir = Annotated[  # not a Path, which would make a local folder of an address
+    str, typer.Option(metavar="PATH", help="The local directory to write; it must not exist, or be empty.")
+]
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
 Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]
@@ -106,7 +108,7 @@ def _progress_bar() -> Any:
     )
 
 
-def describe(report: Report, save_dir: Path, saver: str, *, dry_run: bool) -> list[str]:
+def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> list[str]:
     """What was done, in sentences."""
     amount = (
         f"{report.num_tensors} tensors, {report.num_parameters:,} parameters of a {report.family} model, "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_ckpt.convert.histories import histories_of, without_histories
 from mt_ckpt.convert.model import expected_parameters, model_config
-from mt_ckpt.convert.resumable import require_free
+from mt_ckpt.convert.resumable import local_target, require_free
 from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.vocabulary import without_padding
@@ -75,7 +75,7 @@ def convert(
     for checkpoints that are missing, damaged or not those of their configuration; `save_dir` does not appear then.
     """
     host, options = host or load_plugins(), options or ConvertOptions()
-    target = Path(save_dir).absolute()
+    target = local_target(save_dir)
     write = _writer(host.checkpoint_savers.get(saver, key="--saver"))
     if verify:
         host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
@@ -99,8 +99,16 @@ def convert(
 
 
 def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost) -> CheckpointReader:
-    """With mixtures of experts in place of dense feed-forwards, where that is asked for."""
+    """With mixtures of experts in place of dense feed-forwards, where that is asked for.
+
+    Raises ConfigError for a granularity of experts that nobody asked for.
+    """
     if options.upcycle_experts is None:
+        if options.granularity != 1:
+            raise ConfigError(
+                f"--granularity {options.granularity} says how narrow the experts of --upcycle-experts are; give that "
+                "too, or leave it out"
+            )
         return reader
     spec = host.feed_forwards.get("moe", asker="--upcycle-experts")
     assert spec.upcycle is not None

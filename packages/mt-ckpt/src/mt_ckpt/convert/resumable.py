@@ -17,7 +17,7 @@ from typing import Any
 
 from mt_ckpt.native.checksum import checksum, checksum_range
 from mt_ckpt.native.staging import sync_directory, write_file
-from mt_core.errors import CheckpointError
+from mt_core.errors import CheckpointError, ConfigError
 
 PREFIX = ".mt-convert-"
 RECORD = "record.jsonl"
@@ -120,6 +120,13 @@ def _intact(file: Path, parts: Sequence[tuple[int, str]]) -> bool:
             return False
         offset += num_bytes
     return True
+
+
+def local_target(save_dir: str | Path) -> Path:
+    """Where to write, from the root on. Raises ConfigError for an address of an object store."""
+    if "://" in str(save_dir):
+        raise ConfigError(f"--save-dir {save_dir}: conversions write local folders; copy the result there")
+    return Path(save_dir).absolute()
 
 
 def require_free(path: Path) -> None:

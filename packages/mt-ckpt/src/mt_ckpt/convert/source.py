@@ -41,7 +41,7 @@ class Source:
         progress: Progress = lambda done, total: None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"--dtype {dtype}: is none of {', '.join(DTYPES)}")
+            raise ConfigError(f"--dtype {dtype}: not a number format of weights; it can be {', '.join(DTYPES)}")
         self.identity = identity
         self.read_names: set[str] = set()
         self._reader, self._progress, self._done = reader, progress, 0

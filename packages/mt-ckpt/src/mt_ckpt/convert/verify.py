@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mt_ckpt.convert.model import build_model, model_config
 from mt_ckpt.convert.source import MODEL
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
@@ -21,6 +21,8 @@ from mt_core.specs import CheckpointReader
 from mt_core.train.checkpointing import load_parameters
 
 NUM_TOKENS = 8
+CHOOSING_HEAD = "multichoice_head"
+"""Canonical name of the head that gives a score to each of several texts."""
 BLOCK_BYTES = 1 << 24
 
 
@@ -29,7 +31,7 @@ class Verification:
     """What was compared and found equal.
 
     outputs: module outputs that are equal bit for bit; 0 for a model that takes something else than rows of token ids.
-    changed_settings: keys of [model] that read differently in the target, as "old -> new".
+    changed_settings: keys of [model] that both families have and that differ in value, as "old -> new".
     """
 
     num_tensors: int
@@ -41,14 +43,25 @@ def verify_conversion(source: CheckpointReader, written: CheckpointReader, host:
     """Raises CheckpointError that names the first tensors that differ, or the first module whose output does."""
     num_tensors = _require_same_tensors(source, written)
     first, second = model_config(source, host), model_config(written, host)
-    settings = changed_settings(first.model.model_dump(), second.model.model_dump())
+    settings = changed_settings(first.model, second.model)
     num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
     return Verification(num_tensors, num_outputs, settings)
 
 
-def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, str]:
-    keys = [*first, *(key for key in second if key not in first)]
-    return {key: f"{first.get(key)} -> {second.get(key)}" for key in keys if first.get(key) != second.get(key)}
+WHEN_UNSET = {"num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
+"""Key of [model] -> the property that holds what it is when it is not set, in families that have one."""
+
+
+def changed_settings(first: ModelConfig, second: ModelConfig) -> dict[str, str]:
+    """Keys that both have, maybe two families, and that differ in value: a default written out does not."""
+    both = [key for key in type(first).model_fields if key in type(second).model_fields]
+    pairs = {key: (_effective(first, key), _effective(second, key)) for key in both}
+    return {key: f"{old} -> {new}" for key, (old, new) in pairs.items() if old != new}
+
+
+def _effective(model: ModelConfig, key: str) -> Any:
+    value = getattr(model, key)
+    return getattr(model, WHEN_UNSET.get(key, key), None) if value is None else value
 
 
 # -- tensors ----------------------------------------------------------------------------------------
@@ -95,22 +108,23 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
     for name, module in model.named_modules():
         if name.count(".") == 0 or name.rpartition(".")[2].isdigit():
             module.register_forward_hook(_recorder(name or "the model's output", found))
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    except (RuntimeError, ValueError, IndexError):
-        return {}
+    with torch.no_grad():
+        model(**inputs)
     return found
 
 
 def _inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
-    """The same few ids for every input that must be given; None if something else must be given."""
+    """The same few ids for every input that must be given; None if something else must be given.
+
+    int64 [1, NUM_TOKENS], or [1, 2, NUM_TOKENS] for a model that chooses one of several texts.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     if not needed or not all(name.endswith("tokens") for name in needed):
         return None
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randint(0, vocab_size, (1, NUM_TOKENS), generator=generator) for name in needed}
+    shape = (1, 2, NUM_TOKENS) if hasattr(model, CHOOSING_HEAD) else (1, NUM_TOKENS)
+    return {name: torch.randint(0, vocab_size, shape, generator=generator) for name in needed}
 
 
 def _recorder(name: str, found: dict[str, Tensor]) -> Any:

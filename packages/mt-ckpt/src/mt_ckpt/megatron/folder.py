@@ -16,6 +16,8 @@ RANK_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LEGACY_MARK = b"language_model"
+_TOOL_MARK = b"orig_vocab_size"
+"""An argument that transformers' reshaping tool adds to those of Megatron-LM."""
 _SCANNED_BYTES = 4 << 20
 
 
@@ -76,14 +78,25 @@ def detect(path: Path) -> bool:
 
 
 def detect_legacy(path: Path) -> bool:
-    """Whether `path` holds ranks with the names from before Megatron-Core."""
-    return (file := _first_rank(path)) is not None and mentions_legacy_names(file)
+    """Whether `path` holds ranks with the names from before Megatron-Core that Megatron-LM itself wrote."""
+    return (file := _first_rank(path)) is not None and mentions_legacy_names(file) and not is_of_reshaping_tool(path)
+
+
+def is_of_reshaping_tool(path: Path) -> bool:
+    """Whether transformers' tool wrote the ranks at `path`: it adds the vocabulary's true size to the arguments."""
+    file = _first_rank(path)
+    return file is not None and mentions_legacy_names(file) and _mentions(file, _TOOL_MARK)
 
 
 def mentions_legacy_names(file: Path) -> bool:
-    """Whether the pickle of a rank's file has the name that every old parameter has. Nothing is unpickled."""
+    """Whether the pickle of a rank's file has the name that every old parameter has."""
+    return _mentions(file, _LEGACY_MARK)
+
+
+def _mentions(file: Path, word: bytes) -> bool:
+    """Whether a word is in the pickle of a rank's file, at its beginning. Nothing is unpickled."""
     try:
-        return _LEGACY_MARK in pickled_text(file, _SCANNED_BYTES)
+        return word in pickled_text(file, _SCANNED_BYTES)
     except (CheckpointError, OSError):
         return False
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.hugging_face.reader import same_bits
+from mt_ckpt.megatron.folder import is_of_reshaping_tool
 from mt_ckpt.pickles.inert import Inert
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.transformers_megatron.names import (
@@ -33,8 +34,11 @@ MODEL = "model."
 
 
 def detect(path: Path) -> bool:
-    """Never: by their names the files are Megatron's; this layout has to be asked for (--loader)."""
-    return False
+    """Whether `path` holds the tool's files: Megatron's names from before Megatron-Core, and the tool's own argument.
+
+    Files of its older versions have no such argument; those have to be asked for (--loader).
+    """
+    return is_of_reshaping_tool(path)
 
 
 def open_checkpoint(path: Path) -> TransformersMegatronReader:

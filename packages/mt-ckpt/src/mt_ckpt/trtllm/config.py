@@ -8,8 +8,9 @@ from typing import Any
 from mt_core.errors import ConfigError
 from mt_core.specs import ConvertOptions
 
-FAMILIES = {"gpt": "GPTForCausalLM", "llama": "LlamaForCausalLM", "mistral": "LlamaForCausalLM"}
-"""Family -> the architecture that builds its engine."""
+GPT, LLAMA = "GPTForCausalLM", "LlamaForCausalLM"
+"""Architectures, the classes that build an engine."""
+FAMILIES = ("gpt", "llama", "mistral")
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu",
@@ -24,14 +25,27 @@ ACTIVATIONS = {
 GATED = ("swiglu", "geglu", "geglu_tanh")
 GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi"),
-    "normalization": ("LayerNorm",),
     "qk_layernorm": (False,),
     "embedding_layernorm": (False,),
     "parallel_residual": (False,),
     "moe": (None,),
 }
 LLAMA_DEMANDS: Mapping[str, tuple[Any, ...]] = {"moe": (None,), "rope_scaling_type": ("none", "linear", "llama3")}
+LLAMA_OF_GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope",),
+    "activation": ("swiglu",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "qk_layernorm": (False,),
+    "add_qkv_bias": (False,),
+    "embedding_layernorm": (False,),
+    "parallel_residual": (False,),
+    "moe": (None,),
+}
+"""Of a gpt with RMSNorm, which only the Llama architecture has."""
 DTYPES = ("float16", "bfloat16", "float32")
+POSITIONS = 4096
+"""Of a gpt with rotary positions, which does not say how many; llama's default. Engines have limits of their own."""
 
 
 def require_expressible(model: Any, options: ConvertOptions) -> None:
@@ -40,11 +54,12 @@ def require_expressible(model: Any, options: ConvertOptions) -> None:
         raise ConfigError(
             f"model.family={model.family} cannot be written for TensorRT-LLM; it can be {_listed(FAMILIES)}"
         )
-    for key, values in (GPT_DEMANDS if model.family == "gpt" else LLAMA_DEMANDS).items():
+    for key, values in _demands(model).items():
         if getattr(model, key, values[0]) not in values:
             legal = " or ".join(map(str, values))
             raise ConfigError(
-                f"model.{key}={getattr(model, key)} cannot be written for TensorRT-LLM; it can be {legal}"
+                f"model.{key}={getattr(model, key)} cannot be written for TensorRT-LLM's {architecture_of(model)}; "
+                f"it can be {legal}"
             )
     tp, pp = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     _require(model.num_attention_heads % tp == 0, "tensor", tp, "model.num_attention_heads", model.num_attention_heads)
@@ -53,6 +68,17 @@ def require_expressible(model: Any, options: ConvertOptions) -> None:
     _require(model.ffn_size % tp == 0, "tensor", tp, "model.ffn_hidden_size", model.ffn_size)
     if pp > model.num_layers:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} is more than the model's {model.num_layers} layers")
+
+
+def architecture_of(model: Any) -> str:
+    """A gpt with RMSNorm is a Llama in all but name, or cannot be written."""
+    return GPT if model.family == "gpt" and model.normalization == "LayerNorm" else LLAMA
+
+
+def _demands(model: Any) -> Mapping[str, tuple[Any, ...]]:
+    if model.family != "gpt":
+        return LLAMA_DEMANDS
+    return GPT_DEMANDS if architecture_of(model) == GPT else LLAMA_OF_GPT_DEMANDS
 
 
 def _require(fits: bool, kind: str, size: int, key: str, value: int) -> None:
@@ -72,7 +98,7 @@ def write_config(model: Any, dtype: str, options: ConvertOptions) -> dict[str, A
         )
     tp, pp = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     return {
-        "architecture": FAMILIES[model.family],
+        "architecture": architecture_of(model),
         "dtype": dtype,
         "logits_dtype": "float32",
         "vocab_size": model.vocab_size,
@@ -89,7 +115,7 @@ def write_config(model: Any, dtype: str, options: ConvertOptions) -> dict[str, A
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
-        **(_gpt(model) if model.family == "gpt" else _llama(model)),
+        **(_gpt(model) if architecture_of(model) == GPT else _llama(model)),
     }
 
 
@@ -114,11 +140,11 @@ def _llama(model: Any) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings or POSITIONS,
         "rotary_base": model.rotary_base,
         "rotary_embedding_dim": model.head_dim,
         "rotary_scaling": _rotary_scaling(model),
-        "attn_bias": model.add_qkv_bias,
+        "attn_bias": model.add_bias_linear if model.family == "gpt" else model.add_qkv_bias,
         "mlp_bias": model.add_bias_linear,
         "residual_mlp": False,
         "disable_weight_only_quant_plugin": False,
@@ -131,7 +157,7 @@ def _llama(model: Any) -> dict[str, Any]:
 
 
 def _rotary_scaling(model: Any) -> dict[str, Any] | None:
-    if model.rope_scaling_type == "none":
+    if model.family == "gpt" or model.rope_scaling_type == "none":
         return None
     scaling = {
         "type": model.rope_scaling_type,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,15 @@ SEARCHED_AXES = {
     "dp": "data_parallel_size",
 }
 EXPERT_AXES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+OF_ONE_LAYOUT = (
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_layout",
+    "hierarchical_context_parallel_sizes",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Keys of [parallel] that mean something in the configured layout alone: a search leaves them out."""
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 STEP_PARTS = ("products", "messages", "waiting", "end")
 
 
@@ -77,7 +87,7 @@ def _load(
         "expert_model_parallel_size",
     )
     single = [f"parallel.{axis}=1" for axis in axes] if search else []
-    single += ["parallel.sequence_parallel=false"] if search else []
+    single += [f"parallel.{key}=false" for key in ("sequence_parallel", *COUNTED_AS_LAYERS)] if search else []
     single += [f"parallel.{key}=null" for key in OF_ONE_LAYOUT] if search else []
     with as_world(1 if search else world):
         return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
@@ -163,9 +173,10 @@ def _joined(
     ranks: list[dict[str, Any]], cells_of: Callable[[dict[str, Any]], Cells]
 ) -> Iterator[tuple[int, int, int, Cells]]:
     """(first pipeline rank, last one, ranks, cells): neighbours that read alike are one row."""
-    for cells, alike in groupby(ranks, cells_of):
+    in_order = sorted(((number, rank) for rank in ranks for number in rank["pp_ranks"]), key=itemgetter(0))
+    for cells, alike in groupby(in_order, lambda one: cells_of(one[1])):
         row = list(alike)
-        yield row[0]["pp_ranks"][0], row[-1]["pp_ranks"][-1], sum(rank["count"] for rank in row), cells
+        yield row[0][0], row[-1][0], sum(rank["count"] // len(rank["pp_ranks"]) for _, rank in row), cells
 
 
 def _span(first: int, last: int) -> str:
@@ -196,7 +207,7 @@ def _search(
     )
     if values["layouts"]:
         found, spent = _search_tables(values["layouts"])
-        console.print(found, "", spent, sep="\n")
+        console.print(found, "", spent, "", sep="\n")
         for reason in values["experts_because"]:
             console.print(reason, style="dim", markup=False)
     elif values["smallest_that_does_not_fit_gib"]:
@@ -208,8 +219,8 @@ def _search(
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, and where each one's seconds go. The columns of experts are there when a layout divides some."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    found = _table("layout", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
-    spent = _table("seconds", *STEP_PARTS)
+    found = _table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
+    spent = _table("seconds of #", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
         found.add_row(
             str(number),

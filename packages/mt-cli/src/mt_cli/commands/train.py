@@ -11,7 +11,6 @@ import typer
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
 from mt_cli.requirements import need
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.paths import as_path
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
@@ -66,13 +65,8 @@ def train(
         ),
     ] = None,
     ckpt_convert_save: Annotated[
-        Path | None,
-        typer.Option(
-            parser=as_path,
-            metavar="PATH",
-            help="The local directory that it is written to.",
-            rich_help_panel=CONVERSION,
-        ),
+        str | None,
+        typer.Option(metavar="PATH", help="The local directory that it is written to.", rich_help_panel=CONVERSION),
     ] = None,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
@@ -118,7 +112,7 @@ def train(
 
 
 def convert_checkpoint(
-    loaded: LoadedConfig, directory: Path, saver: str | None, save_dir: Path | None, host: PluginHost
+    loaded: LoadedConfig, directory: Path, saver: str | None, save_dir: str | None, host: PluginHost
 ) -> None:
     """What `mt convert` does, for the checkpoint that the run would go on from, or else for checkpoint.load."""
     from mt_core.train.run_directory import RunDirectory, find_checkpoint

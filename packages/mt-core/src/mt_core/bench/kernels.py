@@ -6,11 +6,15 @@ which its bytes move at the copy bandwidth, or its products run at the rate of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from mt_core.bench.kernel_cases import CASES, SMALL, KernelCase, Sizes
 from mt_core.bench.machine import Machine
@@ -19,7 +23,8 @@ from mt_core.bench.timing import medians
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.nn.kernels.choice import refusals
-from mt_core.nn.kernels.request import KernelRequest
+from mt_core.nn.kernels.request import KernelName, KernelRequest
+from mt_core.parallel.context import Axis
 
 
 def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, compiled: bool) -> Iterator[Case]:
@@ -62,9 +67,51 @@ def functions_for(
     )
     refused = refusals(case.kernel, request)
     able = {i.name: i.function.load() for i in KERNELS[case.kernel] if i.name not in refused}
-    if compiled and case.forward is not None and case.kernel != "cross_entropy":
-        able["torch.compile"] = torch.compile(able["torch"])
+    if compiled:
+        able["torch.compile"] = compiled_for(case.kernel, able["torch"])
     return able, refused
+
+
+def compiled_for(kernel: KernelName, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile of torch's implementation; of a loss, whose own backward pass a compiler does not look into, of
+    the formula that one would write without it."""
+    if kernel == "adamw":
+        update = CompiledUpdate(torch.compile(reference().step))
+        return lambda: update
+    return torch.compile(PLAIN_LOSSES.get(kernel, reference))
+
+
+@dataclass(frozen=True)
+class CompiledUpdate:
+    """What `TorchAdamW` is to a training step, as one graph."""
+
+    step: Callable[..., None]
+
+
+def plain_cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
+    """[T, V], [T] -> [T] in fp32; axis and overwrite as in the kernel, of one process and without effect."""
+    return F.cross_entropy(logits.float(), columns, reduction="none")
+
+
+def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis) -> Tensor:
+    """All logits at once."""
+    return plain_cross_entropy(F.linear(hidden, weight), columns, axis)
+
+
+def plain_linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, columns: Tensor, loss_weights: Tensor, axis: Axis
+) -> tuple[Tensor, Tensor]:
+    losses = plain_linear_cross_entropy(hidden, weight, columns, axis)
+    return losses @ loss_weights, losses.detach()
+
+
+PLAIN_LOSSES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "cross_entropy": plain_cross_entropy,
+        "linear_cross_entropy": plain_linear_cross_entropy,
+        "linear_cross_entropy_sum": plain_linear_cross_entropy_sum,
+    }
+)
 
 
 def peak_megabytes(call: Callable[[], object]) -> float:

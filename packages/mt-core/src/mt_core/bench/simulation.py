@@ -41,7 +41,13 @@ def _layout(tensor: int, pipeline: int, batch: int, *others: str) -> tuple[str, 
 
 RUNS = (
     SimulatedRun("llama3-70b on 64", "llama3-70b", 64, _layout(8, 4, 128)),
-    SimulatedRun("llama3.1-405b on 1024", "llama3.1-405b", 1024, _layout(8, 16, 256)),
+    SimulatedRun(
+        "llama3.1-405b on 1024",
+        "llama3.1-405b",
+        1024,
+        # Without recomputation a rank would need 130 GiB. So 5 of each stage's 8 layers are recomputed.
+        _layout(8, 16, 256, "recompute.recompute_granularity=full", "recompute.recompute_num_layers=5"),
+    ),
     SimulatedRun(
         "deepseek-v3 on 2048",
         "deepseek-v3",
@@ -61,7 +67,7 @@ PIPELINES = (("70b", 4, 32), ("405b", 16, 64), ("deepseek-v3", 16, 128))
 
 
 def plan_cases(host: PluginHost) -> Iterator[Case]:
-    """What the fullest rank holds, and the estimated step."""
+    """What the fullest rank holds, whether that fits beside what libraries need, and the estimated step."""
     machine = get_machine("h100")
     for run in RUNS:
         with as_world(run.world):
@@ -71,6 +77,7 @@ def plan_cases(host: PluginHost) -> Iterator[Case]:
             "name": run.name,
             "settings": list(run.settings),
             "memory_gib": plan.memory_gib,
+            "fits": plan.memory_gib <= machine.usable_gib,
             "seconds": plan.seconds,
             "bubble": plan.bubble,
             "mfu": plan.utilization(machine),

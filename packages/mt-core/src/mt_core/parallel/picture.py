@@ -50,7 +50,8 @@ def draw_layout(sizes: AxisSizes, world_size: int) -> str:
             f'<rect x="{x}" y="{y}" width="{BOX_W - 4}" height="{BOX_H - 6}" rx="3" '
             f'fill="{COLOURS[at["tp"] % len(COLOURS)]}"><title>{_title(rank, at)}</title></rect>'
         )
-        lines.append(f'<text x="{x + BOX_W / 2 - 2}" y="{y + 22}" text-anchor="middle">{rank}</text>')
+        label = f"{rank} e{at['ep']}" if sizes.ep > 1 else str(rank)
+        lines.append(f'<text x="{x + BOX_W / 2 - 2}" y="{y + 22}" text-anchor="middle">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -77,5 +78,6 @@ def _legend(sizes: AxisSizes) -> list[str]:
         f'<text x="{GAP}" y="38">{rows} in a frame: part of every sequence (context parallel, {sizes.cp}); '
         "a frame: a stage of one copy of the model</text>"
     )
-    lines.append(f'<text x="{GAP}" y="56">frames of a column have the same weights and other samples</text>')
+    experts = "" if sizes.ep == 1 else f", but for experts; e: slice of these (expert parallel, {sizes.ep})"
+    lines.append(f'<text x="{GAP}" y="56">frames of a column have the same weights and other samples{experts}</text>')
     return lines

@@ -1,4 +1,7 @@
-"""GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi) and GPT-NeoX (parallel residual) in Hugging Face's format."""
+"""GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi) and GPT-NeoX (parallel residual) in Hugging Face's format.
+
+A GPT that is none of them and a Llama or a Qwen in all but name is written as that; it is read as that family.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_core.config.schema import ModelConfig
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same, Transpose
 from mt_models.gpt.config import GPTConfig
 from mt_models.gpt.hugging_face_config import CONFIG_MAPS
-from mt_models.hugging_face import HuggingFaceFamily, per_layer, require_value
+from mt_models.gpt.hugging_face_relatives import RELATIVES, Relative
+from mt_models.hugging_face import HuggingFaceFamily, per_layer
 
 KINDS = ("weight", "bias")
 OURS = "decoder.layers.{i}."
@@ -92,6 +97,8 @@ BUFFERS = {
 
 
 def name_map(config: GPTConfig) -> NameMap:
+    if (relative := relative_of(config)) is not None:
+        return relative.family.name_map(relative.translate(config))
     kind = model_type_of(config)
     names = NAMES[kind]
     block = names.stem + names.block
@@ -141,6 +148,8 @@ def _qkv_rule(config: GPTConfig, kind: str, part: str, theirs: str) -> Rule:
 
 
 def copies(config: GPTConfig) -> Mapping[str, str]:
+    if (relative := relative_of(config)) is not None:
+        return relative.family.copies(relative.translate(config))
     names = NAMES[model_type_of(config)]
     tied = not config.untie_embeddings_and_output_weights
     return {f"{names.output}.weight": f"{names.stem}{names.words}.weight"} if tied else {}
@@ -148,6 +157,8 @@ def copies(config: GPTConfig) -> Mapping[str, str]:
 
 def spelling(config: GPTConfig, name: str) -> str:
     """GPT-2's own files leave out `transformer.`; transformers 5 calls GPT-NeoX's output lm_head in memory."""
+    if (relative := relative_of(config)) is not None:
+        return relative.family.spelling(relative.translate(config), name)
     kind = model_type_of(config)
     if kind == "gpt_neox":
         return name.replace("lm_head.", "embed_out.")
@@ -155,56 +166,99 @@ def spelling(config: GPTConfig, name: str) -> str:
     return name if name.startswith((names.stem, names.output)) else names.stem + name
 
 
-# -- which of the four a configuration is -----------------------------------------------------------
+class GPTFamily(HuggingFaceFamily):
+    """Writes a GPT that is a relative's model in all but name as one."""
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        assert isinstance(config, GPTConfig)
+        relative = relative_of(config)
+        if relative is None:
+            return super().write_config(config)
+        return relative.family.write_config(relative.translate(config))
+
+
+# -- what a configuration is written as -------------------------------------------------------------
+
+
+Demands = Mapping[str, tuple[Any, ...]]
+"""Keys of [model] and the values that a format can express."""
 
 
 def model_type_of(config: GPTConfig) -> str:
-    """Raises ConfigError for a GPT that none of the four can express."""
-    kind = {"rope": "gpt_neox", "alibi": "bloom"}.get(config.position_embedding_type)
-    if kind is None:
-        kind = "gpt_bigcode" if config.num_query_groups == 1 else "gpt2"
-    for key, values in _COMMON.items() | _DEMANDS[kind].items():
-        require_value(config, key, values, kind)
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise ConfigError(
-            f"model.kv_channels={config.kv_channels} cannot be written as a Hugging Face {kind}; it can be "
-            f"{config.hidden_size // config.num_attention_heads}"
-        )
-    return kind
+    """Which of the four. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
+    demands = _demands(config)
+    found = _first_fit(config, demands)
+    if found is None:
+        raise _nothing_fits(config, demands)
+    return found
 
 
-_COMMON: Mapping[str, tuple[Any, ...]] = {
+def relative_of(config: GPTConfig) -> Relative | None:
+    """Which other family's format a GPT is written in, None: in one of the four.
+
+    Raises ConfigError, with the reasons, for a GPT that no format can express.
+    """
+    own, others = _demands(config), {kind: relative.demands for kind, relative in RELATIVES.items()}
+    if _first_fit(config, own) is not None:
+        return None
+    found = _first_fit(config, others)
+    if found is None:
+        raise _nothing_fits(config, {**own, **others})
+    return RELATIVES[found]
+
+
+def _demands(config: GPTConfig) -> dict[str, Demands]:
+    heads = config.num_attention_heads
+    head_sizes = (None,) if config.hidden_size % heads else (None, config.hidden_size // heads)
+    common: Demands = {**_COMMON, "kv_channels": head_sizes}
+    multi_head: Demands = {"num_query_groups": (None, heads)}
+    return {
+        "gpt2": {**_LEARNED, **common, **multi_head},
+        "gpt_bigcode": {**_LEARNED, **common, "num_query_groups": (1,)},
+        "bloom": {**_ALIBI, **common, **multi_head},
+        "gpt_neox": {**_ROTARY, **common, **multi_head},
+    }
+
+
+def _first_fit(config: GPTConfig, demands: Mapping[str, Demands]) -> str | None:
+    return next((kind for kind, wanted in demands.items() if _obstacle(config, wanted) is None), None)
+
+
+def _obstacle(config: GPTConfig, demands: Demands) -> str | None:
+    """The first key that keeps a configuration from a format, in words."""
+    for key, values in demands.items():
+        value = getattr(config, key)
+        if value not in values:
+            return f"model.{key}={value}; it can be {' or '.join(str(legal) for legal in values)}"
+    return None
+
+
+def _nothing_fits(config: GPTConfig, demands: Mapping[str, Demands]) -> ConfigError:
+    kinds: dict[str | None, list[str]] = {}
+    for kind, wanted in demands.items():
+        kinds.setdefault(_obstacle(config, wanted), []).append(kind)
+    tried = ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in kinds.items())
+    return ConfigError(f"this {config.family} cannot be written in Hugging Face's format; tried: {tried}")
+
+
+_COMMON: Demands = {
     "normalization": ("LayerNorm",),
     "qk_layernorm": (False,),
     "add_bias_linear": (True,),
     "moe": (None,),
 }
-_LEARNED: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute",),
-    "embedding_layernorm": (False,),
+_PLAIN: Demands = {"embedding_layernorm": (False,), "activation": ("gelu", "gelu_tanh", "relu", "silu")}
+_LEARNED: Demands = {"position_embedding_type": ("learned_absolute",), "parallel_residual": (False,), **_PLAIN}
+_ALIBI: Demands = {
+    "position_embedding_type": ("alibi",),
+    "embedding_layernorm": (True,),
     "parallel_residual": (False,),
-    "activation": ("gelu", "gelu_tanh", "relu", "silu"),
+    "activation": ("gelu_tanh",),
 }
-_DEMANDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "gpt2": {**_LEARNED, "num_query_groups": (None,)},
-    "gpt_bigcode": _LEARNED,
-    "bloom": {
-        "embedding_layernorm": (True,),
-        "parallel_residual": (False,),
-        "activation": ("gelu_tanh",),
-        "num_query_groups": (None,),
-    },
-    "gpt_neox": {
-        "embedding_layernorm": (False,),
-        "rotary_interleaved": (False,),
-        "activation": ("gelu", "gelu_tanh", "relu", "silu"),
-        "num_query_groups": (None,),
-    },
-}
-"""Keys of [model] and the values that the format can express."""
+_ROTARY: Demands = {"position_embedding_type": ("rope",), "rotary_interleaved": (False,), **_PLAIN}
 
 
-HUGGING_FACE = HuggingFaceFamily(
+HUGGING_FACE = GPTFamily(
     family="gpt",
     model_types=CONFIG_MAPS,
     name_map=name_map,

@@ -1,0 +1,81 @@
+"""A GPT that is a Llama or a Qwen in all but name, as a model of that family.
+
+The parameters have the same canonical names and shapes in both, so that the other family's map writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.gpt.config import GPTConfig
+from mt_models.hugging_face import HuggingFaceFamily
+from mt_models.llama.config import LlamaConfig
+from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
+from mt_models.qwen.config import QwenConfig
+from mt_models.qwen.hugging_face import HUGGING_FACE as QWEN
+
+
+@dataclass(frozen=True)
+class Relative:
+    """A family whose format can hold a GPT.
+
+    demands: keys of a GPT's [model] and the values that this takes. translate: from its [model] to the family's.
+    """
+
+    family: HuggingFaceFamily
+    demands: Mapping[str, tuple[Any, ...]]
+    translate: Callable[[GPTConfig], DecoderConfig]
+
+
+def as_llama(config: GPTConfig) -> LlamaConfig:
+    biased = config.add_bias_linear
+    return LlamaConfig(family="llama", attention_bias=biased, mlp_bias=biased, **_decoder_keys(config))
+
+
+def as_qwen(config: GPTConfig) -> QwenConfig:
+    return QwenConfig(
+        family="qwen", add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm, **_decoder_keys(config)
+    )
+
+
+SAME_KEYS = (
+    "vocab_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "norm_epsilon",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "init_method_std",
+    "use_scaled_init_method",
+    "rotary_base",
+)
+
+
+def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
+    return {**{key: getattr(config, key) for key in SAME_KEYS}, "ffn_hidden_size": config.ffn_size}
+
+
+_DECODER: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope",),
+    "normalization": ("RMSNorm",),
+    "activation": ("swiglu",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "embedding_layernorm": (False,),
+    "parallel_residual": (False,),
+    "hidden_dropout": (0.0,),
+    "moe": (None,),
+}
+_QWEN: Mapping[str, tuple[Any, ...]] = {**_DECODER, "add_bias_linear": (False,)}
+RELATIVES: Mapping[str, Relative] = {
+    "llama": Relative(LLAMA, {**_DECODER, "add_qkv_bias": (False,), "qk_layernorm": (False,)}, as_llama),
+    "qwen2": Relative(QWEN, {**_QWEN, "add_qkv_bias": (True,), "qk_layernorm": (False,)}, as_qwen),
+    "qwen3": Relative(QWEN, {**_QWEN, "add_qkv_bias": (False,), "qk_layernorm": (True,)}, as_qwen),
+}
+"""`model_type` -> what a GPT has to be for it."""
