@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def request(device: str) -> AttentionRequest:
 
 
 def test_backends_that_cannot_say_why(monkeypatch) -> None:
-    monkeypatch.setattr(flash, "find_spec", lambda name: object())
+    monkeypatch.setattr(flash, "find_spec", lambda name: SimpleNamespace(origin="somewhere"))
     assert supports_eager(request("cuda")) is True
     assert flex.supports_flex(request("cuda")) is True
     for answer in (
