@@ -213,11 +213,11 @@ def test_a_pattern_has_a_multiple_of_the_pipeline_stages(host) -> None:
                 check_hybrid(divided)
 
 
-def test_stages_are_said_once(host) -> None:
+def test_stages_are_said_once(host, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    twice = ("parallel.pipeline_model_parallel_size=2", 'parallel.pipeline_model_parallel_layout="Ett|ttL"')
     with pytest.raises(ConfigError, match="both divide the layers into stages; remove the second, or the | of"):
-        configure(
-            host, 'parallel.pipeline_model_parallel_layout="Ett|ttL"', **{**OURS, "hybrid_layer_pattern": "M-|*-"}
-        )
+        configure(host, *twice, **{**OURS, "hybrid_layer_pattern": "M-|*-"})
 
 
 # -- shapes and maps ---------------------------------------------------------------------------------
