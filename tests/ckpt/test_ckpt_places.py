@@ -127,9 +127,8 @@ def test_two_ranks_and_an_object_store(tmp_path: Path, reference) -> None:
     run_ranks(2, share, tmp_path / "run", store, layout)
     reader = open_checkpoint(find_checkpoint(store))
     assert {shard.split("-")[2] for shard in reader.manifest.shards} == {"00000", "00001"}
-    moment = reader.manifest.tensors["optimizer.exp_avg.embedding.word_embeddings.weight"]
     sizes = {shard: stored.num_bytes for shard, stored in reader.manifest.shards.items()}
-    assert len(moment.pieces) >= 1
+    assert any(len(tensor.pieces) > 1 for name, tensor in reader.manifest.tensors.items() if "exp_avg" in name)
     assert max(sizes.values()) < 0.7 * sum(sizes.values())
     resumed = train(tmp_path / "run", f"checkpoint.save={store}", ACCEPTED)
     for name, weight in weights(resumed).items():

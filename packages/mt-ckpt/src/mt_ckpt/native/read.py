@@ -49,13 +49,17 @@ class NativeReader:
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
 
+    @cached_property
+    def _dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: ELEMENT_TYPES[tensor.dtype].torch_dtype() for name, tensor in self.manifest.tensors.items()}
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor, in the order in which they were saved."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The element type of every tensor."""
-        return {name: ELEMENT_TYPES[tensor.dtype].torch_dtype() for name, tensor in self.manifest.tensors.items()}
+        return self._dtypes
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""

@@ -78,13 +78,16 @@ class ShardedSave:
         try:
             report = self._write_shards(path, place, rank, num_ranks, fragments)
         except CheckpointError as error:
-            with writing(path):
-                place.report(rank, Report(error=str(error)).model_dump_json().encode())
+            self._tell(path, place, rank, Report(error=str(error)))
             raise
-        if rank > 0:
+        self._tell(path, place, rank, report)
+        return report
+
+    @staticmethod
+    def _tell(path: Path, place: places.StagedPlace | places.RemotePlace, rank: int, report: Report) -> None:
+        if rank > 0:  # the first rank is the one that is told
             with writing(path):
                 place.report(rank, report.model_dump_json().encode())
-        return report
 
     def _write_shards(
         self,

@@ -128,11 +128,13 @@ class ParameterLayout:
 
     def _runs(self, dim: int, ctx: ParallelContext) -> list[_Run]:
         """Neighbours of the canonical tensor that are neighbours in the local one, along one dimension."""
+        cuts = [split for split in self.splits if split.dim == dim and ctx.axis(split.axis).size > 1]
+        if not cuts:  # as most are: the tensor itself, then padding
+            return [_Run(0, 0, self.shape[dim])] if self.shape[dim] else []
         places = torch.arange(self.padded.get(dim, self.shape[dim]))
-        for split in self.splits:
-            if split.dim == dim:
-                axis = ctx.axis(split.axis)
-                places = replace(split, dim=0).cut(places, axis.size)[axis.rank]
+        for split in cuts:
+            axis = ctx.axis(split.axis)
+            places = replace(split, dim=0).cut(places, axis.size)[axis.rank]
         local = (places < self.shape[dim]).nonzero().flatten()
         places = places[local]
         breaks = ((places.diff() != 1) | (local.diff() != 1)).nonzero().flatten() + 1

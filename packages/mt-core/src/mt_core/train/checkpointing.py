@@ -26,7 +26,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointLoaderSpec, CheckpointReader, Fragment
 from mt_core.train import random_streams
-from mt_core.train.fragments import Held, fill, whole_fragment
+from mt_core.train.fragments import Held, fill, given, whole_fragment
 from mt_core.train.state import TrainState
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -77,13 +77,13 @@ class Checkpointed:
                 if not isinstance(value, Tensor) or value.shape != piece.shape:
                     yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
                 else:
-                    state = self._state(key, name, layouts[name], value.dtype, partial(_given, value))
+                    state = self._state(key, name, layouts[name], value.dtype, partial(given, value))
                     yield from state.fragments(self.ctx)
         yield from random_streams.fragments(self.ctx)
 
     def _weight(self, name: str, layout: ParameterLayout, dtype: torch.dtype) -> Held:
         boxes, weight = self.weights.held_weight(name)
-        return Held(MODEL + name, layout, dtype, boxes, partial(_given, weight))
+        return Held(MODEL + name, layout, dtype, boxes, partial(given, weight))
 
     def _state(
         self, key: str, name: str, layout: ParameterLayout, dtype: torch.dtype, part: Callable[[], Tensor]
@@ -138,7 +138,7 @@ class Checkpointed:
         dtype = reader.dtypes()[f"{OPTIMIZER}{key}.{name}"]
         # In order, as the weight is: fused optimizers go through both by the same offsets.
         part = torch.zeros(piece.shape, dtype=dtype, device=piece.device)
-        fill(self._state(key, name, layout, dtype, partial(_given, part)), reader, self.ctx)
+        fill(self._state(key, name, layout, dtype, partial(given, part)), reader, self.ctx)
         return part
 
     def _main(self, piece: nn.Parameter) -> Tensor:
@@ -173,10 +173,6 @@ class Checkpointed:
             is_like_weight = bool(shape) and tuple(shape) == layout.shape
             state = self._read_state(reader, key, name, layout, piece) if is_like_weight else reader.read(full_name)
             self.optimizer.state[piece][key] = state
-
-
-def _given(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def shapes_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, tuple[int, ...]]:

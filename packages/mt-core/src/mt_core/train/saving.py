@@ -27,7 +27,7 @@ from mt_core.nn.boxes import Box
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
-from mt_core.train.fragments import whole_fragment
+from mt_core.train.fragments import given, whole_fragment
 from mt_core.train.run_directory import RunDirectory
 from mt_core.train.write_plan import WritePlan, collect
 
@@ -275,15 +275,11 @@ class HostCopies:
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[fragment.name, fragment.box] = copy.copy_(tensor, non_blocking=True)
-            copied.append(replace(fragment, tensor=partial(_given, copy)))
+            copied.append(replace(fragment, tensor=partial(given, copy)))
             on_gpu = on_gpu or tensor.is_cuda
         if on_gpu:
             torch.cuda.synchronize()
         return copied
-
-
-def _given(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def build_checkpoint_writer(

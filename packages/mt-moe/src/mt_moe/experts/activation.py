@@ -75,7 +75,7 @@ class _Scratch:
 
     def __init__(self, inner: Tensor, weights: Tensor) -> None:
         width = inner.shape[1] // 2
-        size = min(len(inner), _tile_rows(width))
+        size = min(len(inner), _tile_rows(inner, width))
         dtype = torch.promote_types(inner.dtype, weights.dtype)
         self.tiles = [inner.new_empty(size, width, dtype=dtype) for _ in range(4)]
         self.one = self.tiles[0].new_ones(())
@@ -99,11 +99,14 @@ class _Scratch:
 
 def _tiles(x: Tensor) -> Iterator[slice]:
     """Runs of rows of x [R, F]."""
-    size = _tile_rows(x.shape[1])
+    size = _tile_rows(x, x.shape[1])
     return (slice(first, first + size) for first in range(0, len(x), size))
 
 
-def _tile_rows(width: int) -> int:
+def _tile_rows(x: Tensor, width: int) -> int:
+    """How many of the rows of x [R, ...] are a tile: all of them where nothing is computed."""
+    if x.is_meta:
+        return max(1, len(x))
     return max(1, TILE_ELEMENTS * torch.get_num_threads() // max(1, width))
 
 
