@@ -6,14 +6,18 @@ divided along S: a column-parallel layer gathers its input, a row-parallel one s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes, zeros
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
 from mt_core.parallel.collectives import (
     all_gather,
     merge_pieces,
@@ -97,8 +101,8 @@ class RowParallelLinear(LinearModule):
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
     """x W^T for this rank's columns of W, summed over tp, then b."""
     if ctx.tp.size == 1:
-        return F.linear(x, weight, bias)
-    out = leave_tensor_parallel(F.linear(x, weight), ctx)
+        return linear(x, weight, bias)
+    out = leave_tensor_parallel(linear(x, weight, None), ctx)
     return out if bias is None else out + bias
 
 
@@ -112,8 +116,34 @@ def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
     """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed."""
     if ctx.tp.size == 1:
+        return linear(x, weight, bias)
+    return _ColumnParallelLinear.apply(x, weight, bias, main_gradient_of(weight), ctx.tp, ctx.sequence_parallel)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b on one rank: x [..., in], W [out, in]. The gradient of W goes to its main gradient if it has one."""
+    main = main_gradient_of(weight)
+    if main is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return _ColumnParallelLinear.apply(x, weight, bias, ctx.tp, ctx.sequence_parallel)
+    return _MainGradientLinear.apply(x, weight, bias, main)
+
+
+class _MainGradientLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGradient) -> Tensor:
+        ctx.main, ctx.has_bias = main, bias is not None
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wanted = _wanted(ctx)
+        dx = grad @ weight if wanted.x else None
+        dweight = _weight_gradient(grad, x, ctx.main) if wanted.weight else None
+        dbias = _bias_gradient(grad) if wanted.bias else None
+        return dx, dweight, dbias, None
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -121,38 +151,80 @@ class _ColumnParallelLinear(torch.autograd.Function):
     scattered along S; the communication of dx runs while dW = dy^T x is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, divided: bool) -> Tensor:
-        ctx.axis, ctx.divided, ctx.has_bias = axis, divided, bias is not None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        main: MainGradient | None,
+        axis: Axis,
+        divided: bool,
+    ) -> Tensor:
+        ctx.main, ctx.axis, ctx.divided, ctx.has_bias = main, axis, divided, bias is not None
         ctx.save_for_backward(x, weight)  # of a divided sequence only this rank's piece is kept
         whole = all_gather(x, SEQUENCE_DIM, axis) if divided else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
-        (grad,) = grads
-        gathered, gathering = _start_gather(x, axis) if ctx.divided else (None, None)
-        dx = grad @ weight
+        wanted = _wanted(ctx)
+        dx = dweight = gathered = gathering = reducing = None
+        if ctx.divided and wanted.weight:
+            gathered, gathering = _start_gather(x, axis)
+        if wanted.x:
+            dx, reducing = _start_sum(grad @ weight, axis, ctx.divided)
         if gathering is not None and gathered is not None:
             gathering.wait()
             x = merge_pieces(gathered, SEQUENCE_DIM)
-        if ctx.divided:
-            pieces = split_pieces(dx, SEQUENCE_DIM, axis.size)
-            dx = pieces.new_empty(pieces.shape[1:])
-            reducing = dist.reduce_scatter_tensor(dx, pieces.flatten(0, 1), group=axis.group, async_op=True)
-        else:
-            dx = dx.contiguous()
-            reducing = dist.all_reduce(dx, group=axis.group, async_op=True)
-        rows = grad.flatten(0, -2)
-        dweight = rows.T @ x.flatten(0, -2)
-        dbias = rows.sum(0) if ctx.has_bias else None
-        assert reducing is not None
-        reducing.wait()
-        return dx, dweight, dbias, None, None
+        if wanted.weight:
+            dweight = _weight_gradient(grad, x, ctx.main)
+        dbias = _bias_gradient(grad) if wanted.bias else None
+        if reducing is not None:
+            reducing.wait()
+        return dx, dweight, dbias, None, None, None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which gradients this backward pass is for; a split one asks for some first and for others later."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+def _wanted(ctx: Any) -> _Wanted:
+    flags = gradients_wanted(ctx, 3 if ctx.has_bias else 2)
+    return _Wanted(flags[0], flags[1], ctx.has_bias and flags[2])
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None) -> Tensor | None:
+    """dy^T x [out, in], or None after it was added to the main gradient."""
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+    if main is None:
+        return rows.T @ inputs
+    main.add_product(rows, inputs)
+    return None
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.flatten(0, -2).sum(0)
 
 
 def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
     """The pieces of all ranks [tp, B, S / tp, H], on their way while dx is computed."""
     pieces = new_pieces(x, axis)
     return pieces, dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)
+
+
+def _start_sum(dx: Tensor, axis: Axis, divided: bool) -> tuple[Tensor, dist.Work | None]:
+    """The gradient of x summed over the ranks, of a divided sequence this rank's piece, on its way."""
+    if not divided:
+        dx = dx.contiguous()
+        return dx, dist.all_reduce(dx, group=axis.group, async_op=True)
+    pieces = split_pieces(dx, SEQUENCE_DIM, axis.size)
+    own = pieces.new_empty(pieces.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=axis.group, async_op=True)

@@ -91,6 +91,10 @@ class Bucket:
 
     # -- gradients ------------------------------------------------------------------------------
 
+    def gradient(self, slot: Slot) -> Tensor:
+        """A parameter's part of the gradients, in its shape."""
+        return self.gradients[slot.start : slot.stop].view_as(slot.parameter)
+
     def start_reduce(self) -> None:
         """Begin to sum the gradients over the replica axes. Collective, once a step."""
         assert not self._reduced

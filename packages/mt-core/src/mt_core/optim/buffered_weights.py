@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.boxes import Box, boxes_of_run
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.nn.main_gradients import call_after_gradient, give_main_gradient
 from mt_core.nn.stage import NumberedLayers
 from mt_core.optim.buckets import Bucket, ReplicaAxes, Slot
 from mt_core.optim.gradients import SHARDS
@@ -67,9 +68,15 @@ class BufferedWeights(WholeWeights):
         self._waiting: dict[int, int] = {}
         self._outside: list[Bucket] = []
         """Buckets with weights outside of layers, where updated weights are collected late."""
-        for number, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._accumulate(number, slot))
+        self._hooked = [
+            call_after_gradient(slot.parameter, self._accumulate(number, slot))
+            for number, bucket in enumerate(self.buckets)
+            for slot in bucket.slots
+        ]
+        if options.accumulate_in_fp32:
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    give_main_gradient(slot.parameter, bucket.gradient(slot))
         if options.overlap_gather:
             self._wait_before_layers()
 
@@ -85,7 +92,7 @@ class BufferedWeights(WholeWeights):
             for slot in bucket.slots:
                 if bucket.gradients.dtype == bucket.weights.dtype:
                     # The backward pass adds to what it finds here.
-                    slot.parameter.grad = bucket.gradients[slot.start : slot.stop].view_as(slot.parameter)
+                    slot.parameter.grad = bucket.gradient(slot)
 
     def expect(self, passes: int) -> None:
         """The step will have so many backward passes; after the last one through a bucket, it is reduced."""
@@ -134,10 +141,10 @@ class BufferedWeights(WholeWeights):
 
     # -- hooks ----------------------------------------------------------------------------------
 
-    def _accumulate(self, number: int, slot: Slot) -> Callable[[Tensor], None]:
+    def _accumulate(self, number: int, slot: Slot) -> Callable[[], None]:
         bucket = self.buckets[number]
 
-        def accumulate(_: Tensor) -> None:
+        def accumulate() -> None:
             self._collect(bucket, slot)
             if not self.options.overlap_reduce or not self._passes:
                 return
@@ -152,12 +159,11 @@ class BufferedWeights(WholeWeights):
     @staticmethod
     def _collect(bucket: Bucket, slot: Slot) -> None:
         """A gradient of another number format, or one that autograd put elsewhere, is added to the bucket."""
-        grad = slot.parameter.grad
-        target = bucket.gradients[slot.start : slot.stop]
+        grad, target = slot.parameter.grad, bucket.gradient(slot)
         if grad is None or grad.data_ptr() == target.data_ptr():
             return
-        target.view_as(grad).add_(grad)
-        slot.parameter.grad = target.view_as(grad) if grad.dtype == target.dtype else None
+        target.add_(grad)
+        slot.parameter.grad = target if grad.dtype == target.dtype else None
 
     def _wait_before_layers(self) -> None:
         """Numbered layers wait for their own buckets when they are called; `expect` waits for the rest, which is

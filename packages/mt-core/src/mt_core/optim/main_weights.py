@@ -1,7 +1,8 @@
 """What the optimizer works on: the model's own weights in fp32, or fp32 copies of 16-bit ones.
 
-With 16-bit weights each gradient is added to an fp32 buffer as soon as the backward pass has made it, so
-that accumulating over micro-batches loses nothing.
+With 16-bit weights gradients are added up in fp32, so that accumulating over micro-batches loses nothing: linear
+layers add the products themselves (`mt_core.nn.main_gradients`), and what else the backward pass makes is added as soon
+as it is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from mt_core._torch_compat import zero_all_
 from mt_core.nn.boxes import Box
+from mt_core.nn.main_gradients import give_main_gradient
 
 
 class MainWeights(Protocol):
@@ -121,6 +123,7 @@ class CopiedWeights(WholeWeights):
         for name, parameter in trained_parameters(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
+            give_main_gradient(parameter, copy.grad)
             parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -155,9 +158,9 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:
     def accumulate(parameter: Tensor) -> None:
         assert copy.grad is not None
-        assert parameter.grad is not None
-        copy.grad.add_(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:
+            copy.grad.add_(parameter.grad)
+            parameter.grad = None
 
     return accumulate
 
