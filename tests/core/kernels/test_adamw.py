@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from tests.core.kernels.interpreter import implementation, run_interpreted
@@ -16,7 +14,6 @@ from mt_core.nn.kernels.reference.adamw import (
     AdamWOptions,
     AdamWTensors,
     TorchAdamW,
-    clip_scale,
     hash32,
     join_halves,
     round_moment,
@@ -231,13 +228,6 @@ def test_second_moment_in_bf16_does_not_stand_still() -> None:
     for _ in range(200):
         TorchAdamW().step(tensors, options, torch.tensor(1.0))
     assert tensors.moments2[0].float().mean().item() == pytest.approx(0.999**200, rel=5e-3)
-
-
-def test_clipping() -> None:
-    assert clip_scale(torch.tensor(4.0), 1.0).item() == pytest.approx(0.25, rel=1e-5)
-    assert clip_scale(torch.tensor(0.5), 1.0).item() == 1.0
-    assert math.isnan(clip_scale(torch.tensor(float("inf")), 1.0).item())
-    assert math.isnan(clip_scale(torch.tensor(float("nan")), 1.0).item())
 
 
 # -- the optimizer ---------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def scale_all_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply each tensor in place, in as few kernels as the device allows."""
+def scale_all_(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply each tensor in place, in as few kernels as the device allows. factor: a number, or [] on the device."""
     torch._foreach_mul_(tensors, factor)
 
 

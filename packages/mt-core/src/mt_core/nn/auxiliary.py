@@ -51,8 +51,13 @@ class AuxiliaryLoss(nn.Module):
 
     def take(self) -> float:
         """Sum over the micro-batches since the last call."""
-        total, self._total = self._total, None
+        total = self.take_on_device()
         return 0.0 if total is None else float(total)
+
+    def take_on_device(self) -> Tensor | None:
+        """The same, [] in fp32, for which the host need not wait. None when there was no micro-batch."""
+        total, self._total = self._total, None
+        return total
 
 
 @runtime_checkable

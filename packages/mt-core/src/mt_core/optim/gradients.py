@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mt_core._torch_compat import norms
 from mt_core.nn.layout import ParameterLayout
+from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
 from mt_core.parallel.data import sum_gradients, sum_over
 from mt_core.parallel.stage_copies import StageCopies
@@ -52,14 +53,18 @@ class GradientSums:
             if shared in gradients:
                 sum_gradients([gradients[shared]], holders)
 
-    def norm(self, named: Named) -> float:
-        """The 2-norm of the whole model's gradient; the same number on every rank."""
+    def norm(self, named: Named) -> Tensor:
+        """[] on the device: the 2-norm of the whole model's gradient; the same number on every rank.
+
+        fp64, or in one process the format of the gradients. Nothing waits for the device.
+        """
         if self.ctx.world.size == 1:
-            return float(torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None]))
+            return torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+        squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
-        squares = float(torch.stack(norms(own)).double().square().sum()) if own else 0.0  # one wait for the device
-        (total,) = sum_over([squares], self.ctx.world, self.ctx.device)
-        return float(total**0.5)
+        if own:
+            squares += torch.stack(norms(own)).double().square().sum()
+        return all_reduce(squares, self.ctx.world).sqrt()
 
     def zeros(self, named: Named) -> int:
         """How many elements of the whole model's gradient are 0, padding left out."""

@@ -52,11 +52,15 @@ class FunctionalOptimizer:
 
 
 class AdamW(FunctionalOptimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), in one fused kernel a group."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), in one fused kernel a group.
+
+    found_inf: [] fp32 on the device, 1 for steps that change nothing; None for none.
+    """
 
     def __init__(self, groups: list[ParamGroup], lr: float, beta1: float, beta2: float, eps: float) -> None:
         super().__init__(groups, lr)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.found_inf: Tensor | None = None
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
         states = [self._state(parameter) for parameter in parameters]
@@ -75,6 +79,7 @@ class AdamW(FunctionalOptimizer):
             weight_decay=group["weight_decay"],
             eps=self.eps,
             maximize=False,
+            found_inf=self.found_inf,
         )
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:

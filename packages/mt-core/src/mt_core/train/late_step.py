@@ -1,8 +1,8 @@
 """An optimizer step that never waits for the device: loss and norm are read while the next step runs.
 
-The number of counted tokens is known on the host. Norm, clipping and whether the step is left out (loss or norm not
-finite) are decided on the device, by the scale that the optimizer multiplies gradients with. Loss and norm start
-their way to pinned memory at the end of the step.
+Numbers stay on the device, as [] tensors in fp64: they are summed over ranks there, and clipping and whether the step
+is left out (loss or norm not finite) are decided there, by what the optimizer multiplies gradients with. The numbers
+start their way to pinned memory at the end of the step.
 """
 
 from __future__ import annotations
@@ -10,35 +10,70 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core._torch_compat import scale_all_
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
-from mt_core.nn.auxiliary import UpdatesItself, auxiliary_losses
-from mt_core.nn.kernels.reference.adamw import clip_scale
+from mt_core.nn.auxiliary import AuxiliaryLoss, UpdatesItself, auxiliary_losses
+from mt_core.optim.gradients import GradientSums
 from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import Optimizer
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.train.step import Batch, MicroBatches, ScalesGradients, StepOutcome, masked_sum, set_learning_rate
+
+
+@runtime_checkable
+class LeavesStepsOut(Protocol):
+    """An optimizer whose `step` changes nothing where found_inf, [] fp32 on the device, is 1."""
+
+    found_inf: Tensor | None
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Numbers on their way to the host. arrived: recorded behind them; None on CPU."""
+
+    values: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, values: Tensor) -> Fetched:
+        """values: [n], on any device"""
+        if values.device.type == "cpu":
+            return cls(values, None)
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(pinned, arrived)
+
+    def result(self) -> list[float]:
+        """Waits for them, not for what was launched after them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return list(self.values.tolist())
 
 
 @dataclass(frozen=True)
 class PendingOutcome:
-    """values: loss and norm, on their way to the host. arrived: recorded behind them; None on CPU."""
+    """numbers: loss, norm, tokens, and an auxiliary loss for each name."""
 
-    values: Tensor
-    arrived: torch.cuda.Event | None
-    tokens: float
+    numbers: Fetched
+    auxiliary: Sequence[str]
 
     def result(self) -> StepOutcome:
         """Waits for this step, not for those launched after it."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        loss, norm = self.values.tolist()
-        return StepOutcome(loss, norm, self.tokens, updated=math.isfinite(loss) and math.isfinite(norm))
+        loss, norm, tokens, *own = self.numbers.result()
+        updated = math.isfinite(loss) and math.isfinite(norm)
+        return StepOutcome(loss, norm, tokens, updated, auxiliary=dict(zip(self.auxiliary, own, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -54,42 +89,133 @@ class TakenStep:
 
 
 class LateStep:
-    """Of one process that has the whole model. The optimizer changes nothing when its scale is not finite."""
+    """What OptimizerStep does without loss scaling, with the same numbers. The optimizer changes nothing in a step that
+    is left out; modules that update themselves do, and the run ends there. Making it is collective over stages."""
 
     def __init__(
-        self, weights: MainWeights, optimizer: Optimizer, micro_batches: MicroBatches, clip_grad: float
+        self,
+        model: nn.Module,
+        weights: MainWeights,
+        optimizer: Optimizer,
+        micro_batches: MicroBatches,
+        clip_grad: float,
+        sums: GradientSums,
     ) -> None:
         self.weights, self.optimizer, self.micro_batches, self.clip_grad = weights, optimizer, micro_batches, clip_grad
+        self.sums, self.ctx = sums, sums.ctx
+        self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
+        self.updated_after = [module for module in model.modules() if isinstance(module, UpdatesItself)]
 
-    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, tokens: float) -> PendingOutcome:
-        """tokens: unmasked ones of all micro-batches."""
-
-        def share(losses: Tensor, batch: Batch) -> Tensor:
-            return masked_sum(losses, batch["loss_mask"]) / max(tokens, 1.0)
-
+    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counted: float) -> PendingOutcome:
+        """counted: unmasked tokens of this data-parallel rank's micro-batches, of whole sequences."""
+        tokens = self._tokens(counted)
         self.weights.zero_grad()
         self.weights.expect(len(micro_batches))
-        loss = self.micro_batches.forward_backward(micro_batches, share)
+        self.auxiliary.begin(len(micro_batches))
+        loss = self._over_ranks(self.micro_batches.forward_backward(micro_batches, partial(_share, tokens)))
         self.weights.reduce()
-        gradients = [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        scale = clip_scale(norm, self.clip_grad or math.inf)
-        assert isinstance(self.optimizer, ScalesGradients)
-        self.optimizer.gradient_scale = torch.where(torch.isfinite(loss), scale, math.nan)
+        self.sums.complete(self.weights.named_parameters())
+        norm = self.sums.norm(self.weights.named_parameters()).double()
+        self._scale_gradients(_scale(loss, norm, self.clip_grad))
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.weights.publish()
-        return _fetch(torch.stack((loss.to(norm.device), norm.to(loss.dtype))), tokens)
+        for module in self.updated_after:
+            module.after_step()
+        told = torch.stack([loss, norm, _on_device(tokens, self.ctx), *self.auxiliary.take(len(micro_batches))])
+        return PendingOutcome(Fetched.start(told), self.auxiliary.names)
+
+    def _tokens(self, counted: float) -> float | Tensor:
+        """Over all data-parallel ranks; on the host where that needs no other rank."""
+        return counted if self.ctx.dp.size == 1 else all_reduce(_on_device(counted, self.ctx), self.ctx.dp)
+
+    def _over_ranks(self, loss: Tensor) -> Tensor:
+        return _sum(_sum(_on_device(loss, self.ctx), self.ctx.dp_cp), self.ctx.pp)
+
+    def _scale_gradients(self, scale: Tensor) -> None:
+        """scale: [] fp32, not a number if the step is to be left out"""
+        if isinstance(self.optimizer, ScalesGradients):
+            self.optimizer.gradient_scale = scale
+            return
+        assert isinstance(self.optimizer, LeavesStepsOut)
+        scale_all_([p.grad for _, p in self.weights.named_parameters() if p.grad is not None], scale)
+        self.optimizer.found_inf = scale.isnan().float()
 
 
-def _fetch(values: Tensor, tokens: float) -> PendingOutcome:
-    if values.device.type == "cpu":
-        return PendingOutcome(values, None, tokens)
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return PendingOutcome(pinned, arrived, tokens)
+class AuxiliaryMeans:
+    """Losses that layers add, of all pipeline stages: means over the micro-batches of all data-parallel ranks.
+
+    Making it is collective over the stages, which tell each other the names of their losses.
+    """
+
+    def __init__(self, own: Sequence[AuxiliaryLoss], ctx: ParallelContext) -> None:
+        self.own, self.ctx = {loss.name: loss for loss in own}, ctx
+        self.names = _names_on_all_stages(list(self.own), ctx.pp)
+
+    def begin(self, passes: int) -> None:
+        """passes: micro-batches of the step"""
+        for auxiliary in self.own.values():
+            auxiliary.scale = 1.0 / (passes * self.ctx.dp.size)
+
+    def take(self, passes: int) -> list[Tensor]:
+        """[] fp64 for each name"""
+        if not self.names:
+            return []
+        totals = {name: loss.take_on_device() for name, loss in self.own.items()}
+        own = [totals.get(name) for name in self.names]
+        means = torch.stack([_on_device(0.0 if total is None else total, self.ctx) for total in own]) / passes
+        return list(_sum(_sum(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
+
+
+def _names_on_all_stages(own: list[str], pp: Axis) -> list[str]:
+    """In the order of the stages. No two of them have a loss of one name."""
+    if pp.size == 1:
+        return own
+    everyone: list[list[str] | None] = [None] * pp.size
+    dist.all_gather_object(everyone, own, group=pp.group)
+    return [name for held in everyone for name in held or []]
+
+
+def _share(tokens: float | Tensor, losses: Tensor, batch: Batch) -> Tensor:
+    """A batch without a counted token has loss 0 and gradient 0, not 0/0."""
+    whole = masked_sum(losses, batch["loss_mask"])
+    return whole / (max(tokens, 1.0) if isinstance(tokens, float) else tokens.clamp(min=1.0).to(whole.dtype))
+
+
+def _scale(loss: Tensor, norm: Tensor, limit: float) -> Tensor:
+    """[] fp32: what gradients are multiplied by so that their norm is at most `limit` (0: no limit); not a number if
+    the loss or the norm is not finite. To the bit what `clip_factor` has on the host."""
+    scale = torch.ones_like(norm)
+    if limit > 0.0:
+        scale = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(loss) & torch.isfinite(norm), scale, math.nan).float()
+
+
+def _on_device(number: float | Tensor, ctx: ParallelContext) -> Tensor:
+    """[] fp64, in new memory. A number on the host travels as an argument of a kernel, which is not waited for."""
+    return torch.zeros((), dtype=torch.float64, device=ctx.device) + number
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return x if axis.size == 1 else all_reduce(x, axis)
+
+
+class AgreedLate:
+    """Whether a flag is set on any rank of an axis: each call says it of the call before, at the first it is not set.
+
+    Collective, and without waiting for what the device was given since the call before.
+    """
+
+    def __init__(self, ctx: ParallelContext, axis: Axis) -> None:
+        self.ctx, self.axis = ctx, axis
+        self._before: Fetched | None = None
+
+    def __call__(self, flag: bool) -> bool:
+        if self.axis.size == 1:
+            return flag
+        before, total = self._before, all_reduce(_on_device(float(flag), self.ctx), self.axis)
+        self._before = Fetched.start(total.view(1))
+        return before is not None and before.result()[0] > 0
 
 
 def counted_tokens(rank_batch: RankBatch) -> float:
@@ -97,32 +223,28 @@ def counted_tokens(rank_batch: RankBatch) -> float:
     return float(sum(arrays["loss_mask"].sum() for arrays in rank_batch.micro_batches))
 
 
-def tells_late(config: Config, ctx: ParallelContext, model: nn.Module, optimizer: Optimizer) -> bool:
+def tells_late(config: Config, ctx: ParallelContext, optimizer: Optimizer) -> bool:
     """Whether train.late_metrics takes effect. Raises ConfigError when it is `always` and something needs the numbers
     of a step before the next one."""
     wanted = config.train.late_metrics
     if wanted == "never" or (wanted == "auto" and ctx.device.type != "cuda"):
         return False
-    reason = _needs_numbers_at_once(config, ctx, model, optimizer)
+    reason = _needs_numbers_at_once(config, optimizer)
     if reason is not None and wanted == "always":
         raise ConfigError(f"train.late_metrics=always cannot be: {reason}; set it to auto or never")
     return reason is None
 
 
-def _needs_numbers_at_once(config: Config, ctx: ParallelContext, model: nn.Module, optimizer: Optimizer) -> str | None:
-    if ctx.world.size > 1:
-        return f"{ctx.world.size} processes sum their losses on the host"
+def _needs_numbers_at_once(config: Config, optimizer: Optimizer) -> str | None:
     if config.precision.dtype == "fp16":
         return "precision.dtype=fp16 chooses the next loss scale by the norm"
     if config.logging.log_num_zeros_in_grad:
         return "logging.log_num_zeros_in_grad=true counts on the host"
-    if next(iter(auxiliary_losses(model)), None) is not None:
-        return "the model's layers have losses of their own, which are read on the host"
-    if any(isinstance(module, UpdatesItself) for module in model.modules()):
-        return "the model's layers update themselves after a step"
-    if not isinstance(optimizer, ScalesGradients):
+    if config.logging.trace_schedule is not None:
+        return f"logging.trace_schedule={config.logging.trace_schedule} times one step from its start to its end"
+    if not isinstance(optimizer, ScalesGradients | LeavesStepsOut):
         return (
-            f"optimizer.optimizer={config.optimizer.optimizer} does not scale gradients by a number on the device "
-            "(adam does with kernels.adamw=triton, or exp_avg_dtype=bf16, or main_weights=remainders)"
+            f"optimizer.optimizer={config.optimizer.optimizer} has no way to leave a step out on the device "
+            "(adam has one)"
         )
     return None

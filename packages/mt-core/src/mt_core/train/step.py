@@ -172,7 +172,7 @@ class OptimizerStep:
         if self.on_gradients is not None:
             self.on_gradients()
         scale = self.scaler.scale
-        norm = self.sums.norm(self.weights.named_parameters()) / scale
+        norm = float(self.sums.norm(self.weights.named_parameters())) / scale
         zeros = self.sums.zeros(self.weights.named_parameters()) if self.count_zeros else None
         auxiliary = self._auxiliary_losses(passes)
         overflowed = not math.isfinite(norm) or not math.isfinite(loss)

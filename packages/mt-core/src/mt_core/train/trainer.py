@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ from mt_core.train.checkpointing import (
 from mt_core.train.cuda_graphs.rules import graph_blocks
 from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
 from mt_core.train.evaluation import evaluate
-from mt_core.train.late_step import LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
+from mt_core.train.late_step import AgreedLate, LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
 from mt_core.train.loss_check import ExpectedLoss, RecentLosses, expected_loss, is_comparable
 from mt_core.train.partial_load import fresh_parameters
 from mt_core.train.random_streams import dropout_stream
@@ -201,9 +201,16 @@ class Trainer:
         return build.build_initialized_model(self.config, self.ctx, self.host, own, self.kernels)
 
     def _build_late_step(self) -> LateStep | None:
-        if not tells_late(self.config, self.ctx, self.model, self.optimizer):
+        if not tells_late(self.config, self.ctx, self.optimizer):
             return None
-        return LateStep(self.weights, self.optimizer, self.micro_batches, self.config.optimizer.clip_grad)
+        clip_grad, sums = self.config.optimizer.clip_grad, self.step.sums
+        return LateStep(self.model, self.weights, self.optimizer, self.micro_batches, clip_grad, sums)
+
+    def _build_agreement(self) -> Callable[[bool], bool]:
+        """Whether a flag is set on any rank; of the step before, where the host does not wait for the step at hand."""
+        if self.late_step is not None:
+            return AgreedLate(self.ctx, self.ctx.world)
+        return partial(any_over, axis=self.ctx.world, device=self.device)
 
     def _build_micro_batches(self, loss: Loss, forward_step: ForwardStep | None) -> MicroBatches:
         if self.stages is None:
@@ -309,6 +316,7 @@ class Trainer:
         steps = self.batch_size.steps(self.state.consumed_samples, self.total_samples)
         batches = self._batches(self.train_data, steps)
         window = LogWindow()
+        agreed = self._build_agreement()
         try:
             for rank_batch in self.device_batches.ahead(batches):
                 window = self.take_step(rank_batch, window)
@@ -316,8 +324,9 @@ class Trainer:
                     self.stop(f"signal {signals.received.name}")
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")
+                    return
                 # A signal or a callback may reach one rank only; all of them stop after the same step.
-                if any_over(self._stop_reason is not None, self.ctx.world, self.device):
+                if agreed(self._stop_reason is not None):
                     self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:

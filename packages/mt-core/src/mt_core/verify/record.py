@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,10 @@ def record_run(
 ) -> RunRecord:
     """Train `steps` steps and tell what they computed; tensors are complete on the first rank. Collective."""
     record = RunRecord()
-    trainer = Trainer(config, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
+    # A step is looked at when it is over, and before the next one.
+    train = config.config.train.model_copy(update={"late_metrics": "never"})
+    at_once = replace(config, config=config.config.model_copy(update={"train": train}))
+    trainer = Trainer(at_once, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
     trainer.train()
     held = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
     record.weights = {name.removeprefix(MODEL): tensor for name, tensor in collect(held, trainer.ctx)}

@@ -37,10 +37,11 @@ def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
 
 @dataclass(frozen=True)
 class Load:
-    """Of a step over all ranks. tokens: [E] fp64, choices of each expert before any is dropped. dropped: choices."""
+    """Of a step over all ranks. tokens: [E] fp64, choices of each expert before any is dropped. dropped: [] fp64,
+    choices. On the device; what is made of them is asked for when it is shown."""
 
     tokens: Tensor
-    dropped: float
+    dropped: Tensor
 
     @property
     def max_over_mean(self) -> float:
@@ -62,7 +63,7 @@ class Load:
 
     @property
     def dropped_share(self) -> float:
-        return self.dropped / max(float(self.tokens.sum()), 1.0)
+        return float(self.dropped) / max(float(self.tokens.sum()), 1.0)
 
 
 class LoadCounter:
@@ -86,5 +87,4 @@ class LoadCounter:
         for axis in (self.ctx.tp, self.ctx.dp_cp):
             if axis.size > 1:
                 window = all_reduce(window, axis)
-        *_, dropped = window.tolist()
-        return Load(window[:-1].cpu(), dropped)
+        return Load(window[:-1], window[-1])

@@ -21,7 +21,6 @@ as 1 - beta2 is under half a bf16 step (1/512). The random bits are a hash of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,10 +123,3 @@ def hash32(index: Tensor, step: Tensor) -> Tensor:
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return h ^ (h >> 16)
-
-
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """[] what to multiply gradients by so that their norm is at most max_norm; not a number if the norm is not finite,
-    which makes adamw_ leave everything as it was."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), scale, math.nan)

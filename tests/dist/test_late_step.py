@@ -1,0 +1,215 @@
+"""Several ranks whose loss and norm are read a step late train as ranks do that wait for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.core.test_steady_step import Spy, spy_on_step
+
+from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.parallel.context import AxisSizes, build_parallel_context
+from mt_core.parallel.data import any_over
+from mt_core.testing import run_ranks
+from mt_core.train import Callback, Trainer
+from mt_core.train.late_step import AgreedLate
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "data.num_workers=0",
+    "data.eod_mask_loss=true",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "train.train_iters=5",
+    "train.eval_interval=null",
+    "train.eval_iters=1",
+    "train.sample_prompt=null",
+    "checkpoint.save_interval=null",
+    "optimizer.clip_grad=0.5",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.progress=none",
+]
+MULTI_TOKEN = ("model.family=deepseek", "model.mtp_num_layers=1")
+BALANCED = (
+    "model.moe={num_experts=4, moe_router_topk=2, moe_router_load_balancing_type=['aux_loss'], "
+    "moe_aux_loss_coeff=[0.1], moe_router_enable_expert_bias=true, moe_router_score_function='sigmoid'}",
+)
+TENSOR = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+CONTEXT = ("parallel.context_parallel_size=2",)
+PIPELINE = ("parallel.pipeline_model_parallel_size=2",)
+DIVIDED = ("parallel.use_distributed_optimizer=true", "precision.dtype=bf16")
+FSDP2 = ("parallel.use_torch_fsdp2=true",)
+LAYOUTS = {
+    "data": (2, ()),
+    "data, 16-bit moments": (2, ("optimizer.exp_avg_dtype=bf16",)),
+    "distributed optimizer": (2, DIVIDED),
+    "fsdp2": (2, FSDP2),
+    "tensor": (2, TENSOR),
+    "context": (2, CONTEXT),
+    "pipeline": (2, PIPELINE),
+    "data, multi-token": (2, MULTI_TOKEN),
+    "pipeline, multi-token": (2, (*MULTI_TOKEN, *PIPELINE)),
+    "data, balanced experts": (2, BALANCED),
+    "tensor x pipeline, balanced experts": (4, (*BALANCED, *TENSOR, *PIPELINE)),
+    "data x pipeline": (4, (*PIPELINE, *DIVIDED)),
+}
+
+
+def config(*more: str) -> LoadedConfig:
+    torch.set_num_threads(1)
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
+
+
+class Told(Callback):
+    """What callbacks are told of each step, but for the time it took."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict] = []
+
+    def on_step_end(self, run, metrics) -> None:
+        self.steps.append({key: value for key, value in metrics.items() if key != "tokens_per_second"})
+
+
+def training(late: bool, more: tuple[str, ...]) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """Steps as told, and the weights after them."""
+    told = Told()
+    trainer = Trainer(config(f"train.late_metrics={'always' if late else 'never'}", *more), callbacks=[told])
+    assert (trainer.late_step is not None) == late
+    trainer.train()
+    return told.steps, {name: weights.detach() for name, weights in trainer.weights.named_parameters()}
+
+
+def late_and_at_once(rank: int, world: int, more: tuple[str, ...]) -> tuple[list[dict], list[dict], list[str]]:
+    """Steps told late, steps told at once, and the weights that differ in a bit."""
+    late, after_late = training(True, more)
+    at_once, after = training(False, more)
+    return late, at_once, [name for name in after if not torch.equal(after[name], after_late[name])]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_told_late_is_what_is_told_at_once_to_the_last_bit(name) -> None:
+    world, more = LAYOUTS[name]
+    ranks = run_ranks(world, late_and_at_once, more)
+    for late, at_once, different in ranks:
+        assert [step["iteration"] for step in late] == [1, 2, 3, 4, 5]
+        assert late == at_once
+        assert late == ranks[0][0]
+        assert not different
+
+
+def own_losses(rank: int, world: int, more: tuple[str, ...]) -> set[str]:
+    steps, _ = training(True, more)
+    return {name for name in steps[-1] if name.startswith(("mtp_", "moe/"))}
+
+
+def test_every_rank_is_told_the_losses_of_all_stages() -> None:
+    assert run_ranks(2, own_losses, (*BALANCED, *PIPELINE)) == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
+
+
+def waits(rank: int, world: int, late: bool, more: tuple[str, ...]) -> int:
+    late_metrics = "always" if late else "never"
+    return spy_on_step(Trainer(config(f"train.late_metrics={late_metrics}", *more))).waits
+
+
+@pytest.mark.parametrize("more", [(), DIVIDED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN])
+def test_a_steady_step_of_two_ranks_waits_for_nothing(more) -> None:
+    assert run_ranks(2, waits, True, more) == [0, 0]
+
+
+def test_a_step_of_two_ranks_that_is_told_at_once_waits() -> None:
+    assert min(run_ranks(2, waits, False, ())) >= 4
+
+
+def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, bool]:
+    """The second batch of the second rank alone is bad."""
+    saving = ("train.late_metrics=always", "checkpoint.save_interval=2")
+    trainer = Trainer(config(*saving), run_dir=run_dir)
+    loss_of = trainer.micro_batches.forward_step
+    before: dict[str, torch.Tensor] = {}
+
+    def bad(model, batch):
+        losses = loss_of(model, batch)
+        if trainer.state.iteration != 1:
+            return losses
+        before.update({name: weights.detach().clone() for name, weights in model.named_parameters()})
+        return losses * float("inf") if rank == 1 else losses
+
+    trainer.micro_batches.forward_step = bad
+    with pytest.raises(TrainingError) as raised:
+        trainer.train()
+    kept = all(torch.equal(weights, before[name]) for name, weights in trainer.model.named_parameters())
+    return str(raised.value), kept, any(Path(run_dir).rglob("*.safetensors"))
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_before_anything_is_saved(tmp_path) -> None:
+    first, second = run_ranks(2, bad_on_one_rank, str(tmp_path))
+    for (words, kept, saved), samples in ((first, "samples 4 to 6"), (second, "samples 5 to 7")):
+        assert "loss is not finite at iteration 2" in words
+        assert samples in words
+        assert kept
+        assert not saved
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as raised:
+        Trainer(config("train.late_metrics=always", "logging.trace_schedule=trace.json", *PIPELINE))
+    return str(raised.value)
+
+
+def test_a_step_whose_schedule_is_traced_is_refused() -> None:
+    for words in run_ranks(2, refused):
+        assert "train.late_metrics=always cannot be: logging.trace_schedule=trace.json times one step" in words
+
+
+class Stops(Callback):
+    """Asks the run to end when it hears of the second step, on the second rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_step_end(self, run, metrics) -> None:
+        if self.rank == 1 and metrics["iteration"] == 2:
+            run.stop("enough")
+
+
+def stopped(rank: int, world: int) -> tuple[int, str | None]:
+    result = Trainer(config("train.late_metrics=always", "train.train_iters=9"), callbacks=[Stops(rank)]).train()
+    return result.state.iteration, result.stopped
+
+
+def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_of_them_asked() -> None:
+    """The second step is heard of when the third was launched; the others hear of the wish with the fourth."""
+    assert run_ranks(2, stopped) == [(4, "another rank"), (4, "enough")]
+
+
+def agreements(rank: int, world: int) -> tuple[list[bool], int, int]:
+    """Answers to the second rank's one wish, at the third call; what the last answer waited for, and what it would
+    have waited for at once."""
+    ctx = build_parallel_context(AxisSizes())
+    agreed = AgreedLate(ctx, ctx.world)
+    answers = [agreed(rank == 1 and number == 2) for number in range(4)]
+    with Spy() as late:
+        answers.append(agreed(False))
+    with Spy() as at_once:
+        any_over(False, ctx.world, ctx.device)
+    return answers, late.waits, at_once.waits
+
+
+def test_ranks_agree_a_call_late_and_wait_for_nothing() -> None:
+    assert run_ranks(2, agreements) == [([False, False, False, True, False], 0, 1)] * 2
+
+
+def exits(rank: int, world: int) -> int:
+    return Trainer(config("train.late_metrics=always", "train.exit_iteration=3")).train().state.iteration
+
+
+def test_an_exit_that_all_ranks_know_of_is_at_its_step() -> None:
+    assert run_ranks(2, exits) == [3, 3]
