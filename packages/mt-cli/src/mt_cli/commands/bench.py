@@ -70,7 +70,9 @@ def moe(context: typer.Context, out: Out = None, rounds: Rounds = 30) -> None:
 @app.command()
 def train(
     context: typer.Context,
-    preset: Annotated[list[str] | None, typer.Option(help="124m, 1.2b, 3b or 8b; repeatable. Default: all.")] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="124m, 1.2b, 3b, 8b or 7b-a1b; repeatable; all without.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32. On a CPU fp32 is quicker.")] = "bf16",
     steps: Annotated[int, typer.Option(help="Steps that are timed.", min=1)] = 30,
     set_: Annotated[

@@ -65,6 +65,7 @@ def _preset(
 
 
 LLAMA = {"ffn_hidden_size": 128, "num_query_groups": 2}
+EXPERTS = {"ffn_hidden_size": 32, "num_query_groups": 4, "moe.num_experts": 8, "moe.moe_ffn_hidden_size": 32}
 
 PRESETS: Mapping[str, BenchPreset] = MappingProxyType(
     {
@@ -81,6 +82,9 @@ PRESETS: Mapping[str, BenchPreset] = MappingProxyType(
             "train.loss=linear_cross_entropy_sum",
             *TEN_BYTES,
             **LLAMA,
+        ),
+        "7b-a1b": _preset(
+            "olmoe-1b-7b", 4096, 4, {"bf16": 50.2e3}, "train.loss=linear_cross_entropy_sum", *TEN_BYTES, **EXPERTS
         ),
     }
 )
