@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.optim.fully_sharded_weights import ends_when_told
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 
@@ -30,6 +31,7 @@ TP, SP, PP = (
     "parallel.sequence_parallel=true",
     "pipeline_model_parallel_size=2",
 )
+WHOLE_WEIGHTS = "parallel.fsdp_reshard_after_forward=false"
 SMALL_BUCKETS = "parallel.ddp_bucket_size=10000"
 
 
@@ -259,7 +261,7 @@ def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once() -> None:
 def test_layers_that_stay_whole_are_gathered_once_a_micro_batch() -> None:
     """ZeRO-2."""
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN)
-    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP, "parallel.fsdp_reshard_after_forward=false")):
+    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP, WHOLE_WEIGHTS)):
         assert calls["all_gather_into_tensor", layer] == 3 * LAYERS
         assert totals(calls)["reduce_scatter_tensor"] == 4 * PARAMETERS
 
@@ -267,3 +269,15 @@ def test_layers_that_stay_whole_are_gathered_once_a_micro_batch() -> None:
 def test_a_pipeline_sends_one_activation_forward_and_its_gradient_back() -> None:
     for calls in run_ranks(2, calls_of_a_step, 1, 4, (f"parallel.{PP}",)):
         assert calls == {("batch_isend_irecv", ACTIVATION): 4}
+
+
+@pytest.mark.skipif(not ends_when_told(), reason="torch before 2.15 sends gradients with each pass of a stage")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_fsdp_in_a_pipeline_sends_gradients_once_a_step(schedule: str) -> None:
+    """Ranks 0 and 2 are two stages (or two pairs of them) of the same replica. With a backward pass in two halves
+    weights stay whole until the last one, so they are gathered once, too."""
+    more = (FSDP, WHOLE_WEIGHTS, f"parallel.{PP}", f"parallel.pipeline_schedule={schedule}")
+    first, _, second, _ = (totals(calls) for calls in run_ranks(4, calls_of_a_step, 2, 4, more))
+    assert first["reduce_scatter_tensor"] + second["reduce_scatter_tensor"] == 4 * PARAMETERS
+    if schedule == "zbv_zero_bubble":
+        assert first["all_gather_into_tensor"] + second["all_gather_into_tensor"] == 4 * PARAMETERS

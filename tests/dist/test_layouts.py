@@ -44,6 +44,7 @@ EP2 = "parallel.expert_model_parallel_size=2"
 PP2, PP4 = "parallel.pipeline_model_parallel_size=2", "parallel.pipeline_model_parallel_size=4"
 FULL, SELECTIVE = "recompute.recompute_granularity=full", "recompute.recompute_granularity=selective"
 FSDP = "parallel.use_torch_fsdp2=true"
+WHOLE_WEIGHTS = "parallel.fsdp_reshard_after_forward=false"
 SMALL_BUCKETS = "parallel.ddp_bucket_size=3000"
 GATHER = "parallel.overlap_param_gather=true"
 
@@ -100,7 +101,7 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
         (8, (TP2, SP, CP2, ZERO)),
         (2, (FSDP,)),
-        (2, (FSDP, "parallel.fsdp_reshard_after_forward=false")),
+        (2, (FSDP, WHOLE_WEIGHTS)),
         (4, (FSDP, TP2, SP)),
         (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
         (2, (PP2,)),
@@ -125,6 +126,10 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         (4, (PP2, CP2, INTERLEAVED)),
         (4, (PP2, ZERO, SMALL_BUCKETS, GATHER, INTERLEAVED)),
         (4, (PP2, FSDP, INTERLEAVED)),
+        (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("interleaved_zero_bubble"))),
+        (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
+        (8, (PP2, TP2, SP, FSDP, WHOLE_WEIGHTS, schedule("dualpipe_v"))),
+        (4, (MOE, EP2, PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
         (4, (CP2, FSDP)),
         (4, (CP2, FULL, ZERO)),
         (4, (TP2, FSDP, FULL)),

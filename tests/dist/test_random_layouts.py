@@ -138,16 +138,16 @@ def _parallel(rng: Random, tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]
     if pp > 1:
         keys["pipeline_model_parallel_size"] = pp
         keys["pipeline_schedule"] = rng.choice(WHOLE_BACKWARD + SPLIT_BACKWARD)
-    # FSDP2 lets a stage's weights go after the first half of a backward pass that is done in two.
-    whole_backward = keys.get("pipeline_schedule") not in SPLIT_BACKWARD
-    sharing = rng.choice(("none", "use_distributed_optimizer", *(("use_torch_fsdp2",) if whole_backward else ())))
+    sharing = rng.choice(("none", "use_distributed_optimizer", "use_torch_fsdp2"))
     if sharing != "use_torch_fsdp2":
         keys["ddp_bucket_size"] = rng.choice((1000, 5000, 40_000_000))
     if sharing == "none":
         return keys
     keys[sharing] = "true"
     if sharing == "use_torch_fsdp2":
-        keys["fsdp_reshard_after_forward"] = rng.choice(("true", "false"))
+        # Between the halves of a backward pass that is done in two, weights stay whole.
+        split = keys.get("pipeline_schedule") in SPLIT_BACKWARD
+        keys["fsdp_reshard_after_forward"] = "false" if split else rng.choice(("true", "false"))
     else:
         keys["overlap_param_gather"] = rng.choice(("true", "false"))
     if dp * cp % 2 == 0 and rng.random() < 0.3:

@@ -197,11 +197,11 @@ def _check_sharding(config: Config) -> None:
             "train.verify_replicas_interval compares copies of weights, and parallel.use_torch_fsdp2 leaves none; "
             "remove it"
         )
-    if parallel.use_torch_fsdp2 and parallel.pipeline_model_parallel_size > 1 and _splits_backward(parallel):
+    if parallel.use_torch_fsdp2 and _splits_backward(parallel) and parallel.fsdp_reshard_after_forward:
         raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, and "
-            "parallel.use_torch_fsdp2 lets weights go after the first; use gpipe, 1f1b or interleaved_1f1b, "
-            "or parallel.use_distributed_optimizer"
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, between "
+            "which weights stay whole; set parallel.fsdp_reshard_after_forward=false, or use gpipe, 1f1b or "
+            "interleaved_1f1b"
         )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
@@ -214,7 +214,8 @@ def _check_sharding(config: Config) -> None:
 
 
 def _splits_backward(parallel: ParallelConfig) -> bool:
-    return parallel.pipeline_schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+    split = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+    return parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule in split
 
 
 def _check_sequence_parallel(config: Config) -> None:

@@ -23,11 +23,13 @@ from mt_core.parallel.context import AxisName, ParallelContext
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2."""
+    """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: passes
+    come in two halves, so that weights stay whole until the last of a step."""
 
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     reduce_in_bf16: bool = False
+    split_backward: bool = False
 
 
 class FullyShardedWeights(WholeWeights):
@@ -39,6 +41,11 @@ class FullyShardedWeights(WholeWeights):
         self._parameters: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
         self._passes = 0
+        self._split_backward = options.split_backward
+        # Stages take turns, and only the end of a step is the end of all of them.
+        self._ends_with_step = isinstance(model, Pipelined) and ctx.pp.size > 1 and ends_when_told()
+        if self._ends_with_step:
+            model.set_manual_backward_finalization(True)  # type: ignore[operator]
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
         return trained_parameters(self.model)
@@ -51,12 +58,23 @@ class FullyShardedWeights(WholeWeights):
 
     def expect(self, passes: int) -> None:
         self._passes = passes
+        if self._ends_with_step:
+            self._end_passes(False)
+
+    def _end_passes(self, end: bool) -> None:
+        """Whether what ends a backward pass does its work: gradients are sent, weights let go."""
+        self.model.set_requires_gradient_sync(end)  # type: ignore[operator]
+        if self._split_backward:
+            self.model.set_reshard_after_backward(end)  # type: ignore[operator]
 
     def begin_pass(self, number: int) -> None:
         """Gradients are sent with the last pass alone."""
         self.model.set_requires_gradient_sync(number == self._passes - 1)  # type: ignore[operator]
 
     def reduce(self) -> None:
+        if self._ends_with_step:
+            self._end_passes(True)
+            self.model.finalize_backward()  # type: ignore[operator]
         for name, parameter in self._trained():
             gradient = parameter.grad
             self._own[name].grad = torch.zeros_like(self._own[name]) if gradient is None else gradient.to_local()
@@ -91,6 +109,13 @@ class FullyShardedWeights(WholeWeights):
 
     def held_weight(self, name: str) -> tuple[list[Box], Tensor]:
         return self.held(name), self._parameters[name].to_local().detach()
+
+
+def ends_when_told() -> bool:
+    """Whether this torch (2.15 and later) leaves the end of a backward pass to its caller."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "finalize_backward")
 
 
 def fully_shard_model(

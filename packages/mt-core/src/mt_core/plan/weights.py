@@ -18,6 +18,7 @@ from mt_core.optim.buffered_weights import SHARDS, BufferedWeights
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.main_weights import MainWeights, trained_parameters
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.schedules import get_schedule
 from mt_core.parallel.stage_copies import StageCopies
 from mt_core.plan.ledger import Flow, Ledger
 from mt_core.plugins import PluginHost
@@ -167,6 +168,8 @@ def _fully_sharded_cost(
     compute, reduced = DTYPES[config.precision.dtype].itemsize, 2 if config.precision.grad_reduce_in_bf16 else FP32
     layouts, ledger = parameter_layouts(model), Ledger()
     again = Ledger()
+    # A backward pass in two halves finds its weights whole: they are collected once a step.
+    gathers = ledger if ctx.pp.size > 1 and get_schedule(config.parallel.pipeline_schedule).splits_backward else again
     own = whole = waiting = 0
     optimizer_state = 0.0
     units = fsdp_units(model)
@@ -181,7 +184,7 @@ def _fully_sharded_cost(
         shard, instances = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
         if shard.size > 1:
-            again.sent("dp", "all_gather", gathered * compute)
+            gathers.sent("dp", "all_gather", gathered * compute)
             if config.parallel.fsdp_reshard_after_forward:
                 again.sent("dp", "all_gather", gathered * compute)
             ledger.sent("dp", "reduce_scatter", gathered * reduced)

@@ -24,7 +24,7 @@ from mt_core.nn.layout import initialize
 from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
 from mt_core.optim.environment import OptimizerEnvironment
-from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions
+from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
 from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
 from mt_core.optim.main_weights import MainWeights, SplitWeights, build_main_weights
 from mt_core.optim.optimizers import Optimizer
@@ -179,10 +179,7 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     if parallel.use_torch_fsdp2:
-        shards = ShardOptions(
-            DTYPES[precision.dtype], parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16
-        )
-        return FullyShardedWeights(model, ctx, shards)
+        return FullyShardedWeights(model, ctx, _shard_options(config, ctx))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if keeps_remainders(config):
         return SplitWeights(model)
@@ -198,6 +195,19 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
         reduce_in_bf16=precision.grad_reduce_in_bf16,
     )
     return BufferedWeights(model, ctx, options, copies.axes)
+
+
+def _shard_options(config: Config, ctx: ParallelContext) -> ShardOptions:
+    parallel, precision = config.parallel, config.precision
+    split_backward = ctx.pp.size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward
+    if split_backward and not ends_when_told():
+        raise ConfigError(
+            f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.use_torch_fsdp2 needs torch 2.15, "
+            f"and this is {torch.__version__}; use gpipe, 1f1b or interleaved_1f1b, or "
+            "parallel.use_distributed_optimizer"
+        )
+    dtype = DTYPES[precision.dtype]
+    return ShardOptions(dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, split_backward)
 
 
 def build_optimizer(config: Config, environment: OptimizerEnvironment, host: PluginHost) -> Optimizer:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,8 +37,6 @@ class Rank:
     ranks_of_stages: Sequence[int]
     exchange: Exchange
     recorder: Recorder
-    last_backward: Callable[[int], AbstractContextManager[object]]
-    """For a stage, around the backward pass that completes the gradients of its weights."""
 
     @property
     def last_stage(self) -> int:
@@ -57,7 +54,6 @@ class Pass:
         self.total = torch.zeros((), dtype=torch.float32 if training else torch.float64, device=rank.exchange.device)
         self.shapes = [tuple((name, x.shape) for name, x in sorted(batch.items())) for batch in micro_batches]
         self.graphs: dict[Place, StageGraph] = {}
-        self.completed: Counter[int] = Counter()  # backward passes of each stage
         self.receiving: dict[Action, Incoming] = {}
         self.to_send: dict[Action, Any] = {}
         self.inputs: dict[Place, Hidden] = {}  # given by the stage before, on the same rank
@@ -86,7 +82,7 @@ class Pass:
         place = action.stage, action.micro_batch
         gradients = self._output_gradients(place)
         graph = self.graphs.pop(place)
-        with self.rank.recorder.span(action), self._maybe_last(action.stage):
+        with self.rank.recorder.span(action):
             found = graph.backward(gradients)
         self._pass_back(place, found)
 
@@ -99,7 +95,7 @@ class Pass:
 
     def backward_weight(self, action: Action) -> None:
         graph = self.graphs.pop((action.stage, action.micro_batch))
-        with self.rank.recorder.span(action), self._maybe_last(action.stage):
+        with self.rank.recorder.span(action):
             graph.backward_weight()
 
     def send_forward(self, action: Action) -> None:
@@ -162,10 +158,6 @@ class Pass:
         incoming = self.receiving.pop(action)
         with self.rank.recorder.span(action):
             return incoming, incoming.wait()
-
-    def _maybe_last(self, stage: int) -> AbstractContextManager[object]:
-        self.completed[stage] += 1
-        return self.rank.last_backward(stage) if self.completed[stage] == len(self.micro_batches) else nullcontext()
 
     def _key(self, receiving_stage: int, action: Action) -> Hashable:
         return receiving_stage, self.training, self.shapes[action.micro_batch]

@@ -26,10 +26,6 @@ class Unrecorded:
         return nullcontext()
 
 
-def nothing_to_do(stage: Stage) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 class Pipeline:
     """This rank's part of a pipeline over the axis `pp`; every rank of it makes one, and then the same calls.
 
@@ -37,8 +33,6 @@ class Pipeline:
     a micro-batch that the model takes; every stage gets all of them, and `options`. Hidden states may be a tensor or
     a tuple of tensors; their shapes, dtypes and need of a gradient have to follow from the shapes of the micro-batch.
     begin: called with the micro-batch before each stage of it.
-    last_backward: gives, for a stage, a context around the backward pass after which the gradients of its weights are
-    complete, where they can begin to be reduced while other stages still work.
 
     Raises ConfigError when the stages do not fit the schedule.
     """
@@ -54,7 +48,6 @@ class Pipeline:
         options: Mapping[str, Any] | None = None,
         recorder: Recorder | None = None,
         begin: Callable[[Batch], object] = lambda batch: None,
-        last_backward: Callable[[Stage], AbstractContextManager[object]] = nothing_to_do,
     ) -> None:
         chosen = get_schedule(schedule)
         chosen.stages_per_rank(ctx.pp.size, len(stages))
@@ -65,7 +58,6 @@ class Pipeline:
             ranks_of_stages(len(stages), ctx.pp.size, chosen.placement),
             Exchange(ctx.pp, ctx.device),
             recorder or Unrecorded(),
-            lambda stage: last_backward(self.stages[stage]),
         )
 
     def forward_backward(self, micro_batches: Sequence[Batch], share: Share) -> Tensor:
