@@ -6,7 +6,7 @@ softmax are left out, as everybody leaves them out. Backward is twice forward; r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, Protocol
 
 from mt_core.errors import ConfigError
@@ -47,7 +47,22 @@ class FlopShape(LayerFlopShape, Protocol):
 
 
 @dataclass(frozen=True)
-class TokenFlops:
+class Flops:
+    """Floating-point operations by part: the fields of a subclass."""
+
+    @property
+    def forward(self) -> float:
+        """The sum of the parts."""
+        return sum(astuple(self))
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, all weights trained."""
+        return 3 * self.forward
+
+
+@dataclass(frozen=True)
+class TokenFlops(Flops):
     """Forward FLOPs for each token, over all layers."""
 
     attention_projections: float
@@ -57,15 +72,6 @@ class TokenFlops:
     feed_forward: float
     output: float
     """Logits."""
-
-    @property
-    def forward(self) -> float:
-        return self.attention_projections + self.attention_core + self.feed_forward + self.output
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def flops_per_token(

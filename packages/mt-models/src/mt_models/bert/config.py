@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
@@ -13,19 +10,12 @@ from mt_core.errors import ConfigError
 from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.encoder_checks import refuse_divided_sequences
+from mt_models.blocks.encoder_config import EncoderConfig
 
 
-class BertConfig(ModelConfig):
+class BertConfig(ModelConfig, EncoderConfig):
     """A bidirectional encoder."""
 
-    num_layers: PositiveInt
-    """Transformer layers."""
-    hidden_size: PositiveInt
-    """Width of the residual stream."""
-    num_attention_heads: PositiveInt
-    """Attention heads."""
-    ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the feed-forward. Default: 4 hidden_size."""
     max_position_embeddings: PositiveInt
     """Rows of the table of learned positions, the longest sequence that the model can take."""
     num_tokentypes: NonNegativeInt = 2
@@ -33,8 +23,6 @@ class BertConfig(ModelConfig):
     layernorm_placement: Literal["pre", "post"] = "pre"
     """pre: norms before attention and feed-forward and one behind the last layer, as in Megatron's BERT. post:
     norms behind the embedding and behind each sum, as in the original BERT."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance."""
     activation: Activation = "gelu"
     """Of the feed-forward and of the masked-word head."""
     add_lm_head: bool = True
@@ -47,50 +35,6 @@ class BertConfig(ModelConfig):
     """Dropout after the embedding, the attention and the feed-forward."""
     attention_dropout: Probability = 0.1
     """Dropout on the attention weights."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights."""
-    use_scaled_init_method: bool = True
-    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
-    attention_backend: str = "sdpa"
-    """Name of the attention backend."""
-
-    # What the shared blocks read; BERT leaves no choice in them.
-
-    @property
-    def normalization(self) -> Literal["LayerNorm"]:
-        return "LayerNorm"
-
-    @property
-    def query_groups(self) -> int:
-        return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @property
-    def add_bias_linear(self) -> bool:
-        return True
-
-    @property
-    def add_qkv_bias(self) -> bool:
-        return True
-
-    @property
-    def qk_layernorm(self) -> bool:
-        return False
-
-    @property
-    def rotary_interleaved(self) -> bool:
-        return False
-
-    @property
-    def output_init_std(self) -> float:
-        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
 
     @property
     def has_pooler(self) -> bool:

@@ -6,14 +6,14 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from mt_models.bert.config import BertConfig
-from mt_models.flops import core_flops, dense_feed_forward_flops, output_flops, projection_flops
+from mt_models.flops import Flops, core_flops, dense_feed_forward_flops, output_flops, projection_flops
 
 
 @dataclass(frozen=True)
-class EncoderFlops:
+class EncoderFlops(Flops):
     """Forward FLOPs for each token, over all layers."""
 
     attention_projections: float
@@ -21,15 +21,6 @@ class EncoderFlops:
     attention_core: float
     """Scores and their product with the values."""
     feed_forward: float
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from mt_models.bert.flops import EncoderFlops, encoder_flops
 from mt_models.biencoder.config import BiencoderConfig
+from mt_models.flops import Flops
 
 
 @dataclass(frozen=True)
-class PairFlops:
+class PairFlops(Flops):
     """Forward FLOPs for each pair of a question and a text."""
 
     tower: EncoderFlops
@@ -23,11 +24,6 @@ class PairFlops:
     @property
     def forward(self) -> float:
         return 2 * self.seq_length * self.tower.forward + self.projection + self.scores
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def flops_per_pair(config: BiencoderConfig, seq_length: int, *, texts: int) -> PairFlops:

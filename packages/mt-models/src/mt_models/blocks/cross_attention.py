@@ -6,7 +6,7 @@ each rank whole heads; with sequence parallelism S and T are divided between the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -14,13 +14,13 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.dropout import AttentionDropout, Dropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.nn.norm import build_norm
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
-from mt_models.blocks.transformer import LayerShape, TransformerLayer
+from mt_models.blocks.layer_stack import LayerStack
+from mt_models.blocks.transformer import LayerShape, TransformerLayer, block_norm
 
 
 class DecoderLayerCache(LayerCache):
@@ -103,7 +103,7 @@ class CrossAttentionLayer(TransformerLayer):
         query_scale: float = 1.0,
     ) -> None:
         super().__init__(config, core, feed_forward, ctx, ScaledQueryAttention(config, core, ctx, query_scale))
-        self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.pre_cross_attn_layernorm = block_norm(config, ctx)
         self.cross_attention = CrossAttention(config, cross_core, ctx, query_scale)
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
 
@@ -121,8 +121,8 @@ class CrossAttentionLayer(TransformerLayer):
         return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
 
 
-class DecoderStack(nn.Module):
-    """Layers by their numbers, and the norm behind the last."""
+class DecoderStack(LayerStack):
+    """Layers that attend to what an encoder made."""
 
     def __init__(
         self,
@@ -133,12 +133,7 @@ class DecoderStack(nn.Module):
         *,
         has_last: bool = True,
     ) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.layers = NumberedLayers(layers.items())
-        self.final_layernorm: nn.Module | None = None
-        if has_last:
-            self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        super().__init__(layers, recompute, block_norm(config, ctx) if has_last else None)
 
     def forward(
         self,
@@ -150,19 +145,8 @@ class DecoderStack(nn.Module):
         stage: Stage | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
-        numbers = self.layers.numbers() if stage is None else stage.layers
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             return layer(x, pattern, memory, memory_pattern, cache.layers[number] if cache else None)
 
-        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
-        if stage is not None and not stage.last:
-            return x
-        assert self.final_layernorm is not None
-        return self.final_layernorm(x)
-
-    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
-        """The layers of the stage, and the norm behind the last."""
-        yield from (self.layers[number] for number in stage.layers)
-        if stage.last and self.final_layernorm is not None:
-            yield self.final_layernorm
+        return self.through(x, call, stage)

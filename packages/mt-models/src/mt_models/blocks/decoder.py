@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
-from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
+from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab, without_padding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
 from mt_core.nn.linear_loss import Unprojected
@@ -180,8 +180,7 @@ class CausalDecoder(nn.Module):
             assert self.embedding is not None
             matrix = self.embedding.word_embeddings
         own = matrix.range
-        weight = matrix.weight if len(matrix.weight) == len(own) else matrix.weight[: len(own)]
-        return Unprojected(x, weight, own, matrix.ctx)
+        return Unprojected(x, without_padding(matrix.weight, own), own, matrix.ctx)
 
     def new_cache(self, capacity: int) -> KeyValueCache:
         """An empty cache for decoding up to `capacity` positions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from mt_core.config_map import Field, require_known
 from mt_core.errors import ConfigError
@@ -16,6 +16,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 OURS = "decoder.layers.{i}."
 THEIRS = "model.layers.{i}."
+
+
+class Heads(Protocol):
+    """What is read of a configuration to tell the size of its heads."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 def decoder_name_map(config: DecoderConfig, layer: list[Rule]) -> NameMap:
@@ -125,6 +136,16 @@ _SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """rope_type -> its parameters there -> keys of [model]."""
+
+
+def require_even_heads(config: Heads, name: str) -> None:
+    """Raises ConfigError for heads of a size of their own, which a Hugging Face model `name` has no key for."""
+    even = config.hidden_size // config.num_attention_heads
+    if config.head_dim != even:
+        raise ConfigError(
+            f"model.kv_channels={config.head_dim} cannot be written as a Hugging Face {name}, whose heads have "
+            f"hidden_size / num_attention_heads = {even} channels"
+        )
 
 
 def rope_to_ours(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:

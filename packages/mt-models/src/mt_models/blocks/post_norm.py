@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.norm import build_norm
-from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.transformer import LayerShape
+from mt_models.blocks.layer_stack import LayerStack
+from mt_models.blocks.transformer import LayerShape, block_norm
 
 
 class PostNormLayer(nn.Module):
@@ -24,28 +21,18 @@ class PostNormLayer(nn.Module):
         self.attention_dropout = Dropout(config.hidden_dropout, ctx)
         self.mlp_dropout = Dropout(config.hidden_dropout, ctx)
         self.self_attention = SelfAttention(config, core, ctx)
-        self.post_attention_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.post_attention_layernorm = block_norm(config, ctx)
         self.mlp = feed_forward
-        self.post_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.post_mlp_layernorm = block_norm(config, ctx)
 
     def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
         x = self.post_attention_layernorm(x + self.attention_dropout(self.self_attention(x, pattern, None, None)))
         return self.post_mlp_layernorm(x + self.mlp_dropout(self.mlp(x)))
 
 
-class PostNormStack(nn.Module):
+class PostNormStack(LayerStack):
     """Layers alone: the last one ends in a norm."""
-
-    def __init__(self, layers: Mapping[int, nn.Module], recompute: Recompute) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.layers = NumberedLayers(layers.items())
 
     def forward(self, x: Tensor, pattern: AttentionPattern, stage: Stage | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
-        numbers = self.layers.numbers() if stage is None else stage.layers
-        layers = [(number, self.layers[number]) for number in numbers]
-        return self.recompute.run(layers, x, lambda number, layer, x: layer(x, pattern))
-
-    def stage_modules(self, stage: Stage) -> list[nn.Module]:
-        return [self.layers[number] for number in stage.layers]
+        return self.through(x, lambda number, layer, x: layer(x, pattern), stage)

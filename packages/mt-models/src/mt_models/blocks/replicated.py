@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.layout import Init, ParameterLayout, sequence_axes, zeros
-from mt_core.nn.linear import Cut, LinearModule
+from mt_core.nn.linear import Cut, LinearModule, linear
 from mt_core.parallel.context import AxisName, ParallelContext
 
 
@@ -43,4 +42,4 @@ class ReplicatedLinear(LinearModule):
 
 def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
     """x W^T + b on every rank."""
-    return F.linear(x, weight, bias)
+    return linear(x, weight, bias)

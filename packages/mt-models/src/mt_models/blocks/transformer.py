@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -13,10 +14,11 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.residual import bias_dropout_add
 from mt_core.nn.norm import build_norm
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
+from mt_models.blocks.layer_stack import LayerStack
 from mt_models.blocks.rotary import RotaryAngles
 
 
@@ -27,6 +29,11 @@ class LayerShape(AttentionShape, Protocol):
     def num_layers(self) -> int: ...
     @property
     def hidden_dropout(self) -> float: ...
+
+
+def block_norm(config: LayerShape, ctx: ParallelContext) -> nn.Module:
+    """The norm of a model's choice, over its width."""
+    return build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
 
 class TransformerLayer(nn.Module):
@@ -47,9 +54,9 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = Dropout(config.hidden_dropout, ctx)
         self.mlp_dropout = Dropout(config.hidden_dropout, ctx)
         self.add = bias_dropout_add
-        self.input_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.input_layernorm = block_norm(config, ctx)
         self.self_attention = attention or SelfAttention(config, core, ctx)
-        self.pre_mlp_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.pre_mlp_layernorm = block_norm(config, ctx)
         self.mlp = feed_forward
 
     def forward(
@@ -90,8 +97,8 @@ class ParallelResidualLayer(TransformerLayer):
         return x + attended + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)))
 
 
-class TransformerStack(nn.Module):
-    """Layers by their numbers, and the norm behind the last."""
+class TransformerStack(LayerStack):
+    """Layers of a decoder, or of an encoder. final_layernorm: makes the norm behind the last; default: as in layers."""
 
     def __init__(
         self,
@@ -103,14 +110,8 @@ class TransformerStack(nn.Module):
         *,
         has_last: bool = True,
     ) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.layers = NumberedLayers(layers.items())
-        self.final_layernorm: nn.Module | None = None
-        if has_last and final_layernorm is not None:
-            self.final_layernorm = final_layernorm()
-        elif has_last:
-            self.final_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        build = final_layernorm or partial(block_norm, config, ctx)
+        super().__init__(layers, recompute, build() if has_last else None)
 
     def forward(
         self,
@@ -121,19 +122,8 @@ class TransformerStack(nn.Module):
         stage: Stage | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
-        numbers = self.layers.numbers() if stage is None else stage.layers
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             return layer(x, pattern, angles, cache.layers[number] if cache else None)
 
-        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
-        if stage is not None and not stage.last:
-            return x
-        assert self.final_layernorm is not None
-        return self.final_layernorm(x)
-
-    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
-        """The layers of the stage, and the norm behind the last."""
-        yield from (self.layers[number] for number in stage.layers)
-        if stage.last and self.final_layernorm is not None:
-            yield self.final_layernorm
+        return self.through(x, call, stage)

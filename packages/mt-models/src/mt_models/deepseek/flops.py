@@ -18,8 +18,13 @@ class DeepseekFlops(TokenFlops):
     """Layers of multi-token prediction and their logits, in training."""
 
     @property
+    def forward(self) -> float:
+        """Of the model without multi-token prediction."""
+        return super().forward - self.prediction
+
+    @property
     def training(self) -> float:
-        """Forward and backward."""
+        """Forward and backward, of all that is trained."""
         return 3 * (self.forward + self.prediction)
 
 

@@ -3,18 +3,18 @@ mt_models.flops). The head's are divided among the tokens of a text."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mt_models.bert.config import BertConfig
 from mt_models.bert.flops import encoder_flops
-from mt_models.flops import Convention
+from mt_models.flops import Convention, Flops
 from mt_models.flops import flops_per_token as decoder_flops_per_token
 from mt_models.heads.config import ClassificationConfig
 
 
 @dataclass(frozen=True)
-class TextFlops:
+class TextFlops(Flops):
     """Forward FLOPs for each token of a text."""
 
     attention_projections: float
@@ -24,15 +24,6 @@ class TextFlops:
     feed_forward: float
     pooler: float
     head: float
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def flops_per_token(config: Any, seq_length: int, *, convention: Convention = "seen") -> TextFlops:

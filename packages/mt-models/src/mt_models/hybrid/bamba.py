@@ -8,7 +8,7 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import negated
+from mt_models.blocks.hugging_face_decoder import negated, require_even_heads
 from mt_models.blocks.hugging_face_mamba import expansion, limits_to_ours, limits_to_theirs, mixer_rules
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
 from mt_models.hybrid.config import HybridConfig
@@ -122,11 +122,7 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
         ("use_scaled_init_method", True),
     ):
         require_value(config, key, (value,), "bamba")
-    if config.kv_channels not in (None, config.hidden_size // config.num_attention_heads):
-        raise ConfigError(
-            f"model.kv_channels={config.kv_channels} cannot be written as a Hugging Face bamba, whose heads have "
-            f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} channels"
-        )
+    require_even_heads(config, "bamba")
     kinds = _kinds(config)
     return {
         "num_hidden_layers": len(kinds),

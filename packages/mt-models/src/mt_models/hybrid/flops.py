@@ -5,18 +5,18 @@ Counted as for transformers (mt_models.flops) and Mamba (mt_models.mamba.flops),
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import is_gated
-from mt_models.flops import Convention
+from mt_models.flops import Convention, Flops
 from mt_models.hybrid.config import HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
 from mt_models.mamba.flops import convolution_flops, output_flops, projection_flops, scan_flops
 
 
 @dataclass(frozen=True)
-class HybridFlops:
+class HybridFlops(Flops):
     """Forward FLOPs for each token, over all layers."""
 
     mamba_projections: float
@@ -30,15 +30,6 @@ class HybridFlops:
     """Experts included."""
     output: float
     """Logits."""
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def flops_per_token(

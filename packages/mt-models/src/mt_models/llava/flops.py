@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mt_models.flops import Convention, TokenFlops, flops_per_token
+from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
 from mt_models.llava.config import LlavaConfig
 from mt_models.vision.flops import ImageFlops, tower_flops
 
 
 @dataclass(frozen=True)
-class SampleFlops:
+class SampleFlops(Flops):
     """Forward FLOPs for each sample."""
 
     vision_model: ImageFlops
@@ -26,11 +26,6 @@ class SampleFlops:
     def forward(self) -> float:
         per_image = self.vision_model.forward + self.vision_projection
         return self.images * per_image + self.positions * self.language_model.forward
-
-    @property
-    def training(self) -> float:
-        """Forward and backward, all parts trained."""
-        return 3 * self.forward
 
 
 def flops_per_sample(

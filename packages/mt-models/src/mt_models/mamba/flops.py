@@ -5,16 +5,16 @@ Counted as for transformers (mt_models.flops), with the products of the chunked 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from mt_core.errors import ConfigError
 from mt_models.blocks.mamba_config import MambaLayerConfig
-from mt_models.flops import Convention
+from mt_models.flops import Convention, Flops
 from mt_models.mamba.config import MambaConfig
 
 
 @dataclass(frozen=True)
-class MambaFlops:
+class MambaFlops(Flops):
     """Forward FLOPs for each token, over all layers."""
 
     projections: float
@@ -24,15 +24,6 @@ class MambaFlops:
     """Scores within chunks and their product with the inputs; states written and read."""
     output: float
     """Logits."""
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def flops_per_token(config: MambaConfig, seq_length: int, *, convention: Convention = "seen") -> MambaFlops:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
-from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap
 from mt_models.blocks.hugging_face_decoder import (
     PRE_NORMS,
@@ -16,6 +15,7 @@ from mt_models.blocks.hugging_face_decoder import (
     decoder_fields,
     decoder_name_map,
     norm_rules,
+    require_even_heads,
     rope_to_ours,
     rope_to_theirs,
 )
@@ -58,11 +58,7 @@ def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
     config = OlmoeConfig.model_validate(model)
     mixture = Mixture(config)
     mixture.require("olmoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_pre_softmax=ANY)
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise ConfigError(
-            f"model.kv_channels={config.head_dim} cannot be written as a Hugging Face olmoe, whose heads have "
-            f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} channels"
-        )
+    require_even_heads(config, "olmoe")
     return {
         **rope_to_theirs(config),
         **balance_to_theirs(mixture),

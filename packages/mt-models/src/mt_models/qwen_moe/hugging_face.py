@@ -17,6 +17,7 @@ from mt_models.blocks.hugging_face_decoder import (
     decoder_fields,
     decoder_name_map,
     norm_rules,
+    require_even_heads,
     rope_to_ours,
     rope_to_theirs,
     shape_to_theirs,
@@ -141,11 +142,7 @@ def qwen2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
             "model.qk_layernorm=true is written as qwen3_moe, which has none"
         )
     mixture.require("qwen2_moe", **allowed)
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise ConfigError(
-            f"model.kv_channels={config.head_dim} cannot be written as a Hugging Face qwen2_moe, whose heads have "
-            f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} channels"
-        )
+    require_even_heads(config, "qwen2_moe")
     values = further_back(model)
     del values["head_dim"]
     return {**values, "qkv_bias": config.add_qkv_bias, "shared_expert_intermediate_size": mixture.shared_size}

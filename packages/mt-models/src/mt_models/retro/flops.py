@@ -5,10 +5,11 @@ A chunk of m tokens has K neighbours of r tokens, so that a token of the text br
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from mt_models.flops import (
     Convention,
+    Flops,
     core_flops,
     dense_feed_forward_flops,
     projection_flops,
@@ -20,7 +21,7 @@ from mt_models.retro.config import RetroConfig
 
 
 @dataclass(frozen=True)
-class RetroFlops:
+class RetroFlops(Flops):
     """Forward FLOPs for each token of the text, over all layers."""
 
     attention_projections: float
@@ -39,15 +40,6 @@ class RetroFlops:
     encoder_cross_attention_projections: float
     """Of the neighbours' attention to the text; keys and values of the text included."""
     encoder_cross_attention_core: float
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward, all weights trained."""
-        return 3 * self.forward
 
 
 def flops_per_token(config: RetroConfig, seq_length: int, *, convention: Convention = "seen") -> RetroFlops:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from mt_models.flops import (
     Convention,
+    Flops,
     core_flops,
     dense_feed_forward_flops,
     mean_keys,
@@ -16,7 +17,7 @@ from mt_models.t5.config import T5Config
 
 
 @dataclass(frozen=True)
-class SampleFlops:
+class SampleFlops(Flops):
     """Forward FLOPs for each sample, over all positions and layers."""
 
     tokens: int
@@ -35,12 +36,7 @@ class SampleFlops:
 
     @property
     def forward(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self) if part.name != "tokens")
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
+        return super().forward - self.tokens
 
     @property
     def forward_per_token(self) -> float:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, Section
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability
 from mt_core.errors import ConfigError
 from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.blocks.encoder_config import EncoderConfig
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 
-class VisionEncoderConfig(Section):
+class VisionEncoderConfig(EncoderConfig):
     """The shape of an image tower (Dosovitskiy et al., 2021), as CLIP or SigLIP build it."""
 
     vision_model_type: Literal["clip", "siglip"] = "clip"
     """clip (Radford et al., 2021): a class token, a norm before the layers. siglip (Zhai et al., 2023): no class
     token, a norm behind the layers, a bias on the patches."""
-    num_layers: PositiveInt
-    """Transformer layers."""
-    hidden_size: PositiveInt
-    """Width of the residual stream."""
-    num_attention_heads: PositiveInt
-    """Attention heads."""
-    ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the feed-forward. Default: 4 hidden_size."""
     img_h: PositiveInt = 224
     """Height of the images in pixels."""
     img_w: PositiveInt = 224
@@ -39,18 +29,10 @@ class VisionEncoderConfig(Section):
     """Colours of a pixel."""
     activation: VisionActivation = "quick_gelu"
     """Of the feed-forward. CLIP was trained with quick_gelu, SigLIP with gelu_tanh."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance."""
     add_pooler: bool = True
     """The part that makes one vector of an image: CLIP's norm of the class token, SigLIP's attention over patches."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights."""
-    use_scaled_init_method: bool = True
-    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
-    attention_backend: str = "sdpa"
-    """Name of the attention backend."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -75,47 +57,9 @@ class VisionEncoderConfig(Section):
     def has_pooler(self) -> bool:
         return self.add_pooler
 
-    # What the shared blocks read.
-
-    @property
-    def normalization(self) -> Literal["LayerNorm"]:
-        return "LayerNorm"
-
-    @property
-    def query_groups(self) -> int:
-        return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @property
-    def add_bias_linear(self) -> bool:
-        return True
-
-    @property
-    def add_qkv_bias(self) -> bool:
-        return True
-
-    @property
-    def qk_layernorm(self) -> bool:
-        return False
-
-    @property
-    def rotary_interleaved(self) -> bool:
-        return False
-
     @property
     def hidden_dropout(self) -> float:
         return 0.0
-
-    @property
-    def output_init_std(self) -> float:
-        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
 
 
 class VisionConfig(ModelConfig, VisionEncoderConfig):

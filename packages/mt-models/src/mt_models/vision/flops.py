@@ -5,13 +5,14 @@ Counted as for decoders (mt_models.flops): matrix products only, backward twice 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
+from mt_models.flops import Flops
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
 
 
 @dataclass(frozen=True)
-class ImageFlops:
+class ImageFlops(Flops):
     """Forward FLOPs for each image."""
 
     patches: float
@@ -25,15 +26,6 @@ class ImageFlops:
     """The attention that makes one vector of an image."""
     output: float
     """Logits of classes."""
-
-    @property
-    def forward(self) -> float:
-        return sum(astuple(self))
-
-    @property
-    def training(self) -> float:
-        """Forward and backward."""
-        return 3 * self.forward
 
 
 def tower_flops(config: VisionEncoderConfig, layers: int) -> ImageFlops:

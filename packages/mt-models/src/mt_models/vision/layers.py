@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
-from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, linear
+from mt_core.nn.main_gradients import with_main_gradient
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.transformer import TransformerLayer
@@ -37,7 +37,8 @@ class PatchEmbedding(LayoutModule):
         self.declare("bias", ParameterLayout((config.hidden_size,), zeros) if bias else None)
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.linear(self.patches(images.to(self.weight.dtype)), self.weight.flatten(1), self.bias)
+        matrix = with_main_gradient(self.weight, lambda kernel: kernel.flatten(1))
+        return linear(self.patches(images.to(self.weight.dtype)), matrix, self.bias)
 
     def patches(self, images: Tensor) -> Tensor:
         """[B, C, img_h, img_w] -> [B, P, C patch_dim patch_dim]"""
