@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.moe.moe_cases import Shape, build_layer, options, tokens_of
 
+from mt_core.nn.main_gradients import give_main_gradient
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def differences() -> dict[str, float]:
-    return {**rows(), **permutations(), **products(), **layers()}
+    return {**rows(), **permutations(), **products(), **sums(), **layers()}
 
 
 def rows() -> dict[str, float]:
@@ -92,6 +93,27 @@ def products() -> dict[str, float]:
         for name, mine, wanted in zip(("out", "dx", "dweight"), *values, strict=True):
             found[f"{name} {counts}"] = difference(mine, wanted)
     return found
+
+
+def sums() -> dict[str, float]:
+    """Gradients of 16-bit experts, added to fp32: more than a tile each way, experts without rows, two passes. In fp16,
+    as Triton's interpreter cannot multiply bf16."""
+    from mt_moe.experts.triton import triton_product
+
+    weight = torch.nn.Parameter(torch.randn(4, 130, 270).half())
+    total = torch.randn(4, 130, 270)
+    expected, before = total.double(), total.clone()
+    give_main_gradient(weight, total)
+    for counts in ([5, 0, 70, 1], [0, 0, 3, 2]):
+        x, grad = torch.randn(sum(counts), 270).half(), torch.randn(sum(counts), 130).half()
+        triton_product(x, weight, Groups(torch.tensor(counts))).backward(grad)
+        for matrix, rows, dy in zip(expected, x.split(counts), grad.split(counts), strict=True):
+            matrix += dy.double().T @ rows.double()
+    return {
+        "sum": difference(total.double(), expected),
+        "sum without rows": float(not torch.equal(total[1], before[1])),
+        "a gradient beside the sum": float(weight.grad is not None),
+    }
 
 
 def layers() -> dict[str, float]:

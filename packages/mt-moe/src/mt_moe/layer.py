@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +12,7 @@ from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
 from mt_core.nn.feed_forward import FeedForwardShape
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.nn.linear import linear
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig, read_moe_config
 from mt_moe.dispatchers.config import read_options
@@ -53,7 +53,7 @@ class Projection(LayoutModule):
         self.declare("weight", layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight, None)
 
 
 class MoeLayer(nn.Module):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.activations import activate, is_gated
 from mt_core.nn.feed_forward import FeedForwardShape
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
-from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from mt_core.parallel.context import ParallelContext
 
 
@@ -34,4 +33,4 @@ class SharedExperts(LayoutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
-        return out if self.gate_weight is None else out * F.linear(x, self.gate_weight).sigmoid()
+        return out if self.gate_weight is None else out * linear(x, self.gate_weight, None).sigmoid()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split
 from mt_core.nn.linear import Cut, LinearModule, column_parallel_linear, leave_tensor_parallel
+from mt_core.nn.main_gradients import with_main_gradient
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 
@@ -87,7 +88,12 @@ class VocabParallelOutput(LinearModule):
 
 def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
     """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it."""
-    return column_parallel_linear(x, weight if len(weight) == len(own) else weight[: len(own)], None, ctx)
+    return column_parallel_linear(x, without_padding(weight, own), None, ctx)
+
+
+def without_padding(weight: Tensor, own: VocabRange) -> Tensor:
+    """The rows of `weight` that stand for ids, the first ones; all of them as it is."""
+    return weight if len(weight) == len(own) else with_main_gradient(weight, lambda rows: rows[: len(own)])
 
 
 def gather_logits(logits: Tensor, vocab_size: int, multiple: int, ctx: ParallelContext) -> Tensor:

@@ -141,7 +141,7 @@ class _MainGradientLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = _wanted(ctx)
         dx = grad @ weight if wanted.x else None
-        dweight = _weight_gradient(grad, x, ctx.main) if wanted.weight else None
+        dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main) if wanted.weight else None
         dbias = _bias_gradient(grad) if wanted.bias else None
         return dx, dweight, dbias, None
 
@@ -180,7 +180,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             gathering.wait()
             x = merge_pieces(gathered, SEQUENCE_DIM)
         if wanted.weight:
-            dweight = _weight_gradient(grad, x, ctx.main)
+            dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main)
         dbias = _bias_gradient(grad) if wanted.bias else None
         if reducing is not None:
             reducing.wait()
@@ -201,9 +201,8 @@ def _wanted(ctx: Any) -> _Wanted:
     return _Wanted(flags[0], flags[1], ctx.has_bias and flags[2])
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None) -> Tensor | None:
-    """dy^T x [out, in], or None after it was added to the main gradient."""
-    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+def weight_gradient(rows: Tensor, inputs: Tensor, main: MainGradient | None) -> Tensor | None:
+    """rows^T inputs: [n, out] and [n, in] -> [out, in], or None after it was added to the main gradient."""
     if main is None:
         return rows.T @ inputs
     main.add_product(rows, inputs)

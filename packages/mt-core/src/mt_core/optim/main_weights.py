@@ -1,8 +1,8 @@
 """What the optimizer works on: the model's own weights in fp32, or fp32 copies of 16-bit ones.
 
-With 16-bit weights gradients are added up in fp32, so that accumulating over micro-batches loses nothing: linear
-layers add the products themselves (`mt_core.nn.main_gradients`), and what else the backward pass makes is added as soon
-as it is there.
+With 16-bit weights gradients are added up in fp32, so that accumulating over micro-batches loses nothing: matrix
+products add to the sums themselves (`mt_core.nn.main_gradients`), and what else the backward pass makes is added as
+soon as it is there.
 """
 
 from __future__ import annotations

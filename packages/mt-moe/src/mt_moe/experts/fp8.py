@@ -12,14 +12,16 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.fp8.casts import ALIGNMENT, cast_rows
 from mt_core.nn.fp8.formats import E4M3, scale_of, to_fp8
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.fp8.products import emulated_product
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_moe.experts import grouped, loop
 from mt_moe.experts.groups import Groups
-from mt_moe.experts.loop import outer_products
 
 SERVED = ((9, 0), (10, 0))
 """Compute capabilities of GPUs that torch's grouped product in FP8 runs on."""
@@ -36,8 +38,8 @@ class ScaledGroups(Protocol):
         """grad [R, out], x [R, in] -> [E, out, in], summed over the rows of each expert; zeros for one without any"""
         ...
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-        """The same in the format of x."""
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+        """The same in the format of x, or None after it was added to the main gradient."""
         ...
 
 
@@ -59,8 +61,8 @@ class EmulatedGroups:
                 found[expert] = emulated_product(a, b, x.dtype, fast=False)
         return found
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-        return outer_products(grad, x, groups)
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+        return loop.weight_gradient(grad, x, groups, main)
 
 
 class TorchGroups:
@@ -78,8 +80,8 @@ class TorchGroups:
         b, b_scale = places.cast(x, margin)
         return _grouped(a, b.t(), a_scale.flatten(), b_scale.flatten(), places.ends, fast=False)
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
-        return F.grouped_mm(grad.t(), x, offs=groups.ends)
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+        return grouped.weight_gradient(grad, x, groups, main)
 
 
 def _grouped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, *, fast: bool) -> Tensor:
@@ -123,18 +125,21 @@ class Fp8GroupedProduct:
     wgrad_in_fp8: bool
 
     def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        return _Fp8GroupedProduct.apply(x, weight, groups, self)
+        return _Fp8GroupedProduct.apply(x, weight, groups, self, main_gradient_of(weight))
 
 
 class _Fp8GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, product: Fp8GroupedProduct) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, product: Fp8GroupedProduct, main: MainGradient | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.product = groups, product
+        ctx.groups, ctx.product, ctx.main = groups, product, main
         return product.groups.rows_times(x, weight, groups, product.margin, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         product: Fp8GroupedProduct = ctx.product
         grad = grads[0].contiguous()
@@ -145,8 +150,8 @@ class _Fp8GroupedProduct(torch.autograd.Function):
         if wants_dweight and product.wgrad_in_fp8:
             dweight = product.groups.outer(grad, x, ctx.groups, product.margin)
         elif wants_dweight:
-            dweight = product.groups.wide_outer(grad, x, ctx.groups)
-        return dx, dweight, None, None
+            dweight = product.groups.wide_outer(grad, x, ctx.groups, ctx.main)
+        return dx, dweight, None, None, None
 
 
 def fp8_grouped_product(options: Fp8Options, weight: Tensor) -> Fp8GroupedProduct | str:

@@ -7,8 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_moe.experts import loop
 from mt_moe.experts.groups import Groups
+from mt_moe.kernels.availability import triton_objection
 
 ALIGNMENT = 16
 """Bytes that a row of each operand has to be a multiple of."""
@@ -26,19 +31,39 @@ def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | No
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups = groups
+        ctx.groups, ctx.main = groups, main
         return F.grouped_mm(x, weight.mT, offs=groups.ends)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        grad, ends = grads[0].contiguous(), ctx.groups.ends
-        dx = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-        dweight = F.grouped_mm(grad.T, x, offs=ends) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        grad = grads[0].contiguous()
+        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        dx = F.grouped_mm(grad, weight, offs=ctx.groups.ends) if wants_dx else None
+        dweight = weight_gradient(grad, x, ctx.groups, ctx.main) if wants_dweight else None
+        return dx, dweight, None, None
 
 
 def grouped_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    return _GroupedProduct.apply(x, weight, groups)
+    return _GroupedProduct.apply(x, weight, groups, main_gradient_of(weight))
+
+
+def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+    """[R, out] and [R, in] -> outer products [E, out, in], or None after they were added to the main gradient."""
+    if main is None or (grad.is_cuda and triton_objection("cuda") is not None):
+        return F.grouped_mm(grad.T, x, offs=groups.ends)
+    add_outer_products(main, grad, x, groups)
+    return None
+
+
+def add_outer_products(main: MainGradient, grad: Tensor, x: Tensor, groups: Groups) -> None:
+    """[R, out] and [R, in], added to [E, out, in]. grouped_mm gives 16 bits and cannot add, so that others do it."""
+    if not grad.is_cuda:
+        loop.add_outer_products(main, grad, x, groups)
+        return
+    from mt_moe.kernels.grouped_product import add_outer_products as add_in_one_kernel
+
+    add_in_one_kernel(main.total, grad, x, groups.ends)

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
 from mt_moe.experts.groups import Groups
 
 
@@ -16,18 +19,20 @@ class _LoopProduct(torch.autograd.Function):
     of them for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups = groups
+        ctx.groups, ctx.main = groups, main
         return _times(x, weight.mT, groups)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dx = _times(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
-        dweight = outer_products(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        dx = _times(grad, weight, ctx.groups) if wants_dx else None
+        dweight = weight_gradient(grad, x, ctx.groups, ctx.main) if wants_dweight else None
+        return dx, dweight, None, None
 
 
 def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
@@ -41,6 +46,14 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return out
 
 
+def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+    """Outer products [E, out, in], or None after they were added to the main gradient."""
+    if main is None:
+        return outer_products(grad, x, groups)
+    add_outer_products(main, grad, x, groups)
+    return None
+
+
 def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[R, out] and [R, in] -> [E, out, in]; zeros for an expert without rows."""
     if groups.even is not None:
@@ -52,5 +65,12 @@ def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return found
 
 
+def add_outer_products(main: MainGradient, grad: Tensor, x: Tensor, groups: Groups) -> None:
+    """[R, out] and [R, in], added to [E, out, in]."""
+    for matrix, (first, end) in zip(main.matrices(), groups.bounds, strict=True):
+        if end > first:
+            matrix.add_product(grad[first:end], x[first:end])
+
+
 def loop_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    return _LoopProduct.apply(x, weight, groups)
+    return _LoopProduct.apply(x, weight, groups, main_gradient_of(weight))

@@ -6,26 +6,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
 from mt_moe.experts.groups import Groups
-from mt_moe.kernels.grouped_product import outer_products, rows_times
+from mt_moe.kernels.grouped_product import add_outer_products, outer_products, rows_times
 
 
 class _TritonProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups = groups
+        ctx.groups, ctx.main = groups, main
         return rows_times(x, weight.mT, groups.ends)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         ends = ctx.groups.ends
-        dx = rows_times(grads[0], weight, ends) if ctx.needs_input_grad[0] else None
-        dweight = outer_products(grads[0], x, ends) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        dx = rows_times(grads[0], weight, ends) if wants_dx else None
+        dweight = _weight_gradient(grads[0], x, ends, ctx.main) if wants_dweight else None
+        return dx, dweight, None, None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None) -> Tensor | None:
+    """Outer products [E, out, in], or None after they were added to the main gradient."""
+    if main is None:
+        return outer_products(grad, x, ends)
+    add_outer_products(main.total, grad, x, ends)
+    return None
 
 
 def triton_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    return _TritonProduct.apply(x, weight, groups)
+    return _TritonProduct.apply(x, weight, groups, main_gradient_of(weight))

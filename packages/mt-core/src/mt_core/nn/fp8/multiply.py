@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role
 from mt_core.nn.fp8.products import Product
 from mt_core.nn.fp8.scaling import Map, Operand, Scaling
-from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel
+from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
 from mt_core.parallel.collectives import all_gather, split_pieces
 from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
@@ -24,7 +26,8 @@ class Fp8Multiply:
     """A `Multiply` in FP8. cut: what of the layer's matrix tensor-parallel ranks have pieces of.
 
     Forward y = x W^T; backward dx = dy W and dW = dy^T x. The products take their operands in FP8 and give the format
-    of x and of W. wgrad_in_fp8=False computes dW in that format, from an x that is kept in it.
+    of x and of W. wgrad_in_fp8=False computes dW from 16 bits, for which x is kept in them, and may add it to a main
+    gradient.
     """
 
     scaling: Scaling
@@ -34,7 +37,8 @@ class Fp8Multiply:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         """x [..., in] -> [..., out], divided as the layer says."""
-        out = _Fp8Linear.apply(x, weight, LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled()))
+        notes, main = torch.is_grad_enabled(), main_gradient_of(weight)
+        out = _Fp8Linear.apply(x, weight, LayerCall(self, ctx.tp, ctx.sequence_parallel, notes, main))
         if self.cut == "input" and ctx.tp.size > 1:
             out = leave_tensor_parallel(out, ctx)
         return out if bias is None else out + bias
@@ -49,6 +53,8 @@ class LayerCall:
     sequence_parallel: bool
     notes: bool
     """Whether its magnitudes count for later scales: in training passes."""
+    main: MainGradient | None
+    """Of the weight."""
 
     @property
     def communicates(self) -> bool:
@@ -96,6 +102,7 @@ class _Fp8Linear(torch.autograd.Function):
         return out.view(*_gathered_shape(x.shape, call), len(weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         kept, scale, weight, weight_scale = ctx.saved_tensors
         call: LayerCall = ctx.call
@@ -118,10 +125,10 @@ class _Fp8Linear(torch.autograd.Function):
 
 def _weight_gradient(
     call: LayerCall, grad: Tensor, gradients: Operand, kept: Tensor, scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """dy^T x: [out, in]"""
+) -> Tensor | None:
+    """dy^T x: [out, in], or None after it was added to the main gradient. No product of FP8 adds to what is there."""
     if not call.layer.wgrad_in_fp8:
-        return grad.t() @ kept
+        return weight_gradient(grad, kept, call.main)
     inputs = call.layer.scaling.restored(kept, scale, "input")
     return call.multiply(gradients.along_rows(), inputs.along_rows(), dtype)
 

@@ -4,6 +4,9 @@ Two forms, by what is known of the gradient. Any gradient of each loss: the back
 second time (4 matrix products). A weighted sum of the losses, weights known beforehand: the forward pass finishes
 the gradients while it has the logits, and the backward pass only scales them (3 products).
 
+A weight with a main gradient has its products added there in fp32. Of the second form they are added up in fp32 apart,
+[V, H], and the backward pass adds a multiple of that.
+
 hidden has to be what all ranks of the axis share, through `copy_to` or `gather_from`, whose backward adds up the
 ranks' parts of its gradient.
 """
@@ -11,13 +14,17 @@ ranks' parts of its gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.nn.main_gradients import MainGradient, main_gradient_of
 from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 512 * 2**20
@@ -38,7 +45,8 @@ def chunked_losses(
 
     Two reductions over the axis, of all tokens at once. chunk: tokens at a time.
     """
-    return _ChunkedLosses.apply(hidden, weight, columns, axis, rows, chunk or rows_of_chunk(hidden, weight))
+    chunk = chunk or rows_of_chunk(hidden, weight)
+    return _ChunkedLosses.apply(hidden, weight, main_gradient_of(weight), columns, axis, rows, chunk)
 
 
 def chunked_weighted_sum(
@@ -55,31 +63,41 @@ def chunked_weighted_sum(
     loss_weights [T] in fp32, not differentiated. Two reductions over the axis for each chunk.
     """
     chunk = chunk or rows_of_chunk(hidden, weight)
-    return _ChunkedWeightedSum.apply(hidden, weight, columns, loss_weights, axis, rows, chunk)
+    return _ChunkedWeightedSum.apply(hidden, weight, main_gradient_of(weight), columns, loss_weights, axis, rows, chunk)
 
 
 class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, rows: RowKernels, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        main: MainGradient | None,
+        columns: Tensor,
+        axis: Axis,
+        rows: RowKernels,
+        chunk: int,
     ) -> Tensor:
         statistics = torch.empty(3, len(hidden), dtype=_wide(hidden), device=hidden.device)
         for part in _parts(len(hidden), chunk):
             statistics[:, part] = rows.statistics(F.linear(hidden[part], weight), columns[part])
         losses, lse = reduce_statistics(statistics, axis)
         ctx.save_for_backward(hidden, weight, columns, lse)
-        ctx.rows, ctx.chunk = rows, chunk
+        ctx.main, ctx.rows, ctx.chunk = main, rows, chunk
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, columns, lse = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight)
+        wants_dhidden, wants_dweight = gradients_wanted(ctx, 2)
+        own = _OwnFormat.of(weight) if wants_dweight and ctx.main is None else None
+        gradients = _Gradients(hidden, weight, own or ctx.main if wants_dweight else None, wants_dhidden)
         for part in _parts(len(hidden), ctx.chunk):
             logits = F.linear(hidden[part], weight)
             ctx.rows.subtract_target_(logits, columns[part], lse[part], grads[0][part])
             gradients.add(part, logits)
-        return gradients.hidden, gradients.weight, None, None, None, None
+        return gradients.hidden, None if own is None else own.total, None, None, None, None, None
 
 
 class _ChunkedWeightedSum(torch.autograd.Function):
@@ -88,6 +106,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        main: MainGradient | None,
         columns: Tensor,
         loss_weights: Tensor,
         axis: Axis,
@@ -95,36 +114,65 @@ class _ChunkedWeightedSum(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
-        gradients = _Gradients(hidden, weight)
+        # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
+        own = _OwnFormat.of(weight) if main is None else MainGradient(torch.zeros_like(main.total))
+        gradients = _Gradients(hidden, weight, own)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)
             losses[part], lse = reduce_statistics(rows.statistics(logits, columns[part]), axis)
             rows.subtract_target_(logits, columns[part], lse, loss_weights[part])
             gradients.add(part, logits)
-        ctx.gradients = gradients
+        ctx.made, ctx.main = (gradients.hidden, own.total), main
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled where they stand, as a second gradient of the weight would cost what is saved on logits.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        made, ctx.made = ctx.made, None
+        if made is None:
             raise RuntimeError("a weighted sum of chunked losses has one backward pass; its gradients are used up")
-        hidden, weight = gradients.hidden, gradients.weight
-        return hidden.mul_(grads[0]), weight.mul_(grads[0]), None, None, None, None, None
+        hidden, weight = made
+        if ctx.main is None:
+            # Scaled where they stand, as a second gradient of the weight would cost what is saved on logits.
+            return hidden.mul_(grads[0]), weight.mul_(grads[0]), *(None,) * 6
+        if gradients_wanted(ctx, 2)[1]:
+            ctx.main.add_multiple(weight, grads[0])
+        return hidden.mul_(grads[0]), *(None,) * 7
+
+
+@dataclass(frozen=True)
+class _OwnFormat:
+    """A sum of products in the number format of its operands."""
+
+    total: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _OwnFormat:
+        return cls(torch.zeros_like(weight))
+
+    def add_product(self, rows: Tensor, inputs: Tensor) -> None:
+        """total [out, in] += rows^T inputs. rows [n, out], inputs [n, in]"""
+        self.total.addmm_(rows.T, inputs)
 
 
 class _Gradients:
-    """Of hidden and weight, filled a chunk of logits' gradients at a time. The weight's is added up in its dtype."""
+    """Of hidden and weight, filled a chunk of logits' gradients at a time; of one of them alone if that is wanted.
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        self._inputs, self._weight = hidden, weight
-        self.hidden, self.weight = torch.empty_like(hidden), torch.zeros_like(weight)
+    weight_sum: what the weight's is added to.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, weight_sum: MainGradient | _OwnFormat | None, wants_hidden: bool = True
+    ) -> None:
+        self._inputs, self._weight, self._weight_sum = hidden, weight, weight_sum
+        self.hidden = torch.empty_like(hidden) if wants_hidden else None
 
     def add(self, part: slice, logits: Tensor) -> None:
-        torch.mm(logits, self._weight, out=self.hidden[part])
-        self.weight.addmm_(logits.T, self._inputs[part])
+        if self.hidden is not None:
+            torch.mm(logits, self._weight, out=self.hidden[part])
+        if self._weight_sum is not None:
+            self._weight_sum.add_product(logits, self._inputs[part])
 
 
 def _parts(length: int, chunk: int) -> Iterator[slice]:
