@@ -346,14 +346,15 @@ def test_every_action_is_recorded() -> None:
         assert sorted(span.action for span in spans) == sorted(expected)
         ends = [span.end for span in spans if span.action.kind in COMPUTATION]
         assert ends == sorted(ends)
-    # What one rank makes is there before another works on it.
+    # A micro-batch goes from the first rank to the second and back. Their clocks begin about together, not exactly.
     forward = {
         span.action.stage: span
         for spans in first.ranks
         for span in spans
         if span.action[0] is Kind.FORWARD and span.action[2] == 0
     }
-    assert all(forward[stage].end <= forward[stage + 1].start + 1e-2 for stage in range(3))
+    assert forward[1].end <= forward[2].start
+    assert forward[3].start - forward[0].end >= forward[2].end - forward[1].start
 
 
 def unlike(rank: int, world: int) -> str:
