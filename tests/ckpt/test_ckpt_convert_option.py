@@ -10,6 +10,7 @@ import torch
 
 from mt_ckpt.native.read import open_checkpoint
 from mt_cli.main import run
+from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 from mt_core.train.checkpointing import open_checkpoint as open_any
 
@@ -86,9 +87,12 @@ def test_an_address_makes_no_local_folder(
     trained: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert mt_train(trained, "--ckpt-convert-format", "mt", "--ckpt-convert-save", "s3://bucket/x") != 0
+    address = f"memory://{tmp_path.name}/x"
+    assert mt_train(trained, "--ckpt-convert-format", "megatron", "--ckpt-convert-save", address) != 0
     message = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert "s3://bucket/x: conversions write local folders; copy the result there" in message
+    assert f"{address}: --saver megatron writes local folders; copy the result there" in message
+    assert mt_train(trained, "--ckpt-convert-format", "mt", "--ckpt-convert-save", address) == 0
+    assert open_checkpoint(as_path(address)).metadata["iteration"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.manifest import detect, read_manifest
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.verify import find_damage
 from mt_core.errors import CheckpointError
+from mt_core.paths import as_path
 
 
 def read_all(path: Path) -> None:
@@ -83,25 +89,66 @@ def test_truncated_extended_and_missing_files(saved: Path) -> None:
         file.write_bytes(original)
 
 
-def test_sizes_are_checked_before_anything_is_read(saved: Path) -> None:
-    shard = max(files_of(saved), key=lambda file: file.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-100])
+def test_a_shard_is_checked_when_it_is_first_read(saved: Path) -> None:
+    """Not at opening, which every rank does: the others can be read, and of this one no value is."""
+    reader = open_checkpoint(saved)
+    shard = saved / reader.manifest.tensors["model.layers.0.weight"].pieces[0].shard
+    os.truncate(shard, shard.stat().st_size - 1)  # of another tensor's bytes
+    reader = open_checkpoint(saved)
+    reader.read("model.bias")
     with pytest.raises(CheckpointError, match=rf"{shard.name}: truncated: \d+ bytes instead of \d+"):
+        reader.read("model.layers.0.weight")
+
+
+def test_a_missing_shard_is_found_at_opening(saved: Path) -> None:
+    shards = [saved / name for name in open_checkpoint(saved).manifest.shards]
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing; use an earlier"):
         open_checkpoint(saved)
+    shards[2].unlink()
+    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing and 1 more"):
+        open_checkpoint(saved)
+
+
+def test_opening_asks_for_no_shard(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them in an object store would cost a request each, on every rank."""
+    path = as_path(f"memory://{saved}")
+    path.fs.put(str(saved), path.path, recursive=True)
+    asked: set[str] = set()
+    for method in ("info", "cat_file", "_open"):
+        monkeypatch.setattr(MemoryFileSystem, method, recording(getattr(MemoryFileSystem, method), asked))
+    reader = open_checkpoint(path)
+    assert len(reader.manifest.shards) > 4
+    assert f"{path.path}/manifest.json" in asked
+    assert not [file for file in asked if file.endswith(".safetensors")]
+    assert torch.equal(reader.read("model.bias"), open_checkpoint(saved).read("model.bias"))
+    shard = reader.manifest.tensors["model.bias"].pieces[0].shard
+    assert [file for file in asked if file.endswith(".safetensors")] == [f"{path.path}/{shard}"]
+
+
+def recording(method: Callable[..., Any], asked: set[str]) -> Callable[..., Any]:
+    def recorded(self: MemoryFileSystem, path: str, *args: Any, **keys: Any) -> Any:
+        asked.add(path)
+        return method(self, path, *args, **keys)
+
+    return recorded
 
 
 def test_damage_after_opening_is_found_at_the_read(saved: Path) -> None:
     reader = open_checkpoint(saved)
+    reader.read("model.bias")
     shard = saved / reader.manifest.tensors["model.bias"].pieces[0].shard
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"{shard.name}: truncated"):
         reader.read("model.bias")
     shard.unlink()
     with pytest.raises(CheckpointError, match=rf"{shard.name}: cannot be read: No such file"):
-        open_checkpoint_without_sizes(saved).read("model.bias")
+        reader.read("model.bias")
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: missing or unreadable: No such file"):
+        open_checkpoint_without_listing(saved).read("model.bias")
 
 
-def open_checkpoint_without_sizes(path: Path):
+def open_checkpoint_without_listing(path: Path):
     from mt_ckpt.native.read import NativeReader
 
     return NativeReader(path, read_manifest(path))

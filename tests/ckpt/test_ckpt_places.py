@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.errors import CheckpointError
-from mt_core.paths import as_path
+from mt_core.paths import as_path, children
 from mt_core.testing import run_ranks
 from mt_core.train import Trainer
 from mt_core.train.run_directory import RunDirectory, find_checkpoint
@@ -73,6 +76,42 @@ def test_checkpoints_in_an_object_store(tmp_path: Path, reference, asynchronous:
     loaded = train(None, f"checkpoint.load={store}", "train.train_iters=1", "optimizer.lr=1.0e-9", "optimizer.min_lr=0")
     for name, weight in weights(loaded).items():
         torch.testing.assert_close(weight, reference[1][name], atol=1e-6, rtol=0)
+
+
+class CachedStore(MemoryFileSystem):
+    """A store that keeps listings, as the clients of s3 and gs do unless they are told not to."""
+
+    protocol = "cachedstore"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("cachedstore://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **keys: Any) -> Any:
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True)
+        try:
+            entries = self.dircache[path]
+        except KeyError:  # it keeps none
+            entries = super().ls(path, detail=True)
+        return entries if detail else sorted(entry["name"] for entry in entries)
+
+
+@pytest.mark.filterwarnings("ignore:UPath 'cachedstore' filesystem")
+def test_listings_are_those_of_now() -> None:
+    """A rank that looks for another one's report would wait for ever otherwise."""
+    from upath import UPath
+
+    fsspec.register_implementation("cachedstore", CachedStore, clobber=True)
+    other_process = MemoryFileSystem()
+    address = "cachedstore://listings/reports"
+    other_process.pipe("/listings/reports/0", b"")
+    kept, ours = UPath(address), as_path(address)
+    assert [[file.name for file in children(path)] for path in (kept, ours)] == [["0"], ["0"]]
+    other_process.pipe("/listings/reports/1", b"")
+    assert [file.name for file in children(kept)] == ["0"]  # it does keep listings
+    assert [file.name for file in children(ours)] == ["0", "1"]
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_not_gone_on_from(tmp_path: Path) -> None:

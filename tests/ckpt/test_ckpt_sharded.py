@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from mt_ckpt.native.manifest import detect, read_manifest
+from mt_ckpt.native.places import RemotePlace
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.native.sharded import ShardedSave
@@ -149,6 +150,20 @@ class Breaks:
     def __iter__(self) -> Iterator[Fragment]:
         yield SHARES[1][0]
         raise CheckpointError("the disk of rank 1 is full")
+
+
+def test_a_report_counts_when_all_of_it_is_there(tmp_path: Path) -> None:
+    """Stores that cannot rename may show a file while it is written."""
+    place = RemotePlace(as_path(f"file://{tmp_path}") / "c", "token")
+    place.report(1, b'{"error": null}')
+    (file,) = (tmp_path / "c" / ".reports").iterdir()
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        assert place.reports() == {}
+    file.write_bytes(whole)
+    assert place.reports() == {1: b'{"error": null}'}
+    place.close()
 
 
 def test_a_rank_that_fails_is_named_and_nothing_appears(folder: Path) -> None:

@@ -21,6 +21,7 @@ from mt_ckpt.retention import checkpoints_of, superfluous
 from mt_ckpt.sizes import parse_bytes
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.inference.loading import load_trained_model
+from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions
 
@@ -80,19 +81,6 @@ def test_wrong_options(make_model, tmp_path: Path, arguments: list[str], words: 
     result = run_convert("--load-dir", source, "--save-dir", tmp_path / "x", "--saver", "hf", *arguments)
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/x", "memory://bucket/x"])
-def test_an_address_makes_no_local_folder(
-    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    source = make_model(**LLAMA)
-    monkeypatch.chdir(tmp_path)
-    result = run_convert("--load-dir", source, "--save-dir", address, "--saver", "hf")
-    assert isinstance(result.exception, ConfigError)
-    words = f"--save-dir {address}: conversions write local folders; copy the result there"
-    assert words in str(result.exception)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("granularity", [1, 2])
@@ -251,10 +239,14 @@ def test_average_to_an_address_makes_no_local_folder(
     make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [make_model(f"c{i}", iteration=i, **GPT2) for i in (1, 2)]
+    address = f"memory://{tmp_path.name}/x"
     monkeypatch.chdir(tmp_path)
-    result = run(app, "average", *paths, "--save-dir", "s3://bucket/x")
+    result = run(app, "average", *paths, "--save-dir", address, "--saver", "megatron")
     assert isinstance(result.exception, ConfigError)
-    assert "--save-dir s3://bucket/x: conversions write local folders" in str(result.exception)
+    assert f"--save-dir {address}: --saver megatron writes local folders" in str(result.exception)
+    result = run(app, "average", *paths, "--save-dir", address)
+    assert result.exit_code == 0, result.exception
+    assert open_checkpoint(as_path(address)).metadata["iteration"] == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c1", "c2"]
 
 

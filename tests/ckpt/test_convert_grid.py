@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tests.ckpt import convert_cases
 from tests.ckpt.conftest import State, assert_same_state, tensors_of
-from tests.ckpt.convert_cases import LLAMA
 from tests.ckpt.megatron.conftest import MODELS, RandomCheckpoint
+from tests.ckpt.test_convert_gguf import MODELS as GGUF_MODELS
 from tests.ckpt.test_convert_gguf import to_gguf
 from tests.ckpt.test_convert_meta import write
 
@@ -23,19 +27,36 @@ from mt_core.specs import CheckpointReader, ConvertOptions
 from mt_core.train.checkpointing import open_with
 
 GPT2 = {**MODELS["gpt"], "ffn_hidden_size": 128, "activation": "gelu_tanh"}
+LLAMA = MODELS["llama"]
+FOUR_LAYERS = {name: {**model, "num_layers": 4} for name, model in convert_cases.MODELS.items()}
+GRANITE = {**FOUR_LAYERS["granite_moe"], "moe": {"num_experts": 4, "moe_router_topk": 3}}
 CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT2,
     "gpt_untied_odd": MODELS["gpt_untied_odd"],
-    "llama": MODELS["llama"],
+    "gpt_multi_query": {**GPT2, "num_query_groups": 1},
+    "gpt_no_bias": MODELS["gpt_no_bias"],
+    "gpt_moe": MODELS["gpt_moe"],
+    "llama": LLAMA,
     "llama_tied_biased": {**MODELS["llama_tied"], "attention_bias": True, "mlp_bias": True},
+    "llama_yarn": MODELS["llama_yarn"],
+    "mistral": MODELS["mistral"],
+    "qwen2": MODELS["qwen2"],
+    "qwen2_windows": MODELS["qwen2_windows"],
     "qwen3": MODELS["qwen3"],
-    "bert": MODELS["bert"],
-    "moe": {**MODELS["llama"], "family": "mixtral", "moe": {"num_experts": 4}},
+    "gemma2": FOUR_LAYERS["gemma2"],
+    "gemma3": FOUR_LAYERS["gemma3"],
+    "moe": {**LLAMA, "family": "mixtral", "moe": {"num_experts": 4}},
     "moe_shared": {**MODELS["qwen2_moe"], "moe": {**MODELS["qwen2_moe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"}},
+    "qwen3_moe": {**LLAMA, "family": "qwen_moe", "moe": {"num_experts": 4, "moe_ffn_hidden_size": 12}},
+    "olmoe": {**FOUR_LAYERS["olmoe"], "moe": {"num_experts": 4, "moe_router_topk": 3}},
+    "granite_moe": {**GRANITE, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+    "granite_moe_neutral": GRANITE,
+    "gpt_oss": MODELS["gpt_oss"],
     "deepseek_v3": {
         **MODELS["deepseek_v3"],
         "moe": {**MODELS["deepseek_v3"]["moe"], "moe_shared_expert_intermediate_size": 24},
     },
+    "latent_dense": MODELS["latent_dense"],
     "mamba": MODELS["mamba"],
     "hybrid": {
         **MODELS["hybrid"],
@@ -45,28 +66,66 @@ CASES: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "activation": "swiglu",
     },
+    "bert": MODELS["bert"],
+    "bert_no_heads": MODELS["bert_no_heads"],
+    "bert_classification": {**MODELS["bert"], "family": "bert_classification"},
+    "bert_multiple_choice": {**MODELS["bert"], "family": "bert_multiple_choice"},
+    "gpt_classification": {**GPT2, "family": "gpt_classification"},
+    "gpt_multiple_choice": {**GPT2, "family": "gpt_multiple_choice"},
+    "llama_classification": {**LLAMA, "family": "llama_classification"},
+    "llama_multiple_choice": {**LLAMA, "family": "llama_multiple_choice"},
+    "t5": FOUR_LAYERS["t5"],
+    "t5_learned_positions": MODELS["t5"],
+    "biencoder": {**MODELS["bert"], "family": "biencoder"},
+    "retro": {**MODELS["gpt"], "family": "retro", "retro_cross_attention_layers": [2, 4]},
+    "vision": convert_cases.MODELS["vision"],
+    "llava": convert_cases.MODELS["llava"],
+}
+NO_MEGATRON = {
+    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava"),
+    *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {
-    "megatron-legacy": {"qwen3", "moe", "moe_shared", "deepseek_v3", "mamba", "hybrid"},
+    "hf": {
+        *("gpt_no_bias", "gpt_moe", "latent_dense", "bert_no_heads", "t5_learned_positions", "biencoder", "retro"),
+        *("gpt_multiple_choice", "llama_multiple_choice"),
+    },
+    "megatron": NO_MEGATRON,
+    "megatron-dist": NO_MEGATRON,
+    "megatron-legacy": NO_MEGATRON
+    | {
+        *("gpt_moe", "qwen3", "moe", "moe_shared", "qwen3_moe", "granite_moe_neutral", "gpt_oss", "deepseek_v3"),
+        *("latent_dense", "mamba", "hybrid", "bert_no_heads", "t5_learned_positions"),
+    },
     "transformers-megatron": set(CASES) - {"gpt"},
+    "trtllm": set(CASES)
+    - {"gpt", "gpt_untied_odd", "gpt_multi_query", "gpt_no_bias", "llama", "llama_tied_biased", "mistral"},
 }
 """Format -> models that it has no words for."""
-IN_TURN = ("gpt_untied_odd", "llama", "qwen3", "bert", "moe", "mamba", "hybrid")
-"""Models that go from each format into the next one only; the others from each into each."""
+UNCUT = ("t5", "t5_learned_positions")
+"""Models that are not cut into pipeline stages."""
 WHOLE = ("mt", "hf")
-BEFORE, AFTER = {"tp": 4, "pp": 1}, {"tp": 2, "pp": 2}
-"""Four ranks are more than the two groups of queries that most of the models have."""
+NOT_VIRTUAL = ("transformers-megatron", "trtllm")
+Layout = tuple[int, int, int]
+LAYOUTS: tuple[Layout, ...] = ((4, 1, 1), (2, 2, 1), (2, 2, 2))
+"""Tensor, pipeline and virtual pipeline parallel sizes. Four ranks are more than the two groups of queries that most of
+the models have."""
+Cut = tuple[str, Layout]
+"""A format, and over which ranks its files are cut, as far as it has files for ranks."""
 
 
-def options(name: str, model: str, tp: int, pp: int) -> ConvertOptions:
-    """The layout, as far as the format has one: experts are divided where there are any."""
+def options(cut: Cut, model: str) -> ConvertOptions:
+    name, (tp, pp, vpp) = cut
     if name in WHOLE:
-        return ConvertOptions(max_shard_size=20_000)
+        return ConvertOptions(max_shard_size=60_000)
     if name == "megatron-dist":  # is read under any layout
         return ConvertOptions(target_tensor_parallel_size=tp)
-    experts = 2 if name == "megatron" and "moe" in CASES[model] else 1
+    staged = model not in UNCUT
     return ConvertOptions(
-        target_tensor_parallel_size=tp, target_pipeline_parallel_size=pp, target_expert_parallel_size=experts
+        target_tensor_parallel_size=tp,
+        target_pipeline_parallel_size=pp if staged else 1,
+        target_virtual_pipeline_parallel_size=vpp if staged and name not in NOT_VIRTUAL else 1,
+        target_expert_parallel_size=2 if name == "megatron" and "moe" in CASES[model] else 1,
     )
 
 
@@ -76,8 +135,33 @@ def formats(host: PluginHost) -> list[str]:
     return [spec.name for spec in host.checkpoint_savers if spec.convert is not None and spec.name in readable]
 
 
-def pairs(model: str, names: list[str]) -> Iterable[tuple[str, str]]:
-    return zip(names, [*names[1:], names[0]], strict=True) if model in IN_TURN else product(names, names)
+def one_layout_a_pair(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]:
+    """Each format into each, the layouts in turn."""
+    for (i, first), (j, second) in product(enumerate(names), repeat=2):
+        yield (first, LAYOUTS[(i + j) % 3]), (second, LAYOUTS[(i + j + 1) % 3])
+
+
+def every_layout(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]:
+    """Each format under each layout into each other one under each."""
+    cuts = {(name, repr(options((name, layout), model))): (name, layout) for name in names for layout in LAYOUTS}
+    return product(cuts.values(), repeat=2)
+
+
+class Sources:
+    """The model with random weights, written by the savers without a conversion, once under each layout."""
+
+    def __init__(self, model: str, host: PluginHost, folder: Path) -> None:
+        self.model, self.host, self.folder = model, host, folder
+        self.random = RandomCheckpoint(CASES[model], host)
+        self._written: dict[Cut, Path] = {}
+
+    def path(self, cut: Cut) -> Path:
+        if cut not in self._written:
+            path = self.folder / f"source-{len(self._written)}"
+            write = self.host.checkpoint_savers.get(cut[0]).convert.load()
+            write(path, self.random, options(cut, self.model), self.host)
+            self._written[cut] = path
+        return self._written[cut]
 
 
 def opened(path: Path, name: str, host: PluginHost) -> CheckpointReader:
@@ -88,54 +172,108 @@ def model_of(reader: CheckpointReader) -> State:
     return {name: tensor for name, tensor in tensors_of(reader).items() if name.startswith("model.")}
 
 
+@pytest.fixture(autouse=True)
+def without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time otherwise; what a power failure leaves is not tested here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def test_every_family_is_here(host) -> None:
+    assert {model["family"] for model in CASES.values()} == {spec.name for spec in host.models}
+
+
+@pytest.mark.parametrize("drawn", [one_layout_a_pair, pytest.param(every_layout, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", CASES)
-def test_every_pair_of_formats_and_layouts(model: str, host, tmp_path: Path) -> None:
-    source = RandomCheckpoint(CASES[model], host)
-    written: dict[str, Path] = {}
-    for name in formats(host):
-        path, asked = tmp_path / name, options(name, model, **BEFORE)
-        write = host.checkpoint_savers.get(name).convert.load()
+def test_every_pair_of_formats_and_layouts(model: str, drawn: Callable, host, tmp_path: Path) -> None:
+    sources = Sources(model, host, tmp_path)
+    able = [name for name in formats(host) if model not in UNABLE.get(name, ())]
+    for number, (first, second) in enumerate(drawn(able, model)):
+        path, asked = tmp_path / f"converted-{number}", options(second, model)
+        convert(sources.path(first), path, loader=first[0], saver=second[0], options=asked, host=host)
+        assert_same_state(model_of(opened(path, second[0], host)), sources.random.tensors)
+
+
+@pytest.mark.parametrize("model", [name for name in CASES if name not in UNABLE["trtllm"]])
+def test_every_format_into_what_is_only_written(model: str, host, tmp_path: Path) -> None:
+    """The same bytes whatever the source; test_convert_trtllm.py says that they are the right ones."""
+    sources = Sources(model, host, tmp_path)
+    able = [name for name in formats(host) if model not in UNABLE.get(name, ())]
+    asked = ConvertOptions(target_tensor_parallel_size=4, target_pipeline_parallel_size=2)
+    host.checkpoint_savers.get("trtllm").convert.load()(tmp_path / "expected", sources.random, asked, host)
+    for name, layout in zip(able, [*LAYOUTS, *LAYOUTS], strict=False):
+        path = tmp_path / f"from-{name}"
+        convert(sources.path((name, layout)), path, loader=name, saver="trtllm", options=asked, host=host)
+        for rank in range(8):
+            file = f"rank{rank}.safetensors"
+            assert_same_state(load_file(path / file), load_file(tmp_path / "expected" / file))
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_formats_without_words_for_a_model_refuse_it(model: str, host, tmp_path: Path) -> None:
+    sources = Sources(model, host, tmp_path)
+    for name in [*formats(host), "trtllm"]:
         if model in UNABLE.get(name, ()):
-            with pytest.raises((ConfigError, CheckpointError)):
-                write(path, source, asked, host)
-        else:
-            write(path, source, asked, host)
-            written[name] = path
-    assert {"mt", "hf", "megatron", "megatron-dist"} <= set(written)
-    for first, second in pairs(model, list(written)):
-        path, asked = tmp_path / f"{first}-{second}", options(second, model, **AFTER)
-        convert(written[first], path, loader=first, saver=second, options=asked, host=host)
-        assert_same_state(model_of(opened(path, second, host)), source.tensors)
+            kinds = (ConfigError, CheckpointError) if name == "megatron-legacy" else ConfigError
+            with pytest.raises(kinds):
+                sources.path((name, LAYOUTS[0]))
+            assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("first", ["meta", "gguf"])
-def test_from_formats_that_are_read_only(first: str, make_model, host, tmp_path: Path) -> None:
-    keys = {**LLAMA, "num_layers": 2, "norm_epsilon": 1e-5}
+GIVEN = {
+    "meta-llama": LLAMA,
+    "meta-mistral": {**LLAMA, "family": "mistral"},
+    **{f"gguf-{name}": model for name, (model, _) in GGUF_MODELS.items()},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_from_formats_that_are_only_read(given: str, make_model, host, tmp_path: Path) -> None:
+    first, _, kind = given.partition("-")
+    keys = {**GIVEN[given], "num_layers": 4, "norm_epsilon": 1e-5}
     original = tensors_of(native.open_checkpoint(make_model(**keys)))
-    convert(tmp_path / "source", tmp_path / "plain", saver="hf", host=host)
     if first == "gguf":
-        to_gguf(tmp_path / "plain", tmp_path / "given" / "m.gguf", "llama", keys)
+        convert(tmp_path / "source", tmp_path / "plain", saver="hf", host=host)
+        to_gguf(tmp_path / "plain", tmp_path / "given" / "m.gguf", GGUF_MODELS[kind][1], keys)
+    elif kind == "mistral":
+        write_mistral(tmp_path / "given", original)
     else:
         write_meta(tmp_path / "given", original)
-    for second in formats(host):
-        if second == "transformers-megatron":
-            continue
-        path = tmp_path / second
-        asked = options(second, "llama", **AFTER)
+    kept = {"megatron-legacy"} if kind == "qwen3" else set()
+    for second in set(formats(host)) - {"transformers-megatron"} - kept:
+        path, asked = tmp_path / second, options((second, LAYOUTS[2]), "llama")
         convert(tmp_path / "given", path, loader=first, saver=second, options=asked, host=host)
         assert_same_state(model_of(opened(path, second, host)), original)
 
 
+SHAPE = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 101, "norm_eps": 1e-5, "rope_theta": 10000.0}
+
+
 def write_meta(folder: Path, tensors: State) -> None:
-    """The same Llama under Meta's names, queries and keys in Meta's order of channels, two ranks."""
-    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 101, "multiple_of": 16}
-    words, last, head = "embedding.word_embeddings", "decoder.final_layernorm", "output_layer"
+    """A Llama in the files of two ranks."""
+    params = {**SHAPE, "n_layers": num_layers(tensors), "multiple_of": 16}
+    write(folder, metas_state(tensors), params, ranks=2, embedding_dim=1)
+
+
+def write_mistral(folder: Path, tensors: State) -> None:
+    """Mistral's own file, which has Meta's names and order of channels."""
+    folder.mkdir()
+    save_file(metas_state(tensors), folder / "consolidated.safetensors")
+    params = {**SHAPE, "n_layers": num_layers(tensors), "head_dim": 8, "hidden_dim": 48}
+    (folder / "params.json").write_text(json.dumps(params))
+
+
+def num_layers(tensors: State) -> int:
+    return sum(name.endswith("linear_qkv.weight") for name in tensors)
+
+
+def metas_state(tensors: State) -> State:
+    """The same Llama under Meta's names, queries and keys in Meta's order of channels."""
     state = {
-        "tok_embeddings.weight": tensors[f"model.{words}.weight"],
-        "norm.weight": tensors[f"model.{last}.weight"],
-        "output.weight": tensors[f"model.{head}.weight"],
+        "tok_embeddings.weight": tensors["model.embedding.word_embeddings.weight"],
+        "norm.weight": tensors["model.decoder.final_layernorm.weight"],
+        "output.weight": tensors["model.output_layer.weight"],
     }
-    for i in range(2):
+    for i in range(num_layers(tensors)):
         ours, theirs = f"model.decoder.layers.{i}.", f"layers.{i}."
         q, k, v = tensors[f"{ours}self_attention.linear_qkv.weight"].unflatten(0, (2, 4, 8)).split([2, 1, 1], dim=1)
         gate, up = tensors[f"{ours}mlp.linear_fc1.weight"].chunk(2)
@@ -150,7 +288,7 @@ def write_meta(folder: Path, tensors: State) -> None:
             f"{theirs}attention_norm.weight": tensors[f"{ours}input_layernorm.weight"],
             f"{theirs}ffn_norm.weight": tensors[f"{ours}pre_mlp_layernorm.weight"],
         }
-    write(folder, state, {**shape, "norm_eps": 1e-5, "rope_theta": 10000.0}, ranks=2, embedding_dim=1)
+    return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
 def metas_order(rows: torch.Tensor) -> torch.Tensor:

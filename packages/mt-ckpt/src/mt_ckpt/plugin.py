@@ -75,11 +75,13 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             save=Lazy("mt_ckpt.native.save:save_checkpoint"),
             save_sharded=Lazy("mt_ckpt.native.sharded:ShardedSave"),
             convert=Lazy("mt_ckpt.native.convert:convert_checkpoint"),
+            converts_to_addresses=True,
         ),
         CheckpointSaverSpec(
             name="hf",
             doc="Hugging Face: safetensors in shards, config.json and tokenizer files, for from_pretrained",
             convert=Lazy("mt_ckpt.hugging_face.save:convert_checkpoint"),
+            converts_to_addresses=True,
         ),
         CheckpointSaverSpec(
             name="trtllm",

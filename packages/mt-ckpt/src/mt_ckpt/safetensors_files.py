@@ -23,9 +23,10 @@ import xxhash
 from torch import Tensor
 
 from mt_ckpt.mapped import map_range
-from mt_ckpt.native.checksum import BLOCK_BYTES
+from mt_ckpt.native.checksum import BLOCK_BYTES, read_range
 from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
 from mt_core.errors import CheckpointError
+from mt_core.paths import is_remote
 
 METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100 << 20
@@ -74,8 +75,18 @@ class SafetensorsFile:
         """One tensor on CPU, contiguous, which may be changed. Its memory is the file's where the system can do that,
         so the file must not be cut or written to while the tensor is in use."""
         place = self._places[name]
+        if is_remote(self.file):
+            return self._fetched(place)
         tensor = _mapped(self.file, place)
         return self._copied(name, place) if tensor is None else tensor
+
+    def _fetched(self, place: _Place) -> Tensor:
+        tensor = torch.empty(place.info.shape, dtype=place.info.dtype)
+        try:
+            read_range(self.file, place.offset, _bytes_of(tensor))
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror or error}") from error
+        return tensor
 
     def _copied(self, name: str, place: _Place) -> Tensor:
         tensor = torch.empty(place.info.shape, dtype=place.info.dtype)

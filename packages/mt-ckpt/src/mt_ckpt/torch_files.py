@@ -11,6 +11,7 @@ from torch import Tensor
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError
+from mt_core.paths import is_remote
 
 
 class TorchFile:
@@ -20,6 +21,8 @@ class TorchFile:
     """
 
     def __init__(self, file: Path) -> None:
+        if is_remote(file):
+            raise CheckpointError(f"{file}: files of torch.save are read from disks only; copy the checkpoint to one")
         self._stored = _only_tensors(file, open_torch_file(file).value)
 
     @property

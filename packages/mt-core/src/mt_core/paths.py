@@ -31,7 +31,7 @@ def as_path(given: str | Path) -> Path:
         ) from None
     scheme = given.partition("://")[0]
     try:
-        path: Any = UPath(given)
+        path: Any = UPath(given, use_listings_cache=False)  # others write there too: ranks wait for one another's files
         _ = path.fs
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{given}: {scheme}:// cannot be used: {error}") from error

@@ -345,6 +345,8 @@ class CheckpointSaverSpec(Spec):
     written by conversion only."""
     convert: Lazy[ConvertCheckpoint] | None = None
     """Writes an open checkpoint in this format, a tensor at a time; None: not a target of conversion."""
+    converts_to_addresses: bool = False
+    """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 
 
 class ConvertCheckpoint(Protocol):

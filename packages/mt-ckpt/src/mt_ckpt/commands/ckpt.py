@@ -153,7 +153,7 @@ def average(
         typer.Argument(parser=as_path, metavar="PATH...", help="Checkpoints, or one run with --last."),
     ],
     save_dir: Annotated[
-        str, typer.Option(metavar="PATH", help="The local directory to write; it must not exist, or be empty.")
+        str, typer.Option(metavar="PATH", help="The directory to write; it must not exist, or be empty.")
     ],
     last: Annotated[int | None, typer.Option(min=1, help="Of a run: average so many of the newest.")] = None,
     saver: Annotated[str, typer.Option(help="The format to write.")] = "mt",
@@ -161,13 +161,13 @@ def average(
 ) -> None:
     """Write the mean of the weights of several checkpoints of one model."""
     from mt_ckpt.average import Average
-    from mt_ckpt.convert.resumable import local_target, require_free
+    from mt_ckpt.convert.targets import require_free, target_path
 
-    target = local_target(save_dir)
+    host = load_plugins()
+    spec = host.checkpoint_savers.get(saver, key="--saver")
+    target, write = target_path(save_dir, spec), spec.convert
     require_free(target)
     chosen = _chosen(checkpoints, last)
-    host = load_plugins()
-    write = host.checkpoint_savers.get(saver, key="--saver").convert
     if write is None:
         raise ConfigError(f"--saver {saver}: this format is written by training only")
     mean = Average([_open_any(path, loader) for path in chosen], [str(path) for path in chosen])

@@ -20,7 +20,7 @@ LoadDir = Annotated[
     Path, typer.Option(parser=as_path, metavar="PATH", help="The checkpoint, or a run directory for its latest one.")
 ]
 SaveDir = Annotated[  # not a Path, which would make a local folder of an address
-    str, typer.Option(metavar="PATH", help="The local directory to write; it must not exist, or be empty.")
+    str, typer.Option(metavar="PATH", help="The directory to write; it must not exist, or be empty.")
 ]
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]

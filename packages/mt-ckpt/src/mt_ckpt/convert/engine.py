@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mt_ckpt.convert.histories import histories_of, without_histories
 from mt_ckpt.convert.model import expected_parameters, model_config
-from mt_ckpt.convert.resumable import local_target, require_free
 from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
+from mt_ckpt.convert.targets import require_free, target_path
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.vocabulary import without_padding
 from mt_ckpt.locate import resolve_run
@@ -21,7 +21,7 @@ from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
-from mt_core.paths import absolute, as_path
+from mt_core.paths import absolute, as_path, is_remote
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertCheckpoint, ConvertOptions
 from mt_core.train.checkpointing import open_checkpoint, open_with, require_fit
@@ -62,7 +62,8 @@ def convert(
 ) -> Report:
     """Write the checkpoint at `load_dir` to `save_dir` in the format of the saver named `saver`.
 
-    load_dir: a checkpoint, or a run directory for its latest one. loader: the name of a format, or "auto" for the
+    load_dir: a checkpoint, or a run directory for its latest one. save_dir: a local folder, or of the formats mt and hf
+    an address of an object store. loader: the name of a format, or "auto" for the
     one that recognizes the files. dry_run: every check, but nothing is written. verify: read the result again and
     compare every tensor bit for bit and the outputs of both models layer by layer. trim_vocabulary: drop rows of the
     embedding and the output beyond the vocabulary of the configuration, which are an error otherwise. Histories of
@@ -75,8 +76,8 @@ def convert(
     for checkpoints that are missing, damaged or not those of their configuration; `save_dir` does not appear then.
     """
     host, options = host or load_plugins(), options or ConvertOptions()
-    target = local_target(save_dir)
-    write = _writer(host.checkpoint_savers.get(saver, key="--saver"))
+    spec = host.checkpoint_savers.get(saver, key="--saver")
+    write, target = _writer(spec), target_path(save_dir, spec)
     if verify:
         host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
     path = resolve_run(absolute(as_path(load_dir)))
@@ -165,7 +166,8 @@ def _writer(spec: CheckpointSaverSpec) -> ConvertCheckpoint:
 def _write(write: ConvertCheckpoint, target: Path, source: Source, options: ConvertOptions, host: PluginHost) -> None:
     require_free(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not is_remote(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
         write(target, source, options, host)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

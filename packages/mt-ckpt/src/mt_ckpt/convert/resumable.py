@@ -17,10 +17,12 @@ from typing import Any
 
 from mt_ckpt.native.checksum import checksum, checksum_range
 from mt_ckpt.native.staging import sync_directory, write_file
-from mt_core.errors import CheckpointError, ConfigError
+from mt_core.errors import CheckpointError
 
 PREFIX = ".mt-convert-"
 RECORD = "record.jsonl"
+Entry = dict[str, Any]
+"""A line of the record about a file: its name, its parts and what the saver wants to know of it later."""
 
 
 class ResumableFolder:
@@ -32,7 +34,7 @@ class ResumableFolder:
 
     def __init__(self, path: Path, key: str | None) -> None:
         """Raises CheckpointError when `path` is taken or another process is at work on it, and OSError."""
-        require_free(path)
+        require_free_folder(path)
         self.path = path
         self._folder = path.parent / f"{PREFIX}{path.name}"
         self.content = self._folder / "content"
@@ -64,7 +66,7 @@ class ResumableFolder:
         parts: number of bytes and XXH3 checksum of what the file consists of, in order. about: JSON values that
         `finished` is to return.
         """
-        entry = {"name": name, "parts": list(parts), "about": dict(about or {})}
+        entry = new_entry(name, parts, about)
         with (self._folder / RECORD).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
@@ -82,7 +84,7 @@ class ResumableFolder:
                 file.unlink()
         for folder, _, _ in os.walk(self.content):
             sync_directory(Path(folder))
-        require_free(self.path)
+        require_free_folder(self.path)
         self.content.rename(self.path)
         sync_directory(self.path.parent)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -90,16 +92,13 @@ class ResumableFolder:
     def close(self) -> None:
         os.close(self._lock)
 
-    def _begun(self, key: str | None) -> dict[str, dict[str, Any]]:
+    def _begun(self, key: str | None) -> dict[str, Entry]:
         """The finished files of the same work by name."""
         try:
-            lines = (self._folder / RECORD).read_text(encoding="utf-8").splitlines()
+            record = (self._folder / RECORD).read_text(encoding="utf-8")
         except FileNotFoundError:
             return {}
-        entries = [_parse(line) for line in lines]
-        if key is None or not entries or entries[0] != {"key": key} or not self.content.is_dir():
-            return {}
-        return {entry["name"]: entry for entry in entries[1:] if "name" in entry}
+        return finished_entries(record, key) if self.content.is_dir() else {}
 
     def _clear(self) -> None:
         shutil.rmtree(self.content, ignore_errors=True)
@@ -107,9 +106,8 @@ class ResumableFolder:
 
     def _write_record(self, key: str | None) -> None:
         """The record anew, without what a killed process may have left at its end."""
-        lines = [{"key": key}, *self._finished.values()]
         (self._folder / RECORD).unlink(missing_ok=True)
-        write_file(self._folder / RECORD, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        write_file(self._folder / RECORD, record_bytes(key, self._finished))
         sync_directory(self._folder)
 
 
@@ -122,14 +120,7 @@ def _intact(file: Path, parts: Sequence[tuple[int, str]]) -> bool:
     return True
 
 
-def local_target(save_dir: str | Path) -> Path:
-    """Where to write, from the root on. Raises ConfigError for an address of an object store."""
-    if "://" in str(save_dir):
-        raise ConfigError(f"--save-dir {save_dir}: conversions write local folders; copy the result there")
-    return Path(save_dir).absolute()
-
-
-def require_free(path: Path) -> None:
+def require_free_folder(path: Path) -> None:
     """Raises CheckpointError unless nothing, or an empty directory, is at `path`."""
     if path.is_dir() and not any(path.iterdir()):
         return
@@ -137,12 +128,31 @@ def require_free(path: Path) -> None:
         raise CheckpointError(f"{path}: exists; converting replaces nothing: give another --save-dir or remove it")
 
 
+# -- the record -------------------------------------------------------------------------------------
+
+
 def work_key(*parts: Any) -> str:
     """A checksum of JSON values that say what is converted, and how."""
     return checksum(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
-def _parse(line: str) -> dict[str, Any]:
+def new_entry(name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None) -> Entry:
+    return {"name": name, "parts": list(parts), "about": dict(about or {})}
+
+
+def record_bytes(key: str | None, finished: Mapping[str, Entry]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in [{"key": key}, *finished.values()]).encode()
+
+
+def finished_entries(record: str, key: str | None) -> dict[str, Entry]:
+    """The finished files by name; {} of other work."""
+    entries = [_parse(line) for line in record.splitlines()]
+    if key is None or not entries or entries[0] != {"key": key}:
+        return {}
+    return {entry["name"]: entry for entry in entries[1:] if "name" in entry}
+
+
+def _parse(line: str) -> Entry:
     """An entry of the record; {} for a line that a killed process left unfinished."""
     try:
         entry = json.loads(line)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mt_ckpt.convert.model import model_config
 from mt_ckpt.convert.options import refuse_layout
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.convert.resumable import work_key
+from mt_ckpt.convert.targets import output_folder
 from mt_ckpt.hugging_face.family import Family, family_named
 from mt_ckpt.hugging_face.reader import CONFIG, MODEL
 from mt_ckpt.hugging_face.shapes import infer
 from mt_ckpt.hugging_face.tokenizer import GENERATION, files_to_write, generation_defaults, special_ids
 from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
-from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
 from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
@@ -39,11 +39,12 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     refuse_layout("hf", options)
     config = model_config(source, host)
     family = family_named(config.model.family, host)
+    external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
     tensors = _Outputs(source, family, config.model)
     shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
-    small = _small_files(source, family, config, tensors, shards, host)
+    small = _small_files(source, external, tensors, shards, host)
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
-    with closing(ResumableFolder(path, key if hasattr(source, "identity") else None)) as folder:
+    with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
         for name, shard in shards.items():
             if folder.finished(name) is None:
                 infos = align(shard)
@@ -107,8 +108,7 @@ def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
 
 def _small_files(
     source: CheckpointReader,
-    family: Family,
-    config: Config,
+    external: Mapping[str, Any],
     tensors: _Outputs,
     shards: Mapping[str, Mapping[str, TensorInfo]],
     host: PluginHost,
@@ -116,8 +116,7 @@ def _small_files(
     files = files_to_write(source.files(), source.metadata["config"].get("tokenizer") or {})
     if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
         files[GENERATION] = generation_defaults(ids)
-    external = {**family.write_config(config.model), "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)}
-    files[CONFIG] = _json(external)
+    files[CONFIG] = _json({**external, "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
     return files

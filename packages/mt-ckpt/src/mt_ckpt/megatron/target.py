@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_ckpt.megatron.cuts import as_written
+from mt_ckpt.megatron.families.choice import require_writable
 from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_divisible
 from mt_ckpt.megatron.names import EMBEDDING, OUTPUT, Style
 from mt_ckpt.megatron.optimizer import MAIN
@@ -101,6 +102,7 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     """Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
     model's."""
     config = load_model_config(_section(source), host)
+    require_writable(config.model.family)
     pipeline = _pipeline(options)
     etp = options.target_expert_tensor_parallel_size
     tp = options.target_tensor_parallel_size

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt.convert.options import refuse_layout
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.convert.resumable import work_key
+from mt_ckpt.convert.targets import OutputFolder, output_folder
 from mt_ckpt.native import manifest as manifests
 from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.dtypes import format_name
@@ -37,15 +38,15 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     small = small_files(metadata, source.files())
     identity = getattr(source, "identity", None)
     key = work_key("mt", identity, {file: list(group) for file, group in shards.items()}) if identity else None
-    with closing(ResumableFolder(path, key)) as folder:
+    with closing(output_folder(path, key)) as folder:
         finished = {file: folder.finished(file) or _write(folder, file, shards[file], source) for file in shards}
-        for name, data in {**small, MANIFEST_NAME: _manifest(folder, shards, finished, small)}.items():
+        for name, data in {**small, MANIFEST_NAME: _manifest(shards, finished, small)}.items():
             folder.write_small(name, data)
         folder.commit({*shards, *small, MANIFEST_NAME})
 
 
 def _write(
-    folder: ResumableFolder, file: str, group: Mapping[str, TensorInfo], source: CheckpointReader
+    folder: OutputFolder, file: str, group: Mapping[str, TensorInfo], source: CheckpointReader
 ) -> Mapping[str, Any]:
     (header_bytes, header_checksum), *tensors = parts = write_safetensors(
         folder.content / file, group, map(source.read, group)
@@ -60,7 +61,6 @@ def _write(
 
 
 def _manifest(
-    folder: ResumableFolder,
     shards: Mapping[str, Mapping[str, TensorInfo]],
     finished: Mapping[str, Mapping[str, Any]],
     small: Mapping[str, bytes],
@@ -80,7 +80,7 @@ def _manifest(
         files={name: StoredFile(num_bytes=len(data), checksum=checksum(data)) for name, data in small.items()},
         shards={
             file: StoredShard(
-                num_bytes=(folder.content / file).stat().st_size,
+                num_bytes=about[HEADER_BYTES] + sum(info.num_bytes for info in shards[file].values()),
                 header_bytes=about[HEADER_BYTES],
                 header_checksum=about[HEADER_CHECKSUM],
             )

@@ -20,6 +20,9 @@ from mt_ckpt.native.staging import STAGING_PREFIX, Staging, write_file
 from mt_core.paths import children, is_remote, remove_tree, write_whole
 
 REPORTS = ".reports"
+END = b"\n"
+"""Of a report where nothing can be renamed: some of fsspec's file systems show a file while it is written. The JSON
+before it has no line breaks."""
 POLL_SECONDS = 0.005, 0.5
 """Waiting for other ranks, the first one looks for their reports after so long, and each time later, up to so long."""
 
@@ -103,10 +106,11 @@ class RemotePlace:
 
     def report(self, rank: int, content: bytes) -> None:
         (self._path / REPORTS).mkdir(parents=True, exist_ok=True)
-        (self._path / REPORTS / f"{self.prefix}{rank}").write_bytes(content)
+        (self._path / REPORTS / f"{self.prefix}{rank}").write_bytes(content + END)
 
     def reports(self) -> Mapping[int, bytes]:
-        return _reports_in(self._path / REPORTS, self.prefix)
+        found = _reports_in(self._path / REPORTS, self.prefix)
+        return {rank: content.removesuffix(END) for rank, content in found.items() if content.endswith(END)}
 
     def commit(self, small: Mapping[str, bytes], manifest: bytes) -> None:
         for name, data in {**small, MANIFEST_NAME: manifest}.items():

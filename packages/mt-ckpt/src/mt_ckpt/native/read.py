@@ -27,13 +27,25 @@ from mt_core.nn.boxes import Box
 def open_checkpoint(path: Path) -> NativeReader:
     """Open the checkpoint directory `path`.
 
+    The folder is listed once and no shard is looked at: all ranks of a run open it, and there may be thousands of
+    shards in an object store. The size of a shard and its header are checked when the first tensor of it is read.
+
     Raises CheckpointError when its manifest or metadata is missing or damaged, when it was written by a
-    newer version, and when a file is missing or has another size than it had.
+    newer version, and when a shard is missing.
     """
     manifest = read_manifest(path)
-    for name, num_bytes in manifest.sizes.items():
-        check_size(path / name, num_bytes)
+    _require_shards(path, manifest)
     return NativeReader(path, manifest)
+
+
+def _require_shards(path: Path, manifest: Manifest) -> None:
+    try:
+        there = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be listed: {error.strerror or error}") from error
+    if missing := [name for name in manifest.shards if name not in there]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{path / missing[0]}: missing{more}; use an earlier checkpoint")
 
 
 class NativeReader:
@@ -43,7 +55,7 @@ class NativeReader:
         self.path = path
         self.manifest = manifest
         self.metadata: Mapping[str, Any] = parse_json(path / METADATA_NAME, self._read_file(METADATA_NAME))
-        self._checked_headers: set[str] = set()
+        self._checked_shards: set[str] = set()
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -97,7 +109,7 @@ class NativeReader:
 
     def _read_piece(self, name: str, piece: StoredPiece, target: torch.Tensor) -> None:
         """target: contiguous, of the piece's shape."""
-        self._check_header(piece.shard)
+        self._check_shard(piece.shard)
         data = target.reshape(-1).view(torch.uint8).numpy().data
         self._read_checked(self.path / piece.shard, piece.offset, data, piece.checksum, f"tensor {name}")
 
@@ -109,17 +121,20 @@ class NativeReader:
 
     def _read_file(self, name: str) -> bytes:
         stored = self.manifest.files[name]
+        check_size(self.path / name, stored.num_bytes)
         data = bytearray(stored.num_bytes)
         self._read_checked(self.path / name, 0, memoryview(data), stored.checksum, "the file")
         return bytes(data)
 
-    def _check_header(self, shard: str) -> None:
-        if shard in self._checked_headers:
+    def _check_shard(self, shard: str) -> None:
+        """Its size and its header, the first time."""
+        if shard in self._checked_shards:
             return
         stored = self.manifest.shards[shard]
+        check_size(self.path / shard, stored.num_bytes)
         header = memoryview(bytearray(stored.header_bytes))
         self._read_checked(self.path / shard, 0, header, stored.header_checksum, "the header")
-        self._checked_headers.add(shard)
+        self._checked_shards.add(shard)
 
     @staticmethod
     def _read_checked(file: Path, offset: int, target: memoryview, expected: str, what: str) -> None:

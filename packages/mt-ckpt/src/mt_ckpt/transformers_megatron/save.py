@@ -141,9 +141,11 @@ def _pad(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _require_gpt2(model: Any, options: ConvertOptions, host: PluginHost) -> None:
+    if model.family != "gpt":
+        raise ConfigError(f"{FORMAT} holds GPT-2 only, of the family gpt; this one has model.family={model.family}")
     kind = family_named(model.family, host).write_config(model)["model_type"]
     if kind != "gpt2":
-        raise ConfigError(f"{FORMAT} holds GPT-2 only, of the family gpt; a {model.family} of this kind is a {kind}")
+        raise ConfigError(f"{FORMAT} holds GPT-2 only; a gpt of this kind is a {kind}")
     if model.untie_embeddings_and_output_weights or model.activation not in ACTIVATIONS:
         raise ConfigError(
             f"{FORMAT} holds GPT-2 with tied embeddings and activation gelu or gelu_tanh; this one has "

@@ -87,12 +87,17 @@ def _section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
     return rotary.rotary_section(args)
 
 
-def model_arguments(config: Config, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way. Raises ConfigError, naming the key or saying why, for a model that Megatron does not have."""
-    family = config.model.family
+def require_writable(family: str) -> None:
+    """Raises ConfigError, saying why, for a family that Megatron does not have."""
     if family in WRITERS:
-        return WRITERS[family](config.model, parameters, kept)
+        return
     reason = f": {REASONS[family]}" if family in REASONS else ""
     raise ConfigError(
         f"model.family={family} cannot be written as Megatron's arguments{reason}; these can: {', '.join(WRITERS)}"
     )
+
+
+def model_arguments(config: Config, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way, of a family that `require_writable` takes. Raises ConfigError, naming the key, for a model that
+    Megatron does not have."""
+    return WRITERS[config.model.family](config.model, parameters, kept)

@@ -38,7 +38,6 @@ LLAMA3: Mapping[str, Any] = {
 """What Megatron's use_rope_scaling takes for granted."""
 NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1.0,
-    "attention_multiplier": None,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
@@ -160,6 +159,7 @@ def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str
     """Granite's factors have no arguments; a model without them is a Mixtral."""
     for key, neutral in NEUTRAL.items():
         require(model, key, (neutral,))
+    require(model, "attention_multiplier", (None, model.head_dim**-0.5))
     return rotary_arguments(model, parameters, kept)
 
 

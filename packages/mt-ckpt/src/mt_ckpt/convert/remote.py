@@ -1,0 +1,92 @@
+"""Output of a conversion in an object store, which can neither rename nor append."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mt_ckpt.convert.resumable import RECORD, Entry, finished_entries, new_entry, record_bytes
+from mt_core.errors import CheckpointError
+from mt_core.paths import children, remove_tree
+
+REMOTE_RECORD = f".mt-convert-{RECORD}"
+
+
+class RemoteFolder:
+    """What `ResumableFolder` is on a disk: files are made in `content`, in this machine's temporary directory, and sent
+    to their place one by one. Small files are sent last, in the order in which they were written: the last of them is
+    the one that makes it a checkpoint. Until then a record lies beside the files that were sent, by which another
+    process goes on; nothing keeps two processes from writing to one place at the same time.
+    """
+
+    def __init__(self, path: Any, key: str | None) -> None:
+        """Raises CheckpointError when something else is at `path`, and OSError."""
+        require_free_place(path)
+        self.path, self._key = path, key
+        self._finished = self._begun()
+        if not self._finished and self._record.exists():
+            remove_tree(path)
+        path.mkdir(parents=True, exist_ok=True)
+        self._write_record()
+        self._small: dict[str, bytes] = {}
+        self._local = TemporaryDirectory(prefix="mt-convert-")
+        self.content = Path(self._local.name)
+
+    def finished(self, name: str) -> Mapping[str, Any] | None:
+        """What `finish` was told of a file that has been sent, if it is there and of the same size, else None."""
+        entry = self._finished.get(name)
+        if entry is None or _size(self.path / name) != sum(num_bytes for num_bytes, _ in entry["parts"]):
+            return None
+        about: Mapping[str, Any] = entry["about"]
+        return about
+
+    def finish(self, name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None = None) -> None:
+        """Send a file of `content`, remove it there and record it; arguments as of `ResumableFolder.finish`."""
+        self.path.fs.put_file(str(self.content / name), (self.path / name).path)
+        (self.content / name).unlink()
+        self._finished[name] = new_entry(name, parts, about)
+        self._write_record()
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """Keep a file for `commit`."""
+        self._small[name] = data
+
+    def commit(self, names: set[str]) -> None:
+        """Send the small files. Raises OSError."""
+        assert names == {*self._finished, *self._small}
+        for name, data in self._small.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / name).write_bytes(data)
+        self._record.unlink()
+
+    def close(self) -> None:
+        self._local.cleanup()
+
+    @property
+    def _record(self) -> Any:
+        return self.path / REMOTE_RECORD
+
+    def _begun(self) -> dict[str, Entry]:
+        try:
+            return finished_entries(self._record.read_text(encoding="utf-8"), self._key)
+        except FileNotFoundError:
+            return {}
+
+    def _write_record(self) -> None:
+        self._record.write_bytes(record_bytes(self._key, self._finished))
+
+
+def require_free_place(path: Any) -> None:
+    """Raises CheckpointError unless nothing is at `path`, or what a conversion left that did not come to its end."""
+    names = [entry.name for entry in children(path)]
+    if path.is_file() or (names and REMOTE_RECORD not in names):
+        raise CheckpointError(f"{path}: exists; converting replaces nothing: give another --save-dir or remove it")
+
+
+def _size(file: Any) -> int | None:
+    try:
+        return int(file.stat().st_size)
+    except FileNotFoundError:
+        return None
