@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
-from tests.dist.test_layouts import CP2, PP2, SP, TP2, ZERO, config
+from tests.dist.test_layouts import CP2, EP2, MOE, PP2, SP, TP2, ZERO, config, one_process, require_equal, run
 
+from mt_core.optim import buffered_weights, gradients
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.gradients import GradientSums
 from mt_core.parallel import collectives
@@ -16,8 +17,15 @@ from mt_core.parallel.context_parallel import zigzag
 from mt_core.testing import run_ranks
 from mt_core.verify.compare import compare
 from mt_core.verify.record import RunRecord, record_run
+from mt_moe.routing import load
+from mt_moe.routing.balance import AuxLoss, Scored
 
 pytestmark = pytest.mark.dist
+
+BIASED_MOE = (
+    "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_score_function = 'sigmoid', "
+    "moe_router_enable_expert_bias = true}"
+)
 
 
 def drop_an_all_reduce() -> None:
@@ -54,6 +62,25 @@ def stale_weights() -> None:
     Bucket.start_gather = lambda self: None
 
 
+def sum_experts_over_the_dense_group() -> None:
+    gradients.SHARDS = {**gradients.SHARDS, "edp": gradients.SHARDS["dp_cp"]}
+    buffered_weights.SHARDS = gradients.SHARDS
+
+
+def scale_the_balance_loss_by_tp() -> None:
+    value = AuxLoss.forward
+
+    def scaled(self: AuxLoss, scored: Scored) -> torch.Tensor:
+        return value(self, scored) * math.prod(axis.size for axis in scored.share.axes)
+
+    AuxLoss.forward = scaled
+
+
+def count_the_load_of_one_rank() -> None:
+    """The expert bias moves by it."""
+    load.all_reduce = lambda x, axis: x
+
+
 MUTATIONS: dict[str, tuple[int, tuple[str, ...], Callable[[], None]]] = {
     "an all-reduce of tensor parallelism is dropped": (2, (TP2,), drop_an_all_reduce),
     "partial gradients are not summed": (2, (TP2, SP), forget_partial_gradients),
@@ -62,6 +89,9 @@ MUTATIONS: dict[str, tuple[int, tuple[str, ...], Callable[[], None]]] = {
     "positions of a shard are wrong": (2, (CP2,), take_positions_for_consecutive),
     "gradients are not summed over samples": (2, (), skip_the_last_reduction),
     "updated weights are not collected": (2, (ZERO,), stale_weights),
+    "gradients of experts are summed over the dense group": (2, (MOE, EP2), sum_experts_over_the_dense_group),
+    "the balance loss is scaled by tp": (2, (MOE, TP2), scale_the_balance_loss_by_tp),
+    "the expert bias moves by the load of one rank": (2, (BIASED_MOE,), count_the_load_of_one_rank),
 }
 
 
@@ -72,17 +102,22 @@ def run_mutated(rank: int, world: int, name: str) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-def run_plain(rank: int, world: int) -> RunRecord:
-    return record_run(config())
-
-
-@cache
-def plain() -> RunRecord:
-    return run_ranks(1, run_plain)[0]
+def whole_model(layout: tuple[str, ...]) -> RunRecord:
+    """The same model in one process."""
+    return one_process(tuple(key for key in layout if key.startswith("model.")))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_runtime_is_found(name) -> None:
-    world, _, _ = MUTATIONS[name]
-    differences = compare(run_ranks(world, run_mutated, name)[0], plain())
-    assert any(difference.too_large for difference in differences)
+    """By the comparison of the layout tests, and by that of `mt verify`."""
+    world, layout, _ = MUTATIONS[name]
+    found, reference = run_ranks(world, run_mutated, name)[0], whole_model(layout)
+    with pytest.raises(AssertionError):
+        require_equal(found, reference)
+    assert any(difference.too_large for difference in compare(found, reference))
+
+
+@pytest.mark.parametrize("layout", [(MOE, TP2), (BIASED_MOE,)], ids=["tp", "expert bias"])
+def test_unbroken_they_are_equal(layout) -> None:
+    """Layouts that only a mutation uses; the others are in the layout tests."""
+    require_equal(run_ranks(2, run, layout)[0], whole_model(layout))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.moe.moe_cases import EXPERTS, build_layer, options, tokens_of
-from tests.moe.test_ranks import run_layer
+from tests.moe.test_ranks import DROPPING, run_layer
 from torch import Tensor
 
 from mt_core.config.loading import load_config
@@ -106,13 +106,13 @@ class HybridEPBuffer:
         ]
 
 
-def through_hybridep(rank: int, world: int, sizes: AxisSizes) -> tuple[str, list[float]]:
+def through_hybridep(rank: int, world: int, sizes: AxisSizes, keys: dict[str, Any]) -> tuple[str, list[float]]:
     library = ModuleType("deep_ep")
     library.HybridEPBuffer = HybridEPBuffer  # type: ignore[attr-defined]
     sys.modules["deep_ep"] = library
     try:
         ctx, x = build_parallel_context(sizes), tokens_of(2, 8, torch.float32, seed=rank)
-        layer, reference = (build_layer(options(), ctx) for _ in range(2))
+        layer, reference = (build_layer(options(**keys), ctx) for _ in range(2))
         chosen = {"moe_flex_dispatcher_backend": "hybridep"}
         config = options(moe_token_dispatcher_type="flex", moe_dispatcher_options=chosen)
         layer.dispatcher = build_dispatcher(config, ctx, load_plugins())
@@ -125,11 +125,13 @@ def through_hybridep(rank: int, world: int, sizes: AxisSizes) -> tuple[str, list
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(2, AxisSizes(ep=2)), (4, AxisSizes(ep=2, etp=2))], ids=["ep", "ep and etp"]
+    ("world", "sizes", "keys"),
+    [(2, AxisSizes(ep=2), {}), (4, AxisSizes(ep=2, etp=2), {}), (2, AxisSizes(ep=2), DROPPING)],
+    ids=["ep", "ep and etp", "capacity"],
 )
-def test_flex_keeps_to_hybrideps_interface(world, sizes) -> None:
+def test_flex_keeps_to_hybrideps_interface(world, sizes, keys) -> None:
     """Outputs and every gradient are those of alltoall."""
-    for name, differences in run_ranks(world, through_hybridep, sizes):
+    for name, differences in run_ranks(world, through_hybridep, sizes, keys):
         assert name == HybridEPDispatcher.__name__
         assert max(differences) < 1e-5, differences
 
@@ -170,6 +172,10 @@ def test_deepep_alone_is_no_hybridep(monkeypatch) -> None:
         (
             (f"{BACKEND}=hybridep", "model.moe.moe_dispatcher_options.num_nvl_bytes=64"),
             "num_nvl_bytes would be ignored",
+        ),
+        (
+            ("model.moe.moe_expert_capacity_factor=1.5", "model.moe.moe_pad_expert_input_to_capacity=true"),
+            "flex sends tokens and no padding, .*set it to false, or use alltoall or allgather",
         ),
     ],
 )

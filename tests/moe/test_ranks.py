@@ -20,6 +20,7 @@ from mt_moe.dispatchers.interface import expert_placement
 from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels
 from mt_moe.routing.capacity import expert_capacity, keep_within
+from mt_moe.tokens import share_tokens
 
 pytestmark = pytest.mark.dist
 
@@ -96,8 +97,6 @@ def traffic(rank: int, world: int) -> dict[str, int]:
 
     dist.all_to_all_single = counted
     x = tokens_of(2, 8, torch.float32, seed=rank)
-    from mt_moe.tokens import share_tokens
-
     experts = layer.router(share_tokens(x, ctx)).experts
     leaving = int((experts // (EXPERTS // world) != rank).sum())
     run_layer(layer, x)
@@ -148,7 +147,8 @@ def test_capacity_is_that_of_a_ranks_own_tokens() -> None:
 
 
 class StandInBuffer:
-    """deep_ep.Buffer's calls over gloo: a token goes once to every rank that has some of its experts."""
+    """deep_ep.Buffer's calls over gloo: a token goes once to every rank that has some of its experts. Expert -1 means
+    no selection, as the library documents it."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         self.group, self.num_experts = group, num_experts
@@ -157,7 +157,8 @@ class StandInBuffer:
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
         owner = topk_idx // (num_experts // self.world)
         in_rank = torch.stack([(owner == rank).any(1) for rank in range(self.world)], 1)
-        return in_rank.sum(0), None, topk_idx.flatten().bincount(minlength=num_experts), in_rank, None
+        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
+        return in_rank.sum(0), None, per_expert, in_rank, None
 
     def dispatch(self, x: Tensor, handle: Any = None, **layout: Any) -> tuple[Any, ...]:
         everyone: list[Any] = [None] * self.world
@@ -189,9 +190,9 @@ class StandInBuffer:
         return total, weights, None
 
 
-def through_deepep(rank: int, world: int, sizes: AxisSizes) -> list[float]:
+def through_deepep(rank: int, world: int, sizes: AxisSizes, keys: dict[str, Any]) -> list[float]:
     ctx, x = build_parallel_context(sizes), tokens_of(2, 8, torch.float32, seed=rank)
-    layer, reference = (build_layer(options(), ctx) for _ in range(2))
+    layer, reference = (build_layer(options(**keys), ctx) for _ in range(2))
     assert ctx.ep.group is not None
     placement = expert_placement(EXPERTS, ctx, RowKernels())
     layer.dispatcher = DeepEPDispatcher(placement, StandInBuffer(ctx.ep.group, EXPERTS))
@@ -199,12 +200,34 @@ def through_deepep(rank: int, world: int, sizes: AxisSizes) -> list[float]:
     return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
 
 
+DROPPING = {"moe_expert_capacity_factor": 0.5}
+"""Half of all choices go, and all of some tokens."""
+
+
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(2, AxisSizes(ep=2)), (4, AxisSizes(ep=2, etp=2))], ids=["ep", "ep and etp"]
+    ("world", "sizes", "keys"),
+    [
+        (2, AxisSizes(ep=2), {}),
+        (4, AxisSizes(ep=2, etp=2), {}),
+        (2, AxisSizes(ep=2), DROPPING),
+        (4, AxisSizes(ep=2, etp=2), {**DROPPING, "moe_token_drop_policy": "position"}),
+    ],
+    ids=["ep", "ep and etp", "capacity", "capacity by position"],
 )
-def test_flex_keeps_to_deepeps_interface(world, sizes) -> None:
-    for found in run_ranks(world, through_deepep, sizes):
+def test_flex_keeps_to_deepeps_interface(world, sizes, keys) -> None:
+    """Outputs and every gradient are those of alltoall."""
+    for found in run_ranks(world, through_deepep, sizes, keys):
         assert max(found) < 1e-5, found
+
+
+def test_half_a_capacity_drops_all_of_some_tokens() -> None:
+    """So that the test above has such tokens."""
+    for rank in range(2):
+        layer, x = build_layer(options(**DROPPING), fp64()), tokens_of(2, 8, seed=rank)
+        kept = layer.router(share_tokens(x, layer.ctx)).kept
+        assert kept.sum() <= 16
+        assert not kept.any(1).all()
+        assert kept.any(1).any()
 
 
 def test_flex_without_deepep_says_so() -> None:

@@ -1,7 +1,8 @@
 """DeepEP behind `flex`: kernels that move tokens over NVLink and RDMA.
 
 It sends each token once to every rank that has some of its experts, and adds up what comes back; rows are put
-in the order of experts on the rank that receives them. It takes bf16 tokens on CUDA devices.
+in the order of experts on the rank that receives them. A choice that a capacity dropped is expert -1, which goes
+nowhere. It takes bf16 tokens on CUDA devices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mt_moe.routing.result import Routing
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens [T, H], experts and weights [T, k] -> those of the tokens that have an expert here."""
+    """Tokens [T, H], experts (-1: none) and weights [T, k] -> those of the tokens that have an expert here."""
 
     @staticmethod
     def forward(
@@ -89,9 +90,8 @@ class DeepEPDispatcher:
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
         place, route = self.placement, Route(self.buffer)
-        received, experts, weights = _Dispatch.apply(
-            tokens, routing.experts, routing.weights, routing.num_experts, route
-        )
+        chosen = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+        received, experts, weights = _Dispatch.apply(tokens, chosen, routing.weights, routing.num_experts, route)
         # Ranks that share the experts' matrices (etp) hand on to one another what each received.
         shared = gather_counts(torch.tensor([len(received)], device=received.device), place.etp).flatten().tolist()
         received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))

@@ -47,10 +47,10 @@ def check_flex(moe: MoeConfig, options: FlexConfig) -> None:
                 f"{OPTIONS}.{key} would be ignored: it only counts when {OPTIONS}.moe_flex_dispatcher_backend is "
                 f"{owner}, and that is {backend}"
             )
-    if moe.moe_expert_capacity_factor is not None:
+    if moe.moe_pad_expert_input_to_capacity:
         raise ConfigError(
-            f"{DISPATCHER} drops no token; model.moe.moe_expert_capacity_factor={moe.moe_expert_capacity_factor} needs "
-            "alltoall or allgather"
+            f"{DISPATCHER} sends tokens and no padding, so that model.moe.moe_pad_expert_input_to_capacity=true cannot "
+            "be; set it to false, or use alltoall or allgather"
         )
 
 

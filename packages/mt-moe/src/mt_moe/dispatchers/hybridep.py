@@ -92,9 +92,10 @@ class HybridEPDispatcher:
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
         place, route = self.placement, Route(self._buffer_for(tokens))
-        shape = (len(tokens), routing.num_experts)
-        chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter(1, routing.experts, True)
-        weights = torch.zeros(shape, device=tokens.device).scatter(1, routing.experts, routing.weights.float())
+        kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+        zeros = torch.zeros(len(tokens), routing.num_experts, device=tokens.device)
+        chosen = zeros.bool().scatter(1, routing.experts, kept)
+        weights = zeros.scatter(1, routing.experts, routing.weights.float().masked_fill(~kept, 0.0))
         rows, row_weights, counts = _Dispatch.apply(tokens, chosen, weights, place.num_local, route)
         by_rank = gather_counts(counts, place.etp)
         if place.etp.size == 1:
