@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mt_core.parallel.pipeline.hidden import Hidden, HiddenForm, form_of, tensors_of
 from mt_core.plan.ledger import Flow
-from mt_core.plan.routing import Deal, Dealt
+from mt_core.plan.routing import Dealt
 from mt_core.plan.stand_ins import PlannedKernels
 
 PARTS: Mapping[str, str] = {
@@ -137,16 +137,16 @@ class KeptStorages:
 
 
 def measure(
-    model: nn.Module, run: Callable[[], Hidden], kernels: PlannedKernels, deal: Deal
+    model: nn.Module, run: Callable[[], Hidden], kernels: PlannedKernels, dealt: Dealt
 ) -> tuple[StageCost, HiddenForm]:
-    """run() gives the output of a stage, or its loss. deal: where tokens go, in models in which they go somewhere.
+    """run() gives the output of a stage, or its loss. dealt: where tokens go, in models in which they go somewhere.
 
     Returns the cost, and what the output looks like.
     """
     ledger = kernels.ledger
     ledger.take()
     kept = KeptStorages(model, kernels)
-    with kept.following_modules(), Dealt(deal):
+    with kept.following_modules(), dealt:
         with kept.saving(), kernels.entered():
             output: Hidden = run()
         forward = ledger.take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
 from mt_core.nn.stage import Stage
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
+from mt_core.parallel.pipeline.garbage import without_garbage_collection
 from mt_core.parallel.pipeline.orders import Action, Kind, Order
 from mt_core.parallel.pipeline.placement import stages_of_rank
 from mt_core.parallel.pipeline.schedules import get_schedule
@@ -27,9 +28,10 @@ from mt_core.plan.contexts import all_axis_sizes, made_up_axis, made_up_context
 from mt_core.plan.ledger import Flow, Ledger
 from mt_core.plan.machines import GIB, Machine
 from mt_core.plan.parameters import ParameterCount, count_parameters
+from mt_core.plan.remembered import RememberedResults
 from mt_core.plan.routing import Deal, dealt_in_turn, dealt_to_few
 from mt_core.plan.stages import Kind as LayerKind
-from mt_core.plan.stages import StageCosts, build_on_meta, layer_kinds, only_stage
+from mt_core.plan.stages import Runs, SharedRuns, StageCosts, build_on_meta, has_experts, layer_kinds, only_stage
 from mt_core.plan.stand_ins import PlannedKernels
 from mt_core.plan.timing import Clock
 from mt_core.plan.weights import StateBytes, WeightCost, probe_state, weight_cost
@@ -139,6 +141,8 @@ class Planner:
     host: PluginHost
     machine: Machine
     _costs: dict[object, StageCosts] = field(default_factory=dict)
+    _runs_without_experts: dict[object, Runs] = field(default_factory=dict)
+    _results: RememberedResults = field(default_factory=RememberedResults)
     _weights: dict[object, list[WeightCost]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,6 +182,7 @@ class Planner:
     def state(self) -> StateBytes:
         return probe_state(self.config, self.host)
 
+    @without_garbage_collection()
     def plan(self, config: Config, world: int) -> LayoutPlan:
         """Of the planner's configuration with any [parallel], [recompute] and [train]."""
         with as_world(world):
@@ -218,21 +223,25 @@ class Planner:
     def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
         """One for all layouts in which a layer is divided alike, whatever the number of stages and ranks."""
         parallel = config.parallel
-        divided = (
+        dense = (
             parallel.tensor_model_parallel_size,
             parallel.sequence_parallel,
             parallel.context_parallel_size,
             parallel.cp_comm_type,
             str(parallel.hierarchical_context_parallel_sizes),
-            parallel.expert_model_parallel_size,
-            parallel.expert_tensor_parallel_size,
+            config.train.micro_batch_size,
+            repr(config.recompute),
         )
-        key = (divided, config.train.micro_batch_size, repr(config.recompute), deal)
-        if key not in self._costs:
+        experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, deal)
+        if (dense, experts) not in self._costs:
             ledger = Ledger()
             ctx = made_up_context(config, world, 0, ledger)
-            self._costs[key] = StageCosts(config, self.host, ctx, ledger, self.kinds, deal=deal)
-        return self._costs[key]
+            runs = self._runs_without_experts.setdefault(dense, {})
+            shared = SharedRuns(partial(has_experts, self.whole_model), runs, self._results)
+            self._costs[dense, experts] = StageCosts(
+                config, self.host, ctx, ledger, self.kinds, deal=deal, shared=shared
+            )
+        return self._costs[dense, experts]
 
     def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
         """If all tokens chose the same experts; None for a model without."""

@@ -8,7 +8,7 @@ router, dispatcher and experts run, those of other distributions included, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mt_core._torch_compat import UncompiledDispatchMode
+from mt_core.plan.remembered import RememberedResults, tensors_in
 
 aten = torch.ops.aten
 
@@ -36,15 +37,16 @@ def dealt_to_few(rows: int, k: int, choices: int) -> Tensor:
 
 
 class Dealt:
-    """Context in which choices are dealt; to be entered for forward and backward passes alike."""
+    """Context in which choices are dealt; to be entered for forward and backward passes alike. remembered: of other
+    contexts, whose operations are the same for the most part."""
 
-    def __init__(self, deal: Deal) -> None:
-        self.deal = deal
+    def __init__(self, deal: Deal, remembered: RememberedResults | None = None) -> None:
+        self.deal, self.remembered = deal, remembered or RememberedResults()
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(_Numbers())
-        self._entered.enter_context(_Choices(self.deal))
+        self._entered.enter_context(_Choices(self.deal, self.remembered))
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
@@ -64,26 +66,21 @@ class _Numbers(TorchFunctionMode):
 class _Choices(UncompiledDispatchMode):
     """Which experts a token chooses is dealt; what follows from that is computed."""
 
-    def __init__(self, deal: Deal) -> None:
+    def __init__(self, deal: Deal, remembered: RememberedResults) -> None:
         super().__init__()
-        self.deal = deal
+        self.deal, self.remembered = deal, remembered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in WITHOUT_VALUES and args[0].device.type == "meta":
             return WITHOUT_VALUES[func](self.deal, func, args, options)
-        devices = {tensor.device.type for tensor in _tensors((*args, *options.values()))}
-        if len(devices) > 1:
-            args, options = tree_map(_forgotten, (_positions(func, args), options))
-        return func(*args, **options)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+        if (key := self.remembered.key(func, args, options)) is not None:
+            return self.remembered.of(key, func, args, options)
+        with_values = {_has_values(tensor) for tensor in tensors_in((*args, *options.values()))}
+        if len(with_values) < 2:
+            return func(*args, **options)
+        args, options = tree_map(_forgotten, (_positions(func, args), options))
+        return self.remembered(func, args, options)
 
 
 def _has_values(value: Any) -> bool:

@@ -19,7 +19,8 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.hidden import Hidden, HiddenForm
 from mt_core.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
 from mt_core.plan.ledger import Ledger
-from mt_core.plan.routing import Deal, dealt_in_turn
+from mt_core.plan.remembered import RememberedResults
+from mt_core.plan.routing import Deal, Dealt, dealt_in_turn
 from mt_core.plan.stand_ins import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
@@ -27,6 +28,21 @@ from mt_core.train.step import MODEL_INPUTS, masked_sum
 
 Kind = int
 """Layers alike have the same: their parameters have the same names and shapes, and they see through the same window."""
+
+
+Runs = dict[object, tuple[StageCost, HiddenForm]]
+"""What was measured, and what comes out."""
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """What costs of layouts have in common that divide experts in different ways, and nothing else."""
+
+    has_experts: Callable[[Stage], bool] = lambda stage: True
+    without_experts: Runs = field(default_factory=dict)
+    """Runs of stages of which `has_experts` is false."""
+    results: RememberedResults = field(default_factory=RememberedResults)
+    """Of all layouts."""
 
 
 @dataclass
@@ -47,8 +63,10 @@ class StageCosts:
     """What is measured is multiplied by this: so many times the samples of the configuration's micro-batch."""
     deal: Deal = dealt_in_turn
     """Where tokens go, in models in which they go somewhere."""
+    shared: SharedRuns = field(default_factory=lambda: SharedRuns())
+    """With other costs."""
     _known: dict[object, StageCost] = field(default_factory=dict)
-    _runs: dict[object, tuple[StageCost, HiddenForm]] = field(default_factory=dict)
+    _runs: Runs = field(default_factory=dict)
     _forms: list[HiddenForm] = field(default_factory=list)
     """What goes into layers 0, 1, ..."""
 
@@ -101,9 +119,12 @@ class StageCosts:
     def _measured(self, stage: Stage) -> tuple[StageCost, HiddenForm]:
         form = None if stage.first else self.form_before(stage.layers.start)
         key = (self._kinds_of(stage), stage.first, stage.last, form)
-        if key not in self._runs:
-            self._runs[key] = self._run(stage, None if form is None else empty_hidden(form))
-        return self._runs[key]
+        known = self._runs.get(key) or self.shared.without_experts.get(key)
+        if known is not None:
+            return known
+        runs = self._runs if self.shared.has_experts(stage) else self.shared.without_experts
+        runs[key] = self._run(stage, None if form is None else empty_hidden(form))
+        return runs[key]
 
     def form_before(self, number: int) -> HiddenForm:
         """What goes into a layer."""
@@ -133,7 +154,7 @@ class StageCosts:
         kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
         model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
         use_streams(model, UndrawnStreams())
-        return measure(model, lambda: run(model), kernels, self.deal)
+        return measure(model, lambda: run(model), kernels, Dealt(self.deal, self.shared.results))
 
 
 def build_on_meta(
@@ -159,6 +180,15 @@ def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:
 def is_pipelined(model: nn.Module) -> TypeGuard[Pipelined]:
     """Whether it can run a stage at a time. A family on top of another may take that back in its instances."""
     return hasattr(model, "run_stage")
+
+
+def has_experts(model: nn.Module, stage: Stage) -> bool:
+    """Whether a stage of the whole model depends on how experts are divided. True of a model that cannot be cut."""
+    return not is_pipelined(model) or any(
+        layout.replicas == "edp"
+        for module in model.stage_modules(stage)
+        for layout in parameter_layouts(module).values()
+    )
 
 
 def _parameters_of(model: Pipelined, number: int) -> object:
