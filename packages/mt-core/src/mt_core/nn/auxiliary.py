@@ -1,4 +1,4 @@
-"""What layers add to training beside their output: losses of their own, work after a step, numbers to show.
+"""What layers add to training beside their output: losses of their own, work after a step, numbers to show, faults.
 
 The trainer finds these by walking the modules of the model; a layer needs no way to reach the trainer.
 """
@@ -72,6 +72,16 @@ class ReportsMetrics(Protocol):
     """A module with numbers to show beside the loss. The same names on every rank that holds the module."""
 
     def metrics(self) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class NotesFaults(Protocol):
+    """A module that notes on its device when numbers in it are not finite, which nobody waits for. It is asked after a
+    step has failed."""
+
+    def fault(self) -> str | None:
+        """ "the logits of decoder.layers.3.mlp.router", if these were not finite in this run."""
+        ...
 
 
 def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:

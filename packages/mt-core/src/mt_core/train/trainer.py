@@ -53,6 +53,7 @@ from mt_core.train.checkpointing import (
 from mt_core.train.cuda_graphs.rules import graph_blocks
 from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
 from mt_core.train.evaluation import evaluate
+from mt_core.train.faults import first_fault
 from mt_core.train.late_step import AgreedLate, LateStep, PendingOutcome, TakenStep, counted_tokens, tells_late
 from mt_core.train.loss_check import ExpectedLoss, RecentLosses, expected_loss, is_comparable
 from mt_core.train.partial_load import fresh_parameters
@@ -431,14 +432,17 @@ class Trainer:
         self.callbacks.on_message(self, f"warning: {problem}")
 
     def _not_finite(self, taken: TakenStep, outcome: StepOutcome) -> str:
-        """Which quantity, at which step, from which samples."""
+        """Which quantity, at which step, from which samples, and what in the model was the first."""
         what = "loss" if not math.isfinite(outcome.loss) else "gradient norm"
+        fault = first_fault(self.model, self.ctx)
         samples = [index for group in taken.rank_batch.samples for index in group]
         places = [self.train_data.describe(index) for index in samples[:4]] if _describes(self.train_data) else []
         more = f"; and {len(samples) - 4} more" if places and len(samples) > 4 else ""
         return (
             f"the {what} is not finite at iteration {taken.iteration} (loss {outcome.loss}, gradient norm "
-            f"{outcome.grad_norm}). The batch: samples {samples[0]} to {samples[-1]}"
+            f"{outcome.grad_norm})"
+            + (f"; of what was looked at, {fault} were the first" if fault else "")
+            + f". The batch: samples {samples[0]} to {samples[-1]}"
             + (f", from {'; '.join(places)}{more}" if places else "")
             + ". The last checkpoint is from before this step; lower optimizer.lr, or look at the data"
         )

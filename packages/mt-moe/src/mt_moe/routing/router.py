@@ -37,6 +37,8 @@ class Router(LayoutModule):
     weight: Tensor
     bias: Tensor | None
     expert_bias: Tensor | None
+    had_fault: Tensor
+    """[] bool: logits of some micro-batch were not finite."""
 
     def __init__(
         self,
@@ -55,13 +57,14 @@ class Router(LayoutModule):
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
         self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
+        self.register_buffer("had_fault", torch.zeros((), dtype=torch.bool, device=ctx.device), persistent=False)
         self.losses = BalanceLosses(config, layer, ctx)
         self.counter = LoadCounter(experts, ctx)
         self.load: Load | None = None
         """Of the last step."""
 
     def forward(self, share: TokenShare) -> Routing:
-        """Raises TrainingError for logits that are not finite."""
+        """Raises TrainingError for logits that are not finite; on a GPU notes them."""
         logits = self.logits(share.tokens)
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
@@ -77,9 +80,17 @@ class Router(LayoutModule):
         dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(self._jitter(tokens).to(dtype), self.weight.to(dtype), bias)
-        if logits.device.type == "cpu":  # elsewhere asking would make the device wait; the loss is checked there
-            require_finite(logits, self.layer)
+        self.had_fault |= logits.detach().sum().isfinite().logical_not()
+        if logits.device.type == "cpu":  # elsewhere asking would wait for the device; the step's own check finds it
+            require_finite(logits, self.name)
         return logits
+
+    @property
+    def name(self) -> str:
+        return f"decoder.layers.{self.layer}.mlp.router"
+
+    def fault(self) -> str | None:
+        return f"the logits of {self.name}" if bool(self.had_fault) else None
 
     def choose(self, logits: Tensor, share: TokenShare) -> Tensor:
         """[T, E] -> experts [T, k]"""
@@ -171,14 +182,14 @@ class Router(LayoutModule):
         return on_backward(weights, lambda: self.counter.add(counts, dropped))
 
 
-def require_finite(logits: Tensor, layer: int) -> None:
-    """Raises TrainingError, naming the layer and a token."""
+def require_finite(logits: Tensor, router: str) -> None:
+    """Raises TrainingError, naming the router and a token."""
     if bool(logits.sum().isfinite()):
         return
     bad = logits.isfinite().logical_not().any(1).nonzero().flatten()
     if len(bad):
         raise TrainingError(
-            f"decoder.layers.{layer}.mlp.router: the logits of {len(bad)} of {len(logits)} tokens are not finite "
+            f"{router}: the logits of {len(bad)} of {len(logits)} tokens are not finite "
             f"(first: token {int(bad[0])}); lower optimizer.lr, set model.moe.moe_z_loss_coeff, or look at the "
             "weights that were loaded"
         )
