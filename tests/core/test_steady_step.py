@@ -332,3 +332,11 @@ def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
 def test_a_model_without_layers_is_not_compiled(tiny) -> None:
     with pytest.raises(ConfigError, match=r"train.compile=blocks compiles the layers of a stack"):
         Trainer(tiny("train.compile=blocks"), model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("late", ["never", "always"])
+def test_copies_are_compared_once_for_each_step_that_is_due(late, tiny, monkeypatch) -> None:
+    compared: list[None] = []
+    monkeypatch.setattr("mt_core.train.trainer.check_replicas", lambda *_: compared.append(None))
+    trained(tiny(f"train.late_metrics={late}", "train.verify_replicas_interval=2", "train.train_iters=5"))
+    assert len(compared) == 2

@@ -28,14 +28,13 @@ from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingErro
 from mt_core.launch.phases import Phases
 from mt_core.nn.auxiliary import ReportsMetrics
 from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
-from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.loss_scale import build_loss_scaler
-from mt_core.parallel.context import AxisName, is_writer, wait_for_all
+from mt_core.parallel.context import is_writer, wait_for_all
 from mt_core.parallel.data import any_over
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.shared_batches import broadcast_batches
@@ -43,6 +42,7 @@ from mt_core.parallel.stage_copies import find_stage_copies
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train import build
+from mt_core.train.announcement import announcement
 from mt_core.train.callbacks import Callback, CallbackList
 from mt_core.train.checkpointing import (
     Checkpointed,
@@ -74,15 +74,6 @@ from mt_core.train.step import (
     default_forward_step,
 )
 from mt_core.verify.replicas import check_replicas
-
-AXES: Mapping[AxisName, str] = {
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    "pp": "pipeline parallel",
-    "dp": "data parallel",
-    "ep": "expert parallel",
-}
-
 
 TRACED_STEP = 2
 """Of this process's steps: the first one also warms up."""
@@ -139,10 +130,11 @@ class Trainer:
         # What configuration asks for speaks to the console and to files: one process does that for all.
         self.callbacks = CallbackList([*(self._configured_callbacks() if is_writer() else []), *callbacks])
         self._stop_reason: str | None = None
-        self._fresh: list[str] = []
+        self.not_loaded: list[str] = []
+        """Parameters that checkpoint.load left as they were made."""
         self.recent_losses = RecentLosses()
         self._expected_loss: ExpectedLoss | None = None
-        self._resumed_from = self._find_resume()
+        self.resumed_from = self._find_resume()
 
         train = config.config.train
         if train.num_threads is not None:
@@ -240,7 +232,8 @@ class Trainer:
         wait_for_all()
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
-                self._announce()
+                for text in announcement(self):
+                    self.callbacks.on_message(self, text)
                 self.callbacks.on_train_start(self)
                 self._run_steps(signals)
             result = self._finish()
@@ -374,7 +367,7 @@ class Trainer:
         outcome = taken.outcome.result()
         self._account(taken, outcome)
         self._check_first_loss(outcome)
-        self._verify_replicas_if_due()
+        self._verify_replicas_if_due(taken.iteration)
         metrics = {
             "iteration": taken.iteration,
             "consumed_samples": taken.consumed_samples,
@@ -405,9 +398,9 @@ class Trainer:
             self.callbacks.on_message(self, f"schedule of step {self.state.iteration + 1} written to {path}")
         return outcome
 
-    def _verify_replicas_if_due(self) -> None:
+    def _verify_replicas_if_due(self, iteration: int) -> None:
         interval = self.config.train.verify_replicas_interval
-        if interval and self.state.iteration % interval == 0:
+        if interval and iteration % interval == 0:
             self.weights.finish_gather()
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             check_replicas(weights, parameter_layouts(self.model), self.ctx)
@@ -428,7 +421,7 @@ class Trainer:
             return
         if self.config.checkpoint.resume_loss_check == "error":
             cure = "If the change is meant, add --set checkpoint.resume_loss_check=warn"
-            raise CheckpointError(f"{self._resumed_from}: {problem}. Nothing has been saved since. {cure}")
+            raise CheckpointError(f"{self.resumed_from}: {problem}. Nothing has been saved since. {cure}")
         self.callbacks.on_message(self, f"warning: {problem}")
 
     def _not_finite(self, taken: TakenStep, outcome: StepOutcome) -> str:
@@ -554,9 +547,9 @@ class Trainer:
         return found
 
     def _restore(self) -> None:
-        if self._resumed_from is not None:
-            reader = open_checkpoint(self._resumed_from, self.host)
-            changes = require_same_run(reader.metadata, self.config, str(self._resumed_from))
+        if self.resumed_from is not None:
+            reader = open_checkpoint(self.resumed_from, self.host)
+            changes = require_same_run(reader.metadata, self.config, str(self.resumed_from))
             if changes:
                 self.callbacks.on_message(self, f"accepted changes:\n{change_table(changes)}")
             self.checkpointed().restore(reader)
@@ -568,43 +561,14 @@ class Trainer:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
             layouts = parameter_layouts(self.model)
             shapes = shapes_of_all_stages(layouts, self.ctx)
-            self._fresh = fresh_parameters(reader, shapes, self.config.checkpoint)
-            loaded = {name: layout for name, layout in layouts.items() if name not in self._fresh}
+            self.not_loaded = fresh_parameters(reader, shapes, self.config.checkpoint)
+            loaded = {name: layout for name, layout in layouts.items() if name not in self.not_loaded}
             self.checkpointed().load_model(reader, loaded)
             self.weights.refresh()
 
     def checkpointed(self) -> Checkpointed:
         """What of this run a checkpoint holds."""
         return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
-
-    # -- what the user is told ------------------------------------------------------------------
-
-    def _announce(self) -> None:
-        shapes = shapes_of_all_stages(parameter_layouts(self.model), self.ctx)
-        count = sum(math.prod(shape) for shape in shapes.values())
-        threads = f" with {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        backend = getattr(self.config.model, "attention_backend", "of the model")
-        ranks = "".join(
-            f", {what} over {self.ctx.axis(name).size}" for name, what in AXES.items() if self.ctx.axis(name).size > 1
-        )
-        self.callbacks.on_message(
-            self,
-            f"{self.config.model.family}: {count:,} parameters in {self.config.precision.dtype} on "
-            f"{self.device}{threads}{ranks}, attention {backend}",
-        )
-        for choice in self.kernels.choices:
-            # On a CPU auto is torch, and nobody asks why.
-            if self.device.type == "cuda" or choice.implementation.name != "torch" or not choice.automatic:
-                self.callbacks.on_message(self, f"kernel {choice}")
-        fp8 = fp8_report(self.model)
-        if fp8 is not None:
-            self.callbacks.on_message(self, str(fp8))
-        if self._resumed_from is not None:
-            self.callbacks.on_message(self, f"resumed from {self._resumed_from} (step {self.state.iteration})")
-        elif self.config.checkpoint.load is not None:
-            self.callbacks.on_message(self, f"weights from {self.config.checkpoint.load}, new optimizer")
-            if self._fresh:
-                self.callbacks.on_message(self, f"with their initial values: {', '.join(self._fresh)}")
 
     def _configured_callbacks(self) -> list[Callback]:
         named = self.loaded.config.train.callbacks
