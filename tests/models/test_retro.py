@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError
+from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
 from mt_models.retro.chunks import attending_chunks, chunks, from_attending_chunks
 from mt_models.retro.presets import PRESETS
 
@@ -279,3 +281,12 @@ def test_neighbours_of_another_number_of_chunks(retro) -> None:
     batch = samples()
     with pytest.raises(DataError, match=r"have 4 chunks of model.retro_chunk_length=4, so it must be \[2, 4, "):
         model(**{**batch, "neighbor_tokens": batch["neighbor_tokens"][:, :3]})
+
+
+def test_a_model_that_nothing_checked_names_the_layers_that_are_missing(host) -> None:
+    keys = [f"model.{key}={value}" for key, value in {**SHAPE, **LEARNED}.items()]
+    base = ["model.family=retro", "data.seq_length=16", "train.train_iters=1"]
+    config = load_config(overrides=[*base, *DATA, *keys], host=host).config
+    model = config.model.model_copy(update={"retro_cross_attention_layers": None})
+    with pytest.raises(ConfigError, match="model.num_layers=4 has no 6th layer"):
+        host.models.get("retro").build.load()(model, ModelEnvironment(config, ParallelContext(), host))

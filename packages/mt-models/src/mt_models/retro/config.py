@@ -76,13 +76,14 @@ def check_retro(config: Config) -> None:
     assert isinstance(model, RetroConfig)
     check_gpt(config)
     refuse_divided_sequences_and_layers(config)
-    _check_layers(model)
+    check_layers(model)
     _check_recompute(config)
     _check_lengths(model, config)
     _check_samples(model, config)
 
 
-def _check_layers(model: RetroConfig) -> None:
+def check_layers(model: RetroConfig) -> None:
+    """Raise ConfigError unless some layer attends to neighbours, and all that are named are there."""
     given = model.retro_cross_attention_layers
     if given is None and not model.cross_attention_layers:
         raise ConfigError(

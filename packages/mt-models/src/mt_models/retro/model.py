@@ -26,7 +26,7 @@ from mt_models.blocks.tables import like_word_vectors
 from mt_models.gpt.model import GPTEmbedding, gpt_layer
 from mt_models.retro.attention import Neighbors
 from mt_models.retro.chunks import from_attending_chunks
-from mt_models.retro.config import RetroConfig
+from mt_models.retro.config import RetroConfig, check_layers
 from mt_models.retro.layers import NeighborEncoder, RetrievalLayer
 
 EncodeNeighbors = Callable[[Tensor], Neighbors]
@@ -192,4 +192,6 @@ def freeze_gpt(model: RetroModel) -> None:
 
 
 def build_retro(config: RetroConfig, environment: ModelEnvironment) -> RetroModel:
+    """Raises ConfigError when no layer attends to neighbours."""
+    check_layers(config)
     return RetroModel(config, environment)
