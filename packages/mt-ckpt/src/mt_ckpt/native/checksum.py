@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,20 @@ def checksum(data: bytes | memoryview) -> str:
 def read_range(file: Path, offset: int, target: memoryview) -> str:
     """Fill `target` from `file`, beginning at `offset` bytes; returns the checksum of what was read."""
     hasher = xxhash.xxh3_128()
-    with _opened(file) as read_into:
+    beside = ThreadPoolExecutor(1) if len(target) > BLOCK_BYTES else nullcontext()
+    with _opened(file) as read_into, beside as executor:
+        hashed: list[Future[None]] = []
         while target:
             block = target[: read_into(target, offset)]
             if not block:
                 raise CheckpointError(f"{file}: truncated: it ends at byte {offset}")
-            hasher.update(block)
+            if executor is None:
+                hasher.update(block)
+            else:  # while the next block is read
+                hashed.append(executor.submit(hasher.update, block))
             offset, target = offset + len(block), target[len(block) :]
+        for one in hashed:
+            one.result()
     return hasher.hexdigest()
 
 
