@@ -114,6 +114,17 @@ def test_every_rank_is_told_the_losses_of_all_stages() -> None:
     assert run_ranks(2, own_losses, (*BALANCED, *PIPELINE)) == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
 
 
+def predicted_losses(rank: int, world: int, more: tuple[str, ...]) -> list[float]:
+    steps, _ = training(False, more)
+    return [step["mtp_1_loss"] for step in steps]
+
+
+def test_the_losses_of_layers_are_those_of_one_process() -> None:
+    (alone,) = run_ranks(1, predicted_losses, MULTI_TOKEN)
+    for losses in run_ranks(4, predicted_losses, (*MULTI_TOKEN, *PIPELINE)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
 def waits(rank: int, world: int, late: bool, more: tuple[str, ...]) -> int:
     late_metrics = "always" if late else "never"
     return spy_on_step(Trainer(config(f"train.late_metrics={late_metrics}", *more))).waits

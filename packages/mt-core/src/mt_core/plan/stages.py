@@ -63,7 +63,7 @@ class StageCosts:
     """What is measured is multiplied by this: so many times the samples of the configuration's micro-batch."""
     deal: Deal = dealt_in_turn
     """Where tokens go, in models in which they go somewhere."""
-    shared: SharedRuns = field(default_factory=lambda: SharedRuns())
+    shared: SharedRuns = field(default_factory=SharedRuns)
     """With other costs."""
     _known: dict[object, StageCost] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)

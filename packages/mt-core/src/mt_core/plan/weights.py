@@ -18,7 +18,7 @@ from mt_core.optim.buffered_weights import SHARDS, BufferedWeights
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.main_weights import MainWeights, trained_parameters
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.parallel.pipeline.schedules import splits_backward
 from mt_core.parallel.stage_copies import StageCopies
 from mt_core.plan.ledger import Flow, Ledger
 from mt_core.plugins import PluginHost
@@ -169,7 +169,7 @@ def _fully_sharded_cost(
     layouts, ledger = parameter_layouts(model), Ledger()
     again = Ledger()
     # A backward pass in two halves finds its weights whole: they are collected once a step.
-    gathers = ledger if ctx.pp.size > 1 and get_schedule(config.parallel.pipeline_schedule).splits_backward else again
+    gathers = ledger if splits_backward(config.parallel) else again
     own = whole = waiting = 0
     optimizer_state = 0.0
     units = fsdp_units(model)

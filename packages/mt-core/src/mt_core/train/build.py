@@ -32,7 +32,7 @@ from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, Schedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
 from mt_core.parallel.context_parallel import build_hierarchical_axes
-from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.parallel.pipeline.schedules import get_schedule, splits_backward
 from mt_core.parallel.stage_copies import StageCopies
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
@@ -179,7 +179,7 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     if parallel.use_torch_fsdp2:
-        return FullyShardedWeights(model, ctx, _shard_options(config, ctx))
+        return FullyShardedWeights(model, ctx, _shard_options(config))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if keeps_remainders(config):
         return SplitWeights(model)
@@ -197,17 +197,18 @@ def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies
     return BufferedWeights(model, ctx, options, copies.axes)
 
 
-def _shard_options(config: Config, ctx: ParallelContext) -> ShardOptions:
+def _shard_options(config: Config) -> ShardOptions:
     parallel, precision = config.parallel, config.precision
-    split_backward = ctx.pp.size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward
-    if split_backward and not ends_when_told():
+    if splits_backward(parallel) and not ends_when_told():
         raise ConfigError(
             f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.use_torch_fsdp2 needs torch 2.15, "
             f"and this is {torch.__version__}; use gpipe, 1f1b or interleaved_1f1b, or "
             "parallel.use_distributed_optimizer"
         )
     dtype = DTYPES[precision.dtype]
-    return ShardOptions(dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, split_backward)
+    return ShardOptions(
+        dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, splits_backward(parallel)
+    )
 
 
 def build_optimizer(config: Config, environment: OptimizerEnvironment, host: PluginHost) -> Optimizer:

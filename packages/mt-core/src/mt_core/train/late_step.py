@@ -14,19 +14,19 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core._torch_compat import scale_all_
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
-from mt_core.nn.auxiliary import AuxiliaryLoss, UpdatesItself, auxiliary_losses
+from mt_core.nn.auxiliary import UpdatesItself, auxiliary_losses
 from mt_core.optim.gradients import GradientSums
 from mt_core.optim.main_weights import MainWeights
 from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.train.auxiliary_means import AuxiliaryMeans, on_device, sum_on_device
 from mt_core.train.step import Batch, MicroBatches, ScalesGradients, StepOutcome, masked_sum, set_learning_rate
 
 
@@ -122,15 +122,15 @@ class LateStep:
         self.weights.publish()
         for module in self.updated_after:
             module.after_step()
-        told = torch.stack([loss, norm, _on_device(tokens, self.ctx), *self.auxiliary.take(len(micro_batches))])
+        told = torch.stack([loss, norm, on_device(tokens, self.ctx), *self.auxiliary.take(len(micro_batches))])
         return PendingOutcome(Fetched.start(told), self.auxiliary.names)
 
     def _tokens(self, counted: float) -> float | Tensor:
         """Over all data-parallel ranks; on the host where that needs no other rank."""
-        return counted if self.ctx.dp.size == 1 else all_reduce(_on_device(counted, self.ctx), self.ctx.dp)
+        return counted if self.ctx.dp.size == 1 else all_reduce(on_device(counted, self.ctx), self.ctx.dp)
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
-        return _sum(_sum(_on_device(loss, self.ctx), self.ctx.dp_cp), self.ctx.pp)
+        return sum_on_device(sum_on_device(on_device(loss, self.ctx), self.ctx.dp_cp), self.ctx.pp)
 
     def _scale_gradients(self, scale: Tensor) -> None:
         """scale: [] fp32, not a number if the step is to be left out"""
@@ -140,40 +140,6 @@ class LateStep:
         assert isinstance(self.optimizer, LeavesStepsOut)
         scale_all_([p.grad for _, p in self.weights.named_parameters() if p.grad is not None], scale)
         self.optimizer.found_inf = scale.isnan().float()
-
-
-class AuxiliaryMeans:
-    """Losses that layers add, of all pipeline stages: means over the micro-batches of all data-parallel ranks.
-
-    Making it is collective over the stages, which tell each other the names of their losses.
-    """
-
-    def __init__(self, own: Sequence[AuxiliaryLoss], ctx: ParallelContext) -> None:
-        self.own, self.ctx = {loss.name: loss for loss in own}, ctx
-        self.names = _names_on_all_stages(list(self.own), ctx.pp)
-
-    def begin(self, passes: int) -> None:
-        """passes: micro-batches of the step"""
-        for auxiliary in self.own.values():
-            auxiliary.scale = 1.0 / (passes * self.ctx.dp.size)
-
-    def take(self, passes: int) -> list[Tensor]:
-        """[] fp64 for each name"""
-        if not self.names:
-            return []
-        totals = {name: loss.take_on_device() for name, loss in self.own.items()}
-        own = [totals.get(name) for name in self.names]
-        means = torch.stack([_on_device(0.0 if total is None else total, self.ctx) for total in own]) / passes
-        return list(_sum(_sum(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
-
-
-def _names_on_all_stages(own: list[str], pp: Axis) -> list[str]:
-    """In the order of the stages. No two of them have a loss of one name."""
-    if pp.size == 1:
-        return own
-    everyone: list[list[str] | None] = [None] * pp.size
-    dist.all_gather_object(everyone, own, group=pp.group)
-    return [name for held in everyone for name in held or []]
 
 
 def _share(tokens: float | Tensor, losses: Tensor, batch: Batch) -> Tensor:
@@ -191,15 +157,6 @@ def _scale(loss: Tensor, norm: Tensor, limit: float) -> Tensor:
     return torch.where(torch.isfinite(loss) & torch.isfinite(norm), scale, math.nan).float()
 
 
-def _on_device(number: float | Tensor, ctx: ParallelContext) -> Tensor:
-    """[] fp64, in new memory. A number on the host travels as an argument of a kernel, which is not waited for."""
-    return torch.zeros((), dtype=torch.float64, device=ctx.device) + number
-
-
-def _sum(x: Tensor, axis: Axis) -> Tensor:
-    return x if axis.size == 1 else all_reduce(x, axis)
-
-
 class AgreedLate:
     """Whether a flag is set on any rank of an axis: each call says it of the call before, at the first it is not set.
 
@@ -213,7 +170,7 @@ class AgreedLate:
     def __call__(self, flag: bool) -> bool:
         if self.axis.size == 1:
             return flag
-        before, total = self._before, all_reduce(_on_device(float(flag), self.ctx), self.axis)
+        before, total = self._before, all_reduce(on_device(float(flag), self.ctx), self.axis)
         self._before = Fetched.start(total.view(1))
         return before is not None and before.result()[0] > 0
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core._torch_compat import scale_all_
@@ -21,6 +20,7 @@ from mt_core.optim.optimizers import Optimizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import sum_over
 from mt_core.parallel.stage_copies import StageCopies
+from mt_core.train.auxiliary_means import AuxiliaryMeans
 
 Batch = Mapping[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], Tensor]
@@ -137,7 +137,7 @@ class OptimizerStep:
         )
         self.sums = sums or GradientSums({}, ParallelContext(), StageCopies(), divided=False)
         self.ctx = self.sums.ctx
-        self.auxiliary = list(auxiliary_losses(model))
+        self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
         self.on_gradients: Callable[[], None] | None = None
         """Called when gradients are complete, before they are clipped and used."""
         self.updated_after = [module for module in model.modules() if isinstance(module, UpdatesItself)]
@@ -149,8 +149,7 @@ class OptimizerStep:
         self.weights.zero_grad()
         self.weights.expect(len(micro_batches))
         scale = self.scaler.scale
-        for auxiliary in self.auxiliary:
-            auxiliary.scale = scale / (len(micro_batches) * self.ctx.dp.size)
+        self.auxiliary.begin(len(micro_batches), scale)
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
             # A batch without a counted token has loss 0 and gradient 0, not 0/0.
@@ -192,18 +191,8 @@ class OptimizerStep:
         return StepOutcome(loss, norm, tokens, updated=True, auxiliary=auxiliary, zeros_in_grad=zeros)
 
     def _auxiliary_losses(self, passes: int) -> dict[str, float]:
-        """Means over the micro-batches of all data-parallel ranks, of the layers on all stages."""
-        if not self.auxiliary and self.ctx.pp.size == 1:
-            return {}
-        own = {auxiliary.name: auxiliary.take() / passes for auxiliary in self.auxiliary}
-        if self.ctx.dp.size > 1 and own:
-            means = sum_over([value / self.ctx.dp.size for value in own.values()], self.ctx.dp, self.ctx.device)
-            own = dict(zip(own, means, strict=True))
-        if self.ctx.pp.size == 1:
-            return own
-        everyone: list[dict[str, float] | None] = [None] * self.ctx.pp.size
-        dist.all_gather_object(everyone, own, group=self.ctx.pp.group)
-        return {name: value for held in everyone if held for name, value in held.items()}
+        means = self.auxiliary.take(passes)
+        return dict(zip(self.auxiliary.names, torch.stack(means).tolist(), strict=True)) if means else {}
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

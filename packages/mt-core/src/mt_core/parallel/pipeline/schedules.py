@@ -22,6 +22,7 @@ from itertools import count
 from types import MappingProxyType
 
 from mt_core._torch_compat import torch_pipeline_order
+from mt_core.config.schema import ParallelConfig
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.parallel.pipeline.communication_plan import with_communication
 from mt_core.parallel.pipeline.garbage import without_garbage_collection
@@ -85,6 +86,11 @@ def get_schedule(name: str) -> Schedule:
         names = ", ".join(SCHEDULES)
         raise ConfigError(f'there is no pipeline schedule "{name}"{did_you_mean(name, SCHEDULES)}; it can be {names}')
     return SCHEDULES[name]
+
+
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether a run computes the gradients of weights apart from those of inputs."""
+    return parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import AuxiliaryLoss, UpdatesItself
 from mt_core.nn.stage import NumberedLayers, Stage
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.parallel.pipeline.schedules import splits_backward
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
 
@@ -67,7 +67,7 @@ def _reasons_in_settings(config: Config) -> Iterator[str]:
             "parallel.use_torch_fsdp2=true collects weights in memory that changes; use "
             "parallel.use_distributed_optimizer"
         )
-    if parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward:
+    if splits_backward(parallel):
         yield (
             f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, which a "
             "graph does at once; use gpipe, 1f1b or interleaved_1f1b"
