@@ -66,7 +66,7 @@ def train(
     ] = None,
     ckpt_convert_save: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="The local directory that it is written to.", rich_help_panel=CONVERSION),
+        typer.Option(metavar="PATH", help="The directory that it is written to.", rich_help_panel=CONVERSION),
     ] = None,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
