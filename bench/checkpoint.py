@@ -38,9 +38,9 @@ from mt_ckpt.native.sharded import ShardedSave
 from mt_core.config.schema import CheckpointConfig
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins
-from mt_core.train.fragments import whole_fragment
-from mt_core.train.run_directory import RunDirectory
-from mt_core.train.saving import Commit, Contents, ShardedMethod, WritesInBackground
+from mt_core.train.checkpoint.local_shards import whole_fragment
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.saving import Commit, Contents, ShardedMethod, WritesInBackground
 
 BLOCK = 4 << 20
 State = dict[str, torch.Tensor]

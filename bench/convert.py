@@ -1,6 +1,6 @@
 """Converting a Hugging Face checkpoint, against `cp` of the same files.
 
-    python bench/convert.py [--layers 8] [--rounds 5] [--folder DIR]
+    python bench/convert.py [--layers 8] [--rounds 5] [--nproc N] [--folder DIR]
 
 The source is a Llama in bf16 with random weights (hidden 2048, feed-forward 5632, vocabulary 32000, 16 heads, 4
 key-value heads), cut into shards of 500 MB. In every round each method writes the same weights to new files on the
@@ -8,6 +8,7 @@ same disk, in an order that changes from round to round; every file and director
 (`cp`, and then fsync of what it wrote; `mt convert` has the disk begin while it works). The source is in the page cache
 for all of them. The table gives the median time, the median over the rounds of the rate relative to that of `cp` in the
 same round with the lowest and the highest, and the median of the processor time (user and system) that was used.
+With --nproc the two conversions to other formats are also done by that many processes, whose start is counted.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ class Cost:
     processor: float
 
 
-def methods(hf: Path, mt: Path, host: PluginHost) -> dict[str, Callable[[Path], object]]:
+def methods(hf: Path, mt: Path, host: PluginHost, nproc: int) -> dict[str, Callable[[Path], object]]:
     """Each writes the weights to the directory that it is given."""
+    several: dict[str, Callable[[Path], object]] = {
+        f"hf to mt, {nproc}": lambda target: convert(hf, target, saver="mt", host=host, nproc=nproc),
+        f"mt to hf, {nproc}": lambda target: convert(mt, target, saver="hf", host=host, nproc=nproc),
+    }
     return {
         "cp": lambda target: copy(hf, target),
         "hf to mt": lambda target: convert(hf, target, saver="mt", host=host),
         "mt to hf": lambda target: convert(mt, target, saver="hf", host=host),
         "hf to hf": lambda target: convert(hf, target, saver="hf", host=host),
+        **(several if nproc > 1 else {}),
     }
 
 
@@ -92,13 +98,13 @@ def cost(method: Callable[[Path], object], target: Path) -> Cost:
 
 
 def report(num_bytes: int, costs: Mapping[str, list[Cost]]) -> None:
-    print(f"\n{'method':10} {'median s':>9} {'MiB/s':>7} {'rate / cp':>10} {'lowest':>7} {'highest':>8} {'CPU s':>6}")
+    print(f"\n{'method':12} {'median s':>9} {'MiB/s':>7} {'rate / cp':>10} {'lowest':>7} {'highest':>8} {'CPU s':>6}")
     for name, spent in costs.items():
         ratios = [cp.elapsed / own.elapsed for cp, own in zip(costs["cp"], spent, strict=True)]
         median = statistics.median(own.elapsed for own in spent)
         processor = statistics.median(own.processor for own in spent)
         rates = f"{statistics.median(ratios):10.2f} {min(ratios):7.2f} {max(ratios):8.2f}"
-        print(f"{name:10} {median:9.2f} {num_bytes / 2**20 / median:7.0f} {rates} {processor:6.2f}")
+        print(f"{name:12} {median:9.2f} {num_bytes / 2**20 / median:7.0f} {rates} {processor:6.2f}")
 
 
 def main() -> None:
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="102 MB each, and 262 MB for the rest")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
+    parser.add_argument("--nproc", type=int, default=1, help="also convert with so many processes")
     options = parser.parse_args()
     host = load_plugins()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -113,7 +120,7 @@ def main() -> None:
         source.mkdir()
         write_source(source, options.layers)
         convert(source, native, saver="mt", host=host)
-        chosen = methods(source, native, host)
+        chosen = methods(source, native, host, options.nproc)
         num_bytes = sum(file.stat().st_size for file in source.iterdir())
         print(f"{num_bytes / 2**20:.0f} MiB in bf16, {options.rounds} rounds after one to warm up, all fsynced")
         print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs")

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.stage import Stage
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.pipeline.pipeline import Pipeline
-from mt_core.parallel.pipeline.schedules import SCHEDULES
 from mt_core.parallel.pipeline.simulator import StageTimes, simulate
+from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 
 STEPS = 5
@@ -78,7 +78,8 @@ def measured(rank: int, world: int, schedules: Sequence[tuple[str, int]], count:
     recorder = ScheduleRecorder(ctx.device)
     batches = [{"x": torch.ones(1)} for _ in range(count)]
     found = []
-    for schedule, stages_per_rank in schedules:
+    for name, stages_per_rank in schedules:
+        schedule = load_plugins().pipeline_schedules.get(name).schedule.load()
         times = stage_times(world, stages_per_rank, unit)
         num_stages = len(times.forward)
         stages = [Stage(range(s, s + 1), first=s == 0, last=s == num_stages - 1) for s in range(num_stages)]
@@ -98,22 +99,23 @@ def share(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def main() -> None:
+    registered = {spec.name: spec.schedule.load() for spec in load_plugins().pipeline_schedules}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--unit-ms", type=float, default=20.0)
-    parser.add_argument("--only", action="append", choices=list(SCHEDULES), help="measure this one; repeatable")
+    parser.add_argument("--only", action="append", choices=list(registered), help="measure this one; repeatable")
     parser.add_argument("--pictures", type=Path, help="write an SVG of each measured schedule into this folder")
     options = parser.parse_args()
     unit = options.unit_ms / 1000
-    chosen = options.only or list(SCHEDULES)
-    schedules = [(name, SCHEDULES[name].min_stages_per_rank) for name in chosen]
+    chosen = options.only or list(registered)
+    schedules = [(name, registered[name].min_stages_per_rank) for name in chosen]
     timelines = run_ranks(options.ranks, measured, schedules, options.micro_batches, unit, timeout=600)[0]
     print(f"{options.ranks} ranks, {options.micro_batches} micro-batches, unit {options.unit_ms:g} ms")
     print(f"{'schedule':24} stages/rank   step, units: measured simulated   ratio   bubble: measured simulated")
     for (name, stages_per_rank), timeline in zip(schedules, timelines, strict=True):
         expected = simulate(
-            name, options.ranks, options.micro_batches, stage_times(options.ranks, stages_per_rank, unit)
+            registered[name], options.ranks, options.micro_batches, stage_times(options.ranks, stages_per_rank, unit)
         )
         print(
             f"{name:24} {stages_per_rank:11}   {timeline.makespan / unit:21.2f} {expected.makespan / unit:9.2f}   "

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from mt_core.nn.layout import LayoutModule, ParameterLayout, initialize, normal, parameter_layouts
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
 from mt_core.optim.optimizers import AdamW
+from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
@@ -128,7 +128,7 @@ def stack(layers: int, width: int, ctx: ParallelContext) -> nn.Module:
 
 def buffered_step(ctx: ParallelContext, batch: Tensor, layers: int, width: int, *, divided: bool) -> Work:
     model = stack(layers, width, ctx)
-    weights = BufferedWeights(model, ctx, BufferOptions(divided=divided, bucket_elements=2 * width * width))
+    weights = ParamAndGradBuffer(model, ctx, BufferOptions(divided=divided, bucket_elements=2 * width * width))
     shapes = {name: layout.shape for name, layout in parameter_layouts(model).items()}
     optimizer = AdamW(param_groups(weights.named_parameters(), 0.01, shapes), 1e-4, 0.9, 0.95, 1e-8)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.data.loader import RankBatch, collate
-from mt_core.train.trainer import LogWindow, Trainer
+from mt_core.train.trainer import Trainer
 
 SHAPES = {
     "small GPT, wide vocabulary": {"layers": 6, "hidden": 384, "heads": 6, "vocab": 50304, "sequence": 256, "batch": 4},
@@ -119,13 +119,12 @@ def compare(name: str, shape: dict[str, int], steps: int) -> None:
     count = sum(p.numel() for p in plain.parameters())
     assert count == sum(p.numel() for p in trainer.model.parameters())
     pairs: list[tuple[float, float]] = []
-    window = LogWindow()
     for step in range(steps + 3):
         arrays = collate(trainer.train_data[i] for i in range(shape["batch"]))
         rank_batch = RankBatch([arrays], [range(shape["batch"])])
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
         started = time.perf_counter()
-        window = trainer.take_step(rank_batch, window)
+        trainer.take_step(rank_batch)
         ours = time.perf_counter() - started
         started = time.perf_counter()
         loss = plain_step(plain, optimizer, tensors)

@@ -15,6 +15,7 @@ from tests.ckpt.test_convert_gguf import to_gguf
 from tests.ckpt.test_convert_grid import write_meta
 
 from mt_ckpt.convert import convert
+from mt_ckpt.convert.checksums import CHECKSUMS
 from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.specs import ConvertOptions
@@ -33,7 +34,7 @@ NUM_TENSORS = {"llama": 2 * 6 + 3, "gpt": 2 * 12 + 4}
 
 @pytest.fixture
 def written(make_model, host, tmp_path: Path) -> Callable[[str], Path]:
-    """A model of two layers in the format that is asked for."""
+    """A model of two layers in the format that is asked for, as other programs write it: without mt's checksums."""
 
     def write(name: str) -> Path:
         keys = {**(GPT2 if name == "transformers-megatron" else LLAMA), "num_layers": 2}
@@ -45,9 +46,28 @@ def written(make_model, host, tmp_path: Path) -> Callable[[str], Path]:
             to_gguf(tmp_path / "plain", path / "m.gguf", "llama", {**keys, "norm_epsilon": 1e-5})
         else:
             convert(source, path, saver=name, options=LAYOUTS[name], host=host)
+            (path / CHECKSUMS).unlink()
         return path
 
     return write
+
+
+def test_a_run_that_another_saver_wrote(written, host, tmp_path: Path) -> None:
+    """`latest` names a checkpoint in the saver's own format, which its loader recognizes."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    written("hf").rename(checkpoints / "iter_0000003")
+    (checkpoints / "latest").write_text("iter_0000003\n")
+    for path in (tmp_path / "run", checkpoints):
+        inspected = run("inspect", path)
+        assert inspected.exit_code == 0, inspected.exception
+        assert str(checkpoints / "iter_0000003") in inspected.output
+        verified = run("verify", path)
+        assert verified.exit_code == 0, verified.exception
+    convert(tmp_path / "run", tmp_path / "converted", saver="mt", host=host)
+    assert len(open_checkpoint(tmp_path / "converted").shapes()) == NUM_TENSORS["llama"]
+    (checkpoints / "latest").write_text("iter_0000009\n")
+    assert "names 'iter_0000009', which is not a checkpoint in" in refusal("inspect", tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", READABLE)

@@ -24,9 +24,9 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import PluginHost
 from mt_core.train import Callback, Trainer
-from mt_core.train.fragments import whole_fragment
-from mt_core.train.run_directory import RunDirectory
-from mt_core.train.saving import Commit, Contents, HostCopies, WholeMethod, WritesInBackground
+from mt_core.train.checkpoint.local_shards import whole_fragment
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.saving import Commit, Contents, HostCopies, WholeMethod, WritesInBackground
 
 SMALL = [
     "model.num_layers=1",
@@ -172,6 +172,7 @@ def test_copies_keep_their_memory_and_follow_changed_tensors() -> None:
     assert before["b"].tolist() == [1.0] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(saved: Path, kit, host: PluginHost, tries: int) -> None:
     """`latest` names a whole checkpoint, whenever the process with the writing thread dies; old ones are pruned."""
@@ -244,7 +245,7 @@ def test_checkpoints_written_in_the_background_are_the_same(runs: tuple[Path, Pa
 def test_the_log_says_requested_then_committed(runs: tuple[Path, Path]) -> None:
     log = (runs[1] / "log.txt").read_text()
     for iteration in (3, 6, 9, 12):
-        requested = log.index(f"requested iter_{iteration:07d}, which is written while training goes on")
+        requested = log.index(f"requested iter_{iteration:07d}, which is written while training continues")
         assert requested < log.index(f"committed iter_{iteration:07d}, written in")
         assert log.count(f"saved iter_{iteration:07d}") == 1
     assert "requested" not in (runs[0] / "log.txt").read_text()

@@ -10,9 +10,9 @@ import torch
 
 from mt_ckpt.native.read import open_checkpoint
 from mt_cli.main import run
+from mt_core.checkpoint_lookup import open_checkpoint as open_any
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.train.checkpointing import open_checkpoint as open_any
 
 SETTINGS = (
     "model.num_layers=1",

@@ -60,6 +60,7 @@ def kill_at_every_call(work: Callable[[], object], in_child: Callable[..., int])
     assert code == 0
 
 
+@pytest.mark.slow
 def test_killed_before_each_system_call(saved: Path, kit) -> None:
     new = saved.with_name("iter_0000002")
     calls = 0

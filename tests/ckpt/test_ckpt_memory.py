@@ -14,6 +14,8 @@ import torch
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 NUM_TENSORS = 24
 TENSOR_MIB = 16
 ALLOWED_MIB = 3 * TENSOR_MIB

@@ -11,12 +11,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.errors import CheckpointError
 from mt_core.paths import as_path, children
 from mt_core.testing import run_ranks
 from mt_core.train import Trainer
-from mt_core.train.run_directory import RunDirectory, find_checkpoint
+from mt_core.train.checkpoint.run_directory import RunDirectory
 
 SMALL = [
     "model.num_layers=1",

@@ -18,26 +18,30 @@ import torch
 from safetensors.torch import load_file
 
 from mt_ckpt.native.manifest import detect, read_manifest
-from mt_ckpt.native.places import RemotePlace
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.native.sharded import ShardedSave
+from mt_ckpt.native.storage_backends import RemotePlace
 from mt_ckpt.native.verify import find_damage
 from mt_core import retention
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.nn.boxes import Box
 from mt_core.paths import as_path
 from mt_core.specs import Fragment
-from mt_core.train.run_directory import RunDirectory
+from mt_core.tensor_slice import TensorSlice
+from mt_core.train.checkpoint.run_directory import RunDirectory
 
 MATRIX = torch.arange(35.0).reshape(5, 7)
 TENSORS = {"model.matrix": MATRIX, "model.vector": torch.arange(3).to(torch.bfloat16), "step": torch.tensor(4)}
 
 
 def piece(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Fragment:
-    tensor, box = TENSORS[name], Box(start, shape)
+    tensor, tensor_slice = TENSORS[name], TensorSlice(start, shape)
     return Fragment(
-        name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=box, tensor=lambda: tensor[box.slices]
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        tensor_slice=tensor_slice,
+        tensor=lambda: tensor[tensor_slice.slices],
     )
 
 
@@ -101,17 +105,17 @@ def test_each_file_is_one_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_boxes_can_be_read(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "boxes" / "c"
+    path = tmp_path_factory.getbasetemp() / "slices" / "c"
     if not path.exists():
         write(path)
     draw = random.Random(seed)
-    boxes = []
+    slices = []
     for _ in range(3):
         start = draw.randint(0, 4), draw.randint(0, 6)
-        boxes.append(Box(start, (draw.randint(0, 5 - start[0]), draw.randint(0, 7 - start[1]))))
+        slices.append(TensorSlice(start, (draw.randint(0, 5 - start[0]), draw.randint(0, 7 - start[1]))))
     reader = open_checkpoint(path)
-    for box, found in zip(boxes, reader.read_boxes("model.matrix", boxes), strict=True):
-        assert torch.equal(found, MATRIX[box.slices])
+    for tensor_slice, found in zip(slices, reader.read_slices("model.matrix", slices), strict=True):
+        assert torch.equal(found, MATRIX[tensor_slice.slices])
         assert found.is_contiguous()
 
 
@@ -121,7 +125,7 @@ def test_only_the_pieces_that_are_needed_are_read(tmp_path: Path) -> None:
     for stored in reader.manifest.tensors["model.matrix"].pieces:
         if stored.start != (2, 4):
             (tmp_path / "c" / stored.shard).unlink()
-    (found,) = reader.read_boxes("model.matrix", [Box((3, 5), (2, 2))])
+    (found,) = reader.read_slices("model.matrix", [TensorSlice((3, 5), (2, 2))])
     assert torch.equal(found, MATRIX[3:, 5:])
     with pytest.raises(CheckpointError, match="rank-0000"):
         reader.read("model.matrix")

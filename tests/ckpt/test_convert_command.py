@@ -72,7 +72,7 @@ def test_convert_of_a_run_directory(make_model, tmp_path: Path) -> None:
     [
         (["--max-shard-size", "5 gigs"], "--max-shard-size 5 gigs: not a size; write for instance 500MB, 5GB or 5GiB"),
         (["--max-shard-size", "0GB"], "--max-shard-size 0GB: a file holds at least one byte"),
-        (["--dtype", "int4"], "--dtype int4: not a number format of weights; it can be fp32, bf16, fp16"),
+        (["--dtype", "int4"], "--dtype int4: not a dtype of weights; it can be fp32, bf16, fp16"),
         (["--target-tensor-parallel-size", "2"], "--target-tensor-parallel-size 2 means nothing to the format hf"),
     ],
 )
@@ -182,7 +182,7 @@ def make_run(folder: Path, iterations: list[int], latest: int | None) -> Path:
 
 
 def left(run_directory: Path) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoints_of(run_directory)]
+    return [int(path.name[5:]) for path in checkpoints_of(run_directory, load_plugins())]
 
 
 def test_prune(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_prune_never_removes_the_latest(tmp_path: Path) -> None:
 
 def test_prune_of_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
-        checkpoints_of(tmp_path / "none")
+        checkpoints_of(tmp_path / "none", load_plugins())
     with pytest.raises(CheckpointError, match="has no checkpoint iter_"):
-        checkpoints_of(tmp_path)
+        checkpoints_of(tmp_path, load_plugins())
     with pytest.raises(ConfigError, match="--keep-last 0: give 1 or more"):
         superfluous([tmp_path], 0, None)
 

@@ -15,10 +15,10 @@ from tests.ckpt.convert_cases import GPT2, LLAMA
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import CheckpointError, ConfigError, PluginError
 from mt_core.plugins import Plugin, load_plugins
 from mt_core.specs import CheckpointSaverSpec, ConvertOptions, Lazy
-from mt_core.train.checkpointing import open_with
 
 SMALL_SHARDS = ConvertOptions(max_shard_size=15_000)
 
@@ -199,7 +199,7 @@ def test_names_and_places(make_model, host, tmp_path: Path) -> None:
         convert(source, tmp_path / "x", saver="trtllm", verify=True, host=host)
     with pytest.raises(CheckpointError, match="none: no such file or directory"):
         convert(tmp_path / "none", tmp_path / "x", saver="hf", host=host)
-    with pytest.raises(ConfigError, match="--dtype int8: not a number format of weights; it can be fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match="--dtype int8: not a dtype of weights; it can be fp32, bf16, fp16"):
         convert(source, tmp_path / "x", saver="hf", options=ConvertOptions(dtype="int8"), host=host)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose")

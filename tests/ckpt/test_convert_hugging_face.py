@@ -16,6 +16,7 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 
 from mt_ckpt.convert import convert
+from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo, align, write_safetensors
 from mt_core.errors import CheckpointError, ConfigError
@@ -376,3 +377,30 @@ def test_mt_generates_from_the_format_itself(make_hf, host) -> None:
     trained = load_trained_model(folder, host, device="cpu")
     assert trained.model(torch.tensor([[1, 2, 3]])).shape == (1, 3, 101)
     assert trained.tokenizer.decode([3]) == "w0"
+
+
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+ABSURD = {
+    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=None cannot be used: "),
+    "text": ({"rope_theta": "x"}, r"rope_theta='x' cannot be used: could not convert string to float"),
+    "text for a table": ({"rope_scaling": "x"}, r"rope_scaling='x' cannot be used"),
+    "a list for a table": ({"rope_scaling": [1]}, r"rope_scaling=\[1\] cannot be used"),
+    "layers": ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1e\+09, and the checkpoint has 1 tensors in all"),
+    "layers as a float": ({"num_hidden_layers": 1e9}, r"num_hidden_layers=1e\+09"),
+    "sizes": ({"hidden_size": 1e18}, r"model.hidden_size .*expected an integer"),
+}
+
+
+@pytest.mark.parametrize("case", ABSURD)
+def test_absurd_values_are_named(case: str) -> None:
+    change, message = ABSURD[case]
+    with pytest.raises(ConfigError, match=message):
+        identify({**LLAMA_CONFIG, **change}, ["model.embed_tokens.weight"], load_plugins())

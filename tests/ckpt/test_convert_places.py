@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from mt_ckpt.commands.convert import convert as convert_command
 from mt_ckpt.convert import convert
+from mt_ckpt.convert.checksums import CHECKSUMS, find_changes, read_checksums
 from mt_ckpt.convert.remote import REMOTE_RECORD
 from mt_ckpt.native import read as native
+from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.specs import ConvertOptions
-from mt_core.train.checkpointing import open_checkpoint
 
 IN_SHARDS = ConvertOptions(max_shard_size=20_000)
 MARKER = {"mt": "manifest.json", "hf": "model.safetensors.index.json"}
@@ -89,6 +90,11 @@ def test_there_and_back(make_model, host, tmp_path: Path, temporary: Path, sent:
     assert sent.largest_staging == 1  # a shard at a time, whatever the model's size
     assert not list(temporary.iterdir())
     assert REMOTE_RECORD not in names_in(store)
+    checksums = read_checksums(store)
+    assert (checksums is None) == (saver == "mt")  # which has its own
+    if checksums is not None:
+        assert {*checksums.files, CHECKSUMS} == names_in(store)
+        assert find_changes(checksums) == []
     assert_same_state(tensors_of(open_checkpoint(store, host)), tensors_of(native.open_checkpoint(source)))
     convert(str(store), tmp_path / "back", saver="mt", host=host)
     assert_same_state(tensors_of(native.open_checkpoint(tmp_path / "back")), tensors_of(native.open_checkpoint(source)))

@@ -12,10 +12,10 @@ from tests.ckpt.convert_cases import GPT2, LLAMA, MODELS
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.verify import Verification
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import ConfigError
 from mt_core.inference.loading import load_trained_model
 from mt_core.specs import ConvertOptions
-from mt_core.train.checkpointing import open_with
 
 
 @pytest.mark.parametrize("model", MODELS)

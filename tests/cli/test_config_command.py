@@ -151,3 +151,45 @@ def test_keys_cover_every_field_of_every_type() -> None:
             assert field.type not in ("any value", "None"), field.dotted
     adam = {f.key for f in section_fields("optimizer", host) if "adam" in f.selected_by}
     assert adam == {"adam_beta1", "adam_beta2", "adam_eps", "main_weights", "exp_avg_dtype"}
+
+
+# -- tables below a section ------------------------------------------------------------------------------
+
+
+def test_keys_of_a_mixture_of_experts(mt) -> None:
+    words = " ".join(mt("config", "explain", "model.moe.moe_router_bias_update_rate").out.split())
+    assert "type number >= 0 default 0.001" in words
+    assert "counts only when model.moe.moe_router_enable_expert_bias is true" in words
+    assert ["default", "required"] in mt("config", "explain", "num_experts").lines
+    text = mt("config", "keys", "model.moe").out
+    assert text.split()[0] == "[model.moe]"
+    assert "moe_router_topk" in text
+    assert '[model.moe.moe_dispatcher_options] with model.moe.moe_token_dispatcher_type = "flex"' in text
+    assert "  num_layers" not in text
+    everything = mt("config", "keys").out
+    assert everything.index("[model]") < everything.index("[model.moe]") < everything.index("[tokenizer]")
+
+
+def test_keys_of_a_mixture_cover_its_type() -> None:
+    from mt_moe.config import MoeConfig
+
+    fields = section_fields("model.moe", load_plugins())
+    assert [field.key for field in fields] == list(MoeConfig.model_fields)
+    assert all(field.doc and not field.selected_by for field in fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["explain", "model.moe.num_expert"],
+            'unknown key model.moe.num_expert (did you mean "model.moe.num_experts"?)',
+        ),
+        (["keys", "model.mo"], 'unknown section model.mo (did you mean "model.moe"?)'),
+        (["keys", "train.moe"], "unknown section train.moe"),
+    ],
+)
+def test_unknown_keys_below_a_section(mt, arguments: list[str], says: str) -> None:
+    outcome = mt("config", *arguments)
+    assert outcome.code == 2
+    assert says in outcome.err

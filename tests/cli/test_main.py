@@ -14,7 +14,7 @@ import pytest
 
 from mt_cli import main
 from mt_cli.app import build_group
-from mt_cli.requirements import need
+from mt_core.commands import need
 from mt_core.errors import CheckpointError, ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
 from mt_core.plugins import Plugin, PluginHost
@@ -226,7 +226,7 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
 
 
 def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
-    assert "Left out by MT_PLUGINS: ckpt, core, data, models, moe." in mt_process("--help", MT_PLUGINS="cli").out
+    assert "Left out by MT_PLUGINS: ckpt, core, data, models, moe, tools." in mt_process("--help", MT_PLUGINS="cli").out
     host = PluginHost()
     host.add(
         type("Broken", (), {"mt_register_commands": staticmethod(hookimpl(lambda: 3))}), Plugin("b", "m", "d", "1")
@@ -258,8 +258,8 @@ def test_strict_stops_commands_but_not_the_diagnosis(mt_process) -> None:
     ],
 )
 def test_need_names_what_is_missing(monkeypatch, missing: list[str], says: str) -> None:
-    monkeypatch.setattr("mt_cli.requirements.find_spec", lambda name: None if name in missing else object())
-    monkeypatch.setattr("mt_cli.requirements.load_plugins", PluginHost)
+    monkeypatch.setattr("mt_core.commands.find_spec", lambda name: None if name in missing else object())
+    monkeypatch.setattr("mt_core.commands.load_plugins", PluginHost)
     with pytest.raises(PluginError) as error:
         need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
     assert str(error.value) == says
@@ -267,5 +267,5 @@ def test_need_names_what_is_missing(monkeypatch, missing: list[str], says: str) 
 
 def test_another_plugin_may_stand_in(monkeypatch) -> None:
     """The real host registers model families, so that mt-models in particular is not needed."""
-    monkeypatch.setattr("mt_cli.requirements.find_spec", lambda name: None if name == "mt_models" else object())
+    monkeypatch.setattr("mt_core.commands.find_spec", lambda name: None if name == "mt_models" else object())
     need("torch", "mt-models", command="mt train")

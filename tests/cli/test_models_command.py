@@ -54,7 +54,7 @@ def test_one_preset(mt) -> None:
     outcome = mt("models", "gpt2-124m")
     assert ["embedding.word_embeddings", "38,597,376", "31.0%"] in outcome.lines
     assert ["model.num_layers", "12"] in outcome.lines
-    assert outcome.lines[-1] == ["mt", "train", "--preset", "gpt2-124m"]
+    assert outcome.lines[-1] == ["mt", "train", "--preset", "gpt2-124m", "--set", "train.train_iters=1000"]
 
 
 def test_an_unknown_name(mt) -> None:
@@ -101,3 +101,54 @@ def test_parts_gather_layers() -> None:
     assert part_of("decoder.layers.31.mlp.linear_fc1.weight") == "decoder.layers.*.mlp"
     assert part_of("embedding.word_embeddings.weight") == "embedding.word_embeddings"
     assert part_of("output_layer.weight") == "output_layer"
+
+
+# -- the printed hint -----------------------------------------------------------------------------------
+
+
+def hint(mt, name: str) -> tuple[list[str], list[str]]:
+    """The words of the command that `mt models NAME` prints, and what it says is lacking."""
+    lines = mt("models", name).out.splitlines()
+    (command,) = [line for line in lines if line.startswith("mt train ")]
+    return command.split()[1:], [line for line in lines if "but first: " in line]
+
+
+def test_the_hint_of_the_smallest_preset_is_whole(mt) -> None:
+    assert hint(mt, "gpt-tiny") == (["train", "--preset", "gpt-tiny"], [])
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3.2-1b", "mamba2-130m", "olmoe-1b-7b"])
+def test_a_printed_command_trains(mt, name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but for the size of the model and the length of the run."""
+    command, lacks = hint(mt, name)
+    assert lacks == []
+    assert "train.train_iters=1000" in command
+    small = ["model.num_layers=1", "model.hidden_size=64", "model.vocab_size=512", "data.seq_length=32"]
+    small += [] if "mamba" in name else ["model.num_attention_heads=2"]
+    small += ["model.num_query_groups=2", "model.kv_channels=32"] if "llama" in name else []
+    small += ["model.mamba_head_dim=32"] if "mamba" in name else []
+    small += (
+        ["model.num_query_groups=2", "model.moe.num_experts=2", "model.moe.moe_router_topk=1"]
+        if "olmoe" in name
+        else []
+    )
+    short = ["train.train_iters=1", "train.eval_iters=1", "train.sample_prompt=null", "train.micro_batch_size=1"]
+    quick = ["data.corpus_bytes=1000000", "logging.progress=none", "checkpoint.save_interval=null", *short]
+    settings = [part for text in (*small, *quick) for part in ("--set", text)]
+    assert mt(*command, *settings, "--run-dir", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("bert-base-uncased", "data.dataset_type=builtin gives no tokentype_ids and padding_mask"),
+        ("t5-small", "data.dataset_type=builtin gives no encoder_tokens and decoder_tokens"),
+        ("retro-172m", "data."),
+        ("ict-base", "data."),
+        ("clip-vit-base-patch32", "data.dataset_type=builtin gives no images"),
+    ],
+)
+def test_a_hint_that_is_not_whole_names_the_keys(mt, name: str, key: str) -> None:
+    _, lacks = hint(mt, name)
+    assert lacks
+    assert key in lacks[0]

@@ -24,7 +24,7 @@ def test_json_holds_the_same(mt) -> None:
     assert {entry["kind"] for entry in found["registrations"]} <= set(KINDS)
     adam = {"kind": "optimizers", "name": "adam", "plugin": "core", "distribution": "mt-core", "version": "0.1.0"}
     assert any(adam.items() <= entry.items() for entry in found["registrations"])
-    assert {plugin["name"] for plugin in found["plugins"]} >= {"core", "models", "data", "ckpt", "moe", "cli"}
+    assert {plugin["name"] for plugin in found["plugins"]} >= {"core", "models", "data", "ckpt", "moe", "tools", "cli"}
     assert found["duplicates"] == []
     assert found["allow_list"] is None
     assert found["strict"] is False

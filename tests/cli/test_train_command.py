@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -71,6 +72,51 @@ def test_it_shows_progress_losses_a_sample_and_what_to_type_next(tmp_path, capsy
     assert re.search(r"a bigram model of the same text has \d\.\d+", shown)
     assert "\ndef " in shown
     assert f"mt generate {tmp_path / 'run'}" in shown
+
+
+def test_it_says_something_before_torch_is_imported() -> None:
+    """The process ends where torch would be imported, with the line written."""
+    code = (
+        "import os, sys\n"
+        "from importlib.util import spec_from_loader\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        return spec_from_loader(name, self) if name == 'torch' else None\n"
+        "    def create_module(self, spec):\n"
+        "        os._exit(7)\n"
+        "    def exec_module(self, module):\n"
+        "        pass\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from mt_cli.main import run\n"
+        "run(['train', '--set', 'train.train_iters=1'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "mt train: gpt-tiny; loading torch and plugins ...\n"
+
+
+def test_generate_continues_each_prompt(finished, capsys, monkeypatch) -> None:
+    options = ["--max-tokens", "3", "--temperature", "0"]
+    assert run(["generate", str(finished), "--prompt", "def ", *options]) == 0
+    alone = capsys.readouterr().out
+    assert run(["generate", str(finished), "--prompt", "def ", "--prompt", "class ", *options]) == 0
+    both = capsys.readouterr().out
+    assert both.startswith(alone + "\nclass ")
+    monkeypatch.setattr("sys.stdin", io.StringIO("def "))
+    assert run(["generate", str(finished), "--prompt", "-", *options]) == 0
+    assert capsys.readouterr().out == alone
+    refused(capsys, ["generate", str(finished), "--prompt", "-", "--prompt", "-"], "it can be given once")
+
+
+def test_a_run_takes_its_shape_from_a_checkpoint(finished, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["train.train_iters=1", "train.eval_iters=1", "data.corpus_bytes=1000000", "train.sample_prompt=null"]
+    given = [f"checkpoint.load={finished}", "data.seq_length=16", "train.micro_batch_size=2", *short]
+    assert run(["train", *(part for text in given for part in ("--set", text))]) == 0
+    config = json.loads((tmp_path / "runs" / "from-small" / "config.json").read_text())
+    assert config["model"]["hidden_size"] == 16
+    origins = json.loads((tmp_path / "runs" / "from-small" / "config-origins.json").read_text())
+    assert origins["model.hidden_size"] == f"checkpoint {finished}"
 
 
 def test_it_writes_the_resolved_config_the_metrics_the_log_and_checkpoints(finished) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mt_core import hookspecs, specs
+from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl
 from mt_core.plugins import KINDS, Plugin, PluginHost, load_plugins
 from mt_core.specs import Lazy
@@ -35,6 +36,8 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_moe_dispatchers": spec(specs.MoeDispatcherSpec, config_type=HERE, build=HERE),
     "mt_register_feed_forwards": spec(specs.FeedForwardSpec, config_type=HERE, build=HERE),
     "mt_register_attention_backends": spec(specs.AttentionBackendSpec, supports=HERE, build=HERE),
+    "mt_register_pipeline_schedules": spec(specs.PipelineScheduleSpec, schedule=HERE),
+    "mt_register_context_parallel_methods": spec(specs.ContextParallelMethodSpec, build=HERE),
     "mt_register_optimizers": spec(specs.OptimizerSpec, config_type=HERE, build=HERE),
     "mt_register_lr_schedules": spec(specs.LRScheduleSpec, config_type=HERE, build=HERE),
     "mt_register_losses": spec(specs.LossSpec, build=HERE),
@@ -68,9 +71,21 @@ def test_a_hook_registers(hook: str) -> None:
 def test_mt_check_config() -> None:
     seen = []
     host = host_with(mt_check_config=lambda config: seen.append(config))
-    config: Any = object()
+    config: Any = types.SimpleNamespace(model=types.SimpleNamespace(family="of nobody"))
     host.check_config(config)
     assert seen == [config]
+
+
+def test_the_check_of_a_family_is_asked_for_its_own_configurations() -> None:
+    own = dataclasses.replace(EXAMPLES["mt_register_models"], check=Lazy(f"{__name__}:refuse"))
+    host = host_with(mt_register_models=lambda: [own, dataclasses.replace(own, name="other", check=None)])
+    host.check_config(types.SimpleNamespace(model=types.SimpleNamespace(family="other")))
+    with pytest.raises(ConfigError, match="refused: example"):
+        host.check_config(types.SimpleNamespace(model=types.SimpleNamespace(family="example")))
+
+
+def refuse(config: Any) -> None:
+    raise ConfigError(f"refused: {config.model.family}")
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -32,6 +32,8 @@ from mt_data.indexed import IndexedDatasetWriter, verify
 from mt_data.indexed.merging import merge
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
+pytestmark = pytest.mark.slow
+
 Work = Callable[[], object]
 Look = Callable[[], object]
 

@@ -16,7 +16,7 @@ from mt_core.optim.fully_sharded_weights import ends_when_told
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 LAYERS, HIDDEN, FFN, VOCAB, SEQUENCE, MICRO_BATCH = 2, 64, 128, 320, 16, 2
 PARAMETERS = (
@@ -45,7 +45,8 @@ def config(data_parallel: int, micro_batches: int, *more: str) -> LoadedConfig:
         "model.num_attention_heads": 4,
         "model.vocab_size": VOCAB,
         "model.make_vocab_size_divisible_by": 1,
-        "data.dataset_type": "mock",
+        "data.dataset_type": "builtin",
+        "data.corpus_bytes": 1_000_000,
         "data.seq_length": SEQUENCE,
         "train.micro_batch_size": MICRO_BATCH,
         "train.global_batch_size": MICRO_BATCH * micro_batches * data_parallel,
@@ -84,10 +85,10 @@ def storages(tensors: Iterable[Any]) -> int:
 
 
 def held(trainer: Trainer) -> int:
-    """Weights, gradients, main weights with their gradients, and the moments of Adam."""
+    """Weights, gradients, master weights with their gradients, and the moments of Adam."""
     model = list(trainer.model.parameters())
-    main = [parameter for _, parameter in trainer.weights.named_parameters()]
-    states = [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim]
+    main = [parameter for _, parameter in trainer.engine.weights.named_parameters()]
+    states = [value for state in trainer.engine.optimizer.state.values() for value in state.values() if value.ndim]
     every = [*model, *main, *(parameter.grad for parameter in (*model, *main)), *states]
     return storages([tensor for tensor in every if tensor is None or tensor.numel()])
 

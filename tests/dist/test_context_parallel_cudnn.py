@@ -8,9 +8,9 @@ import torch.distributed.tensor  # looks for the operators when it is imported, 
 from tests.dist.test_context_parallel_parts import tensors
 
 from mt_core import _torch_compat
-from mt_core.parallel.context_parallel import blocks
-from mt_core.parallel.context_parallel.blocks import CUDNN, FLASH_CUDA, MATH, Softmax, pick_block_attention
-from mt_core.parallel.context_parallel.masks import BlockMask
+from mt_core.nn.context_parallel import blocks
+from mt_core.nn.context_parallel.blocks import CUDNN, FLASH_CUDA, MATH, Softmax, pick_block_attention
+from mt_core.nn.context_parallel.masks import BlockMask
 
 
 def through_cudnn(device: str) -> list[torch.Tensor]:

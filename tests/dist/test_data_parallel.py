@@ -96,21 +96,14 @@ def broken(rank: int, world: int, mutation: str) -> dict:
 
         Bucket.start_reduce = lambda bucket: setattr(bucket, "_reduced", True)
     elif mutation == "each rank divides by its own count of tokens":
-        from mt_core.train import step
+        from mt_core.train.optimizer_step import OptimizerStep
 
-        whole = step.sum_over
-        calls = []
-
-        def own_tokens(values, axis, device):
-            calls.append(values)
-            return list(values) if len(calls) % 2 else whole(values, axis, device)
-
-        step.sum_over = own_tokens
+        OptimizerStep._tokens = lambda step, counted: counted
     else:
-        from mt_core.train import trainer
+        from mt_core.train import engine
 
-        reader = trainer.BatchReader
-        trainer.BatchReader = lambda *args, dp_rank, **options: reader(*args, dp_rank=0, **options)
+        reader = engine.BatchReader
+        engine.BatchReader = lambda *args, dp_rank, **options: reader(*args, dp_rank=0, **options)
     return curve(rank, world)
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.launch.local import launch
+from mt_core.launch.local import Placement, check_placement, launch
 from mt_core.launch.logs import DelayedView
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SECONDS_TO_END = 15
 """From the failure to the end of every rank, as promised."""
@@ -319,3 +319,11 @@ def test_launches_that_cannot_be(monkeypatch, arguments, variables, words) -> No
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         launch(**{"nproc": 2, "arguments": [], **arguments})
+
+
+def test_two_nodes_of_one_machine_may_meet_on_its_loopback_interface() -> None:
+    """As when two nodes are rehearsed: the address is refused only where it is not given."""
+    check_placement(Placement(1, nnodes=2, master_addr="127.0.0.1", master_port=29500), {})
+    with pytest.raises(ConfigError, match="--nnodes 2 needs --master-addr"):
+        check_placement(Placement(1, nnodes=2, master_port=29500), {})
+    assert Placement(2).address == "127.0.0.1"

@@ -7,21 +7,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.dist.test_layouts import CP2, EP2, MOE, PP2, SP, TP2, ZERO, config, one_process, require_equal, run
+from tests.dist.test_layouts import CP2, EP2, MOE, PP2, SP, TP2, ZERO, config, of_one_process, one_process, require_equal, run
 
-from mt_core.optim import buffered_weights, gradients
+from mt_core.optim import finalize_grads, param_and_grad_buffer
 from mt_core.optim.buckets import Bucket
-from mt_core.optim.gradients import GradientSums
+from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.parallel import collectives
-from mt_core.parallel.context_parallel import zigzag
+from mt_core.nn.context_parallel import zigzag
 from mt_core.testing import run_ranks
-from mt_core.verify.compare import compare
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.compare import compare
+from mt_tools.verify.record import RunRecord, record_run
 from mt_moe.routing import load
 from mt_moe.routing.balance import AuxLoss, Scored
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+SMALL = ("model.num_layers=2", "train.global_batch_size=4")
 BIASED_MOE = (
     "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_score_function = 'sigmoid', "
     "moe_router_enable_expert_bias = true}"
@@ -33,11 +34,11 @@ def drop_an_all_reduce() -> None:
 
 
 def forget_partial_gradients() -> None:
-    GradientSums.complete = lambda self, named: None
+    GradFinalizer.finalize_model_grads = lambda self, named: None
 
 
 def count_every_copy() -> None:
-    GradientSums.counts = lambda self, name: True
+    GradFinalizer.counts = lambda self, name: True
 
 
 def take_positions_for_consecutive() -> None:
@@ -63,8 +64,8 @@ def stale_weights() -> None:
 
 
 def sum_experts_over_the_dense_group() -> None:
-    gradients.SHARDS = {**gradients.SHARDS, "edp": gradients.SHARDS["dp_cp"]}
-    buffered_weights.SHARDS = gradients.SHARDS
+    finalize_grads.SHARDS = {**finalize_grads.SHARDS, "edp": finalize_grads.SHARDS["dp_cp"]}
+    param_and_grad_buffer.SHARDS = finalize_grads.SHARDS
 
 
 def scale_the_balance_loss_by_tp() -> None:
@@ -98,13 +99,13 @@ MUTATIONS: dict[str, tuple[int, tuple[str, ...], Callable[[], None]]] = {
 def run_mutated(rank: int, world: int, name: str) -> RunRecord | None:
     _, layout, mutate = MUTATIONS[name]
     mutate()
-    record = record_run(config(*layout))
+    record = record_run(config(*SMALL, *layout))
     return record if rank == 0 else None
 
 
 def whole_model(layout: tuple[str, ...]) -> RunRecord:
     """The same model in one process."""
-    return one_process(tuple(key for key in layout if key.startswith("model.")))
+    return one_process(of_one_process((*SMALL, *layout)))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -120,4 +121,4 @@ def test_a_broken_runtime_is_found(name) -> None:
 @pytest.mark.parametrize("layout", [(MOE, TP2), (BIASED_MOE,)], ids=["tp", "expert bias"])
 def test_unbroken_they_are_equal(layout) -> None:
     """Layouts that only a mutation uses; the others are in the layout tests."""
-    require_equal(run_ranks(2, run, layout)[0], whole_model(layout))
+    require_equal(run_ranks(2, run, (*SMALL, *layout))[0], whole_model(layout))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mt_core.testing import run_ranks
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.record import RunRecord, record_run
 from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 BF16, FP16 = "precision.dtype=bf16", "precision.dtype=fp16"
 LOSS, NORM, GRADIENT = 1e-4, 3e-3, 0.03
@@ -55,7 +55,7 @@ def overflowing(rank: int, world: int, more: tuple[str, ...]) -> tuple[list[floa
     trainer = Trainer(config(FP16, "precision.initial_loss_scale=4e9", "precision.hysteresis=1", *more))
     trainer.train()
     weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
-    return [trainer.scaler.scale], trainer.state.skipped_iterations, weights
+    return [trainer.engine.scaler.scale], trainer.state.skipped_iterations, weights
 
 
 def test_an_overflow_leaves_out_the_same_steps_on_every_rank() -> None:

@@ -7,12 +7,13 @@ from functools import cache
 import pytest
 import torch
 
+from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.linear_loss import build_linear_cross_entropy, build_linear_cross_entropy_sum
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 
@@ -75,9 +76,10 @@ def test_layouts_compute_what_one_process_with_logits_does(loss, layout, model) 
 
 
 def test_gradients_of_the_forward_pass_are_refused_where_backward_is_split() -> None:
-    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, ZBV, "train.loss=linear_cross_entropy_sum"]).config
-    with pytest.raises(ConfigError, match=r"pipeline_schedule=zbv_zero_bubble runs .*use train.loss=linear_cross_ent"):
-        build_linear_cross_entropy_sum(config, ParallelContext())
+    settings = [ZBV, "parallel.pipeline_model_parallel_size=2", "train.loss=linear_cross_entropy_sum"]
+    words = r"pipeline_schedule=zbv_zero_bubble runs .*use train.loss=linear_cross_ent"
+    with as_world(2), pytest.raises(ConfigError, match=words):
+        load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings])
 
 
 def test_it_is_refused_with_weights_that_are_divided_after_the_forward_pass() -> None:

@@ -12,11 +12,12 @@ from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4,
 from mt_core.optim.muon import DividedMatrix
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
-from mt_core.verify.compare import compare
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.compare import compare
+from mt_tools.verify.record import RunRecord, record_run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+SMALL = ("model.num_layers=2", "train.global_batch_size=4")
 BASE = ("optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.adam_eps=1e-4")
 MUON = (*BASE, "optimizer.optimizer=muon")
 SHAPES = ("optimizer.muon_nesterov=true", "optimizer.muon_scale_mode=unit_rms_norm")
@@ -37,7 +38,7 @@ def joined(value: object) -> str:
 
 
 def run(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*options))
+    record = record_run(config(*SMALL, *options))
     return record if rank == 0 else None
 
 
@@ -85,7 +86,7 @@ def test_a_part_made_orthogonal_by_itself_is_found() -> None:
 def resumed(rank: int, world: int, options: tuple[str, ...], folder: Path, steps: int) -> RunRecord | None:
     changed = [f"parallel.{key}" for key in config().config.parallel.model_dump()]
     options = (*options, f"checkpoint.accept_changes={json.dumps(changed)}")
-    record = record_run(config(*options), steps, run_dir=folder)
+    record = record_run(config(*SMALL, *options), steps, run_dir=folder)
     return record if rank == 0 else None
 
 
@@ -111,7 +112,7 @@ class Zeros(Callback):
 
 
 def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
-    """Word vectors apart from the output layer: rows of ids that no sample has are 0. No padding."""
+    """Token embeddings apart from the output layer: rows of ids that no sample has are 0. No padding."""
     seen = Zeros()
     model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
     more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")

@@ -21,16 +21,16 @@ from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy, vocab_parallel_cross_entropy
-from mt_core.nn.stage import Stage
-from mt_core.optim.main_weights import CopiedWeights
+from mt_core.parallel.pipeline.stage import Stage
+from mt_core.optim.master_weights import Fp32MasterWeights
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.parallel.pipeline.exchange import Exchange
-from mt_core.parallel.pipeline.orders import Kind
+from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
+from mt_core.parallel.pipeline.schedule_tables import Kind
 from mt_core.parallel.pipeline.partition import balanced_stages
 from mt_core.parallel.pipeline.pipeline import Pipeline
 from mt_core.parallel.pipeline.placement import stages_of_rank
-from mt_core.parallel.pipeline.schedules import get_schedule, rank_actions
+from mt_core.parallel.pipeline.schedules import PipelineSchedule, rank_actions
 from mt_core.parallel.pipeline.simulator import simulate
 from mt_core.parallel.pipeline.timeline import COMPUTATION, Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
@@ -120,12 +120,17 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
+def registered(name: str) -> PipelineSchedule:
+    schedule: PipelineSchedule = load_plugins().pipeline_schedules.get(name).schedule.load()
+    return schedule
+
+
 def pipeline_of(
     host: Any, keys: Mapping[str, Any], schedule: str, stages: Sequence[Stage], ctx: ParallelContext, layers: int
 ):
-    numbers = stages_of_rank(ctx.pp.rank, len(stages), ctx.pp.size, get_schedule(schedule).placement)
+    numbers = stages_of_rank(ctx.pp.rank, len(stages), ctx.pp.size, registered(schedule).placement)
     model = build(host, keys, ctx, tuple(stages[number] for number in numbers), layers)
-    return model, Pipeline(model, stages, schedule, ctx, inputs=INPUTS)
+    return model, Pipeline(model, stages, registered(schedule), ctx, inputs=INPUTS)
 
 
 def train(
@@ -251,8 +256,8 @@ def two_streams(rank: int, world: int, schedule: str) -> dict[str, float]:
         hidden.square().sum().backward()
         total += hidden.detach().square().sum()
     expected = total, {name: p.grad for name, p in whole.named_parameters()}
-    model = TwoStreams(stages_of_rank(rank, count, world, get_schedule(schedule).placement))
-    pipeline = Pipeline(model, stages, schedule, ctx, inputs=("x", "flag"))
+    model = TwoStreams(stages_of_rank(rank, count, world, registered(schedule).placement))
+    pipeline = Pipeline(model, stages, registered(schedule), ctx, inputs=("x", "flag"))
     loss = pipeline.forward_backward(batches, lambda output, batch: output.square().sum())
     return differences(expected, summed_over_ranks(loss, model, ctx))
 
@@ -278,7 +283,7 @@ def in_bf16(rank: int, world: int, schedule: str) -> dict[str, bool]:
     stages = balanced_stages(layers, world * STAGES_PER_RANK[schedule][-1])
     model, pipeline = pipeline_of(host, FAMILIES["llama"], schedule, stages, ctx, layers)
     reference = build(host, FAMILIES["llama"], ParallelContext(params_dtype=torch.bfloat16), None, layers)
-    mine, theirs = CopiedWeights(model), CopiedWeights(reference)
+    mine, theirs = Fp32MasterWeights(model), Fp32MasterWeights(reference)
     batches = micro_batches(3)
     pipeline.forward_backward(batches, share)
     one_process(reference, batches)
@@ -332,7 +337,7 @@ def recorded_timeline(rank: int, world: int) -> Timeline:
     numbers = stages_of_rank(rank, len(stages), world, "v")
     model = build(host, FAMILIES["llama"], ctx, tuple(stages[number] for number in numbers), layers)
     recorder = ScheduleRecorder(ctx.device)
-    pipeline = Pipeline(model, stages, "zbv_zero_bubble", ctx, inputs=INPUTS, recorder=recorder)
+    pipeline = Pipeline(model, stages, registered("zbv_zero_bubble"), ctx, inputs=INPUTS, recorder=recorder)
     recorder.begin(ctx.pp)
     pipeline.forward_backward(micro_batches(3), share)
     return recorder.gather(ctx.pp)
@@ -342,7 +347,7 @@ def test_every_action_is_recorded() -> None:
     first, second = run_ranks(2, recorded_timeline)
     assert first == second
     for rank, spans in enumerate(first.ranks):
-        expected = rank_actions("zbv_zero_bubble", 2, 4, 3, rank, training=True)
+        expected = rank_actions(registered("zbv_zero_bubble"), 2, 4, 3, rank, training=True)
         assert sorted(span.action for span in spans) == sorted(expected)
         ends = [span.end for span in spans if span.action.kind in COMPUTATION]
         assert ends == sorted(ends)
@@ -359,7 +364,7 @@ def test_every_action_is_recorded() -> None:
 
 def unlike(rank: int, world: int) -> str:
     ctx = build_parallel_context(AxisSizes(pp=world))
-    exchange = Exchange(ctx.pp, ctx.device)
+    exchange = P2PCommunicator(ctx.pp, ctx.device)
     if rank == 1:
         exchange.receive_hidden(0, "key").wait()
         return ""
@@ -378,7 +383,7 @@ def test_hidden_states_that_change_unannounced_are_refused() -> None:
 
 def test_stages_that_do_not_fit_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="1f1b cannot divide 2 stages"):
-        Pipeline(TwoStreams([0]), balanced_stages(2, 2), "1f1b", ParallelContext(), inputs=())
+        Pipeline(TwoStreams([0]), balanced_stages(2, 2), registered("1f1b"), ParallelContext(), inputs=())
 
 
 def slept(rank: int, world: int) -> list[tuple[float, float]]:
@@ -393,6 +398,6 @@ def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
     found = run_ranks(2, slept)[0]
     schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
     for (name, each), (makespan, bubble) in zip(schedules, found, strict=True):
-        expected = simulate(name, 2, 4, stage_times(2, each, 0.01))
+        expected = simulate(registered(name), 2, 4, stage_times(2, each, 0.01))
         assert makespan > 0.999 * expected.makespan
         assert bubble < expected.bubble_fraction + 0.3

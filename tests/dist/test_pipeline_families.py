@@ -8,13 +8,13 @@ import torch
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.nn.layout import parameter_layouts
-from mt_core.optim.gradients import GradientSums
+from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.stage_copies import find_stage_copies
+from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import build
-from mt_core.train.stages import ThroughStages, build_stages
+from mt_core.train.pipelining import Pipelining, build_stages
 
 pytestmark = pytest.mark.dist
 
@@ -77,15 +77,15 @@ def differences(rank: int, world: int, name: str, schedule: str, count: int) -> 
     total.backward()
 
     ctx = build.build_context(config, torch.device("cpu"))
-    stages = build_stages(config, ctx)
+    stages = build_stages(config, ctx, host)
     assert stages is not None
     model = build.build_initialized_model(config, ctx, host, stages.own)
-    found = ThroughStages(model, stages, loss, ctx).forward_backward(data, lambda losses, batch: losses)
-    copies = find_stage_copies([key for key, _ in model.named_parameters()], ctx)
+    found = Pipelining(model, stages, loss, ctx).forward_backward(data, lambda losses, batch: losses)
+    copies = find_tied_weights([key for key, _ in model.named_parameters()], ctx)
     named = [(key, parameter) for key, parameter in model.named_parameters()]
     for _, parameter in named:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    GradientSums(parameter_layouts(model), ctx, copies, divided=False).complete(named)
+    GradFinalizer(parameter_layouts(model), ctx, copies, divided=False).finalize_model_grads(named)
     reference = {key: parameter.grad for key, parameter in whole.named_parameters()}
     off = {key: ((p.grad - reference[key]).norm() / reference[key].norm().clamp(min=1e-8)).item() for key, p in named}
     if stages.own[-1].last:

@@ -16,10 +16,10 @@ import torch
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_core.verify.compare import compare
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.compare import compare
+from mt_tools.verify.record import RunRecord, record_run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 DEFAULT_DRAWS, MORE_DRAWS = range(12), range(12, 36)
 LARGEST_WORLD = 8
@@ -33,7 +33,8 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "lion": {"lr": 1e-6},
 }
 COMMON = {
-    "data.dataset_type": "mock",
+    "data.dataset_type": "builtin",
+    "data.corpus_bytes": 1_000_000,
     "train.micro_batch_size": 1,
     "train.train_iters": 5,
     "train.eval_interval": "null",
@@ -201,7 +202,7 @@ def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
 
 @pytest.mark.parametrize(
     "number",
-    [*DEFAULT_DRAWS, *(pytest.param(number, marks=pytest.mark.slow) for number in MORE_DRAWS)],
+    [*DEFAULT_DRAWS, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in MORE_DRAWS)],
     ids="draw-{}".format,
 )
 def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
@@ -210,7 +211,7 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
 
 @pytest.mark.parametrize(
     "number",
-    [*range(8), *(pytest.param(number, marks=pytest.mark.slow) for number in range(8, 20))],
+    [*range(8), *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(8, 20))],
     ids="draw-{}".format,
 )
 def test_a_random_layout_of_experts_computes_what_one_process_computes(number: int) -> None:

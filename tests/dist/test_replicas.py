@@ -13,10 +13,11 @@ from mt_core.errors import ConfigError, TrainingError
 from mt_core.testing import run_ranks
 from mt_core.train.callbacks import Callback
 from mt_core.train.trainer import Trainer
-from mt_core.verify.replicas import bit_hash
+from mt_core.train.replicas import bit_hash
 
 pytestmark = pytest.mark.dist
 
+SMALL = ("model.num_layers=2", "train.global_batch_size=4", "train.train_iters=4", "train.sample_prompt=null")
 EVERY_STEP, EVERY_OTHER = "train.verify_replicas_interval=1", "train.verify_replicas_interval=2"
 EP2 = "parallel.expert_model_parallel_size=2"
 FEW_PADDING_ROWS = "model.make_vocab_size_divisible_by=8"
@@ -59,7 +60,7 @@ def flip(run: Trainer, name: str) -> None:
 
 def train(rank: int, world: int, settings: tuple[str, ...], fault: Fault | None) -> Told:
     steps = Steps(fault if fault is not None and fault.rank == rank else None)
-    trainer = Trainer(config("train.train_iters=4", "train.sample_prompt=null", *settings), callbacks=[steps])
+    trainer = Trainer(config(*SMALL, *settings), callbacks=[steps])
     return outcome(trainer, steps)
 
 
@@ -75,15 +76,15 @@ def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], 
     """What the optimizer's ranks collect arrives with a wrong bit on one of them, just before it is checked: any
     earlier, the next step would put the right one there."""
     steps = Steps(None)
-    trainer = Trainer(config("train.train_iters=4", "train.sample_prompt=null", *settings), callbacks=[steps])
-    collect = trainer.weights.finish_gather
+    trainer = Trainer(config(*SMALL, *settings), callbacks=[steps])
+    collect = trainer.engine.weights.finish_gather
 
     def collect_wrongly() -> None:
         collect()
         if rank == fault.rank and trainer.state.iteration == fault.step:
             flip(trainer, fault.name)
 
-    trainer.weights.finish_gather = collect_wrongly  # type: ignore[method-assign]
+    trainer.engine.weights.finish_gather = collect_wrongly  # type: ignore[method-assign]
     return outcome(trainer, steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.core.fp8.test_products import PAIRS
+from tests.core.nn.fp8.test_products import PAIRS
 from torch import Tensor
 
 from mt_core.config.loading import load_config

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.core.kernels import test_row_kernels as formulas
-from tests.core.kernels.comparison import assert_agrees
-from tests.core.kernels.interpreter import implementation
-from tests.core.kernels.test_adamw import lists, main_weights
-from tests.core.kernels.test_losses import losses_of
+from tests.core.nn.kernels import test_row_kernels as formulas
+from tests.core.nn.kernels.comparison import assert_agrees
+from tests.core.nn.kernels.interpreter import implementation
+from tests.core.nn.kernels.test_adamw import lists, main_weights
+from tests.core.nn.kernels.test_losses import losses_of
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern, eager_attention
@@ -203,7 +203,7 @@ def test_cudnn_is_the_kernel_that_runs() -> None:
 
 @pytest.mark.parametrize("kind", ["causal", "documents", "window", "alibi", "full"])
 def test_flex(kind: str) -> None:
-    from tests.core.kernels.test_attention_backends import request
+    from tests.core.nn.kernels.test_attention_backends import request
 
     from mt_core.nn.attention_backends.flex import build_flex
 
@@ -220,7 +220,7 @@ def test_flex(kind: str) -> None:
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_flash(version: int, packed: bool) -> None:
-    from tests.core.kernels.test_attention_backends import request
+    from tests.core.nn.kernels.test_attention_backends import request
 
     from mt_core.nn.attention_backends import flash
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
-from mt_core.nn.main_gradients import give_main_gradient
-from mt_core.optim.main_weights import CopiedWeights
+from mt_core.nn.main_grad import attach_main_grad
+from mt_core.optim.master_weights import Fp32MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.choose import load_product
 from mt_moe.experts.groups import Groups
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 WIDTH, TOKENS, PASSES = 2048, 64, 8
 
 
-def layer_with_weights(dtype: torch.dtype) -> tuple[ColumnParallelLinear, CopiedWeights]:
+def layer_with_weights(dtype: torch.dtype) -> tuple[ColumnParallelLinear, Fp32MasterWeights]:
     ctx = ParallelContext(device=torch.device("cuda"), params_dtype=dtype)
     layer = ColumnParallelLinear(WIDTH, WIDTH, ctx, bias=False, init=normal(0.02))
     initialize(layer, 3, ctx)
-    return layer, CopiedWeights(layer)
+    return layer, Fp32MasterWeights(layer)
 
 
 def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -66,7 +66,7 @@ def experts(dtype: torch.dtype) -> tuple[torch.nn.Parameter, Tensor]:
     """Weights and their fp32 sum."""
     weight = torch.nn.Parameter(torch.randn(4, *SIZES, device="cuda").mul_(0.02).to(dtype))
     total = torch.zeros(weight.shape, device="cuda")
-    give_main_gradient(weight, total)
+    attach_main_grad(weight, total)
     return weight, total
 
 

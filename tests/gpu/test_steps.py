@@ -11,7 +11,6 @@ import torch
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.plugins import load_plugins
 from mt_core.train import Callback, Trainer
-from mt_core.train.trainer import LogWindow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,13 +76,11 @@ def test_graphs_train_as_layers_do(more: list[str]) -> None:
 def steps_of(trainer: Trainer, warm: int) -> Iterator[object]:
     """A function that takes a step, after `warm` others."""
     trainer.model.train()
-    batches = trainer._batches(trainer.train_data, trainer.batch_size.steps(0, trainer.total_samples))
-    ahead = trainer.device_batches.ahead(batches)
-    window = LogWindow()
+    batches = trainer.engine.read_batches(trainer.train_data, trainer.engine.remaining_steps())
+    ahead = trainer.engine.device_batches.ahead(batches)
 
     def step() -> None:
-        nonlocal window
-        window = trainer.take_step(next(ahead), window)
+        trainer.take_step(next(ahead))
 
     for _ in range(warm):
         step()
@@ -127,7 +124,7 @@ def test_batches_are_copied_on_a_stream_of_their_own() -> None:
 
 
 def test_flash_attention_4() -> None:
-    from tests.core.kernels.test_attention_backends import request
+    from tests.core.nn.kernels.test_attention_backends import request
     from tests.gpu.test_kernels import assert_same_attention, documents
 
     from mt_core.nn.attention import AttentionPattern

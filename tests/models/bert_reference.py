@@ -89,7 +89,7 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, family: Huggin
         for name, parameter in reference.named_parameters()
     }
     layouts, parameters = parameter_layouts(model), dict(model.named_parameters())
-    expected = dict(family.name_map(model.config).to_ours(theirs.__getitem__))
+    expected = dict(family.name_map(model.config).import_value(theirs.__getitem__))
     assert expected.keys() == parameters.keys()
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name

@@ -84,7 +84,7 @@ def assert_same_function(pair: Pair, tokens: Tensor) -> None:
     # The map is linear: it carries gradients as it carries weights.
     spelling = pair.family.spelling
     gradients = {spelling(pair.ours.config, name): p.grad for name, p in pair.theirs.named_parameters()}
-    expected = dict(pair.family.name_map(pair.ours.config).to_ours(gradients.__getitem__))
+    expected = dict(pair.family.name_map(pair.ours.config).import_value(gradients.__getitem__))
     layouts = parameter_layouts(pair.ours)
     for name, parameter in pair.ours.named_parameters():
         largest = expected[name].abs().max().item()

@@ -75,7 +75,7 @@ def assert_same_function(pair: Pair, tokens: Tensor, unused: tuple[str, ...] = (
     state = pair.theirs.state_dict()
     given = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
     tensors = {name: given[name] if given.get(name) is not None else torch.zeros_like(state[name]) for name in state}
-    expected = dict(pair.family.name_map(pair.ours.config).to_ours(published(pair.theirs, tensors).__getitem__))
+    expected = dict(pair.family.name_map(pair.ours.config).import_value(published(pair.theirs, tensors).__getitem__))
     layouts = parameter_layouts(pair.ours)
     compared = 0
     for name, parameter in pair.ours.named_parameters():

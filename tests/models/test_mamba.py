@@ -270,7 +270,7 @@ def test_the_first_spelling_of_the_embedding_is_read(host, randomize) -> None:
     [
         ({"flux": 1}, "not known: flux=1"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; it can be 'silu' or 'swish'"),
-        ({"norm_before_gate": True}, "norm_before_gate=True is not supported; it can be False"),
+        ({"intermediate_size": 48}, "intermediate_size=48 is not num_heads=8 times head_dim=8"),
         ({"expand": 4}, "expand=4 times hidden_size=32 is 128, but num_heads=8 times head_dim=8 is 64"),
     ],
 )

@@ -8,11 +8,11 @@ from tests.models.decoder_reference import random_tokens
 from tests.models.mamba_reference import build, configure, segments_of
 
 from mt_core.errors import ConfigError
+from mt_core.nn.context_parallel import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import gather_logits
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.parallel.context_parallel import shard_sequence, unshard_sequence
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 

@@ -35,7 +35,7 @@ def test_experts_are_stacked_with_their_gate_rows_first_and_taken_apart_again() 
     names = tuple(f"{e}.{half}" for e in range(3) for half in ("gate", "up"))
     tensors = [torch.full((2, 5), float(number)) for number in range(6)]
     rule = StackedExperts("fc1", names, experts=3)
-    stacked = rule.to_ours(tensors)
+    stacked = rule.import_value(tensors)
     assert stacked.shape == (3, 4, 5)
     assert stacked[:, :, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
-    assert all(torch.equal(a, b) for a, b in zip(rule.to_theirs(stacked), tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rule.export_value(stacked), tensors, strict=True))

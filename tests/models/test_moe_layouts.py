@@ -10,10 +10,10 @@ from tests.models.moe_reference import settings
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_core.verify.compare import compare
-from mt_core.verify.record import RunRecord, record_run
+from mt_tools.verify.compare import compare
+from mt_tools.verify.record import RunRecord, record_run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 263}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": [0.01]}

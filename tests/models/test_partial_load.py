@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mt_cli import main
+from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.train import Trainer
-from mt_core.train.checkpointing import MODEL, open_checkpoint
-from mt_core.train.run_directory import find_checkpoint
+from mt_core.train.checkpoint.state import MODEL
 
 QUICK = [
     "train.train_iters=2",

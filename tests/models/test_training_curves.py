@@ -14,6 +14,8 @@ from mt_core.config.loading import load_config
 from mt_core.train import Callback, Trainer
 from mt_models.hugging_face import to_reference
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 STEPS, SIZE, LENGTH = 20, 4, 32
@@ -91,7 +93,7 @@ def plain_loop(reference: nn.Module, trainer: Trainer) -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = trainer.schedule(step * SIZE)
+            group["lr"] = trainer.engine.schedule(step * SIZE)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -85,7 +85,7 @@ def assert_same_gradients(
         for name, parameter in reference.named_parameters()
     }
     layouts, parameters = parameter_layouts(model), dict(model.named_parameters())
-    expected = dict(family.name_map(config).to_ours(theirs.__getitem__))
+    expected = dict(family.name_map(config).import_value(theirs.__getitem__))
     assert expected.keys() == parameters.keys()
     for name, gradient in expected.items():
         largest = gradient.abs().max().item()

@@ -8,10 +8,10 @@ from tests.moe.moe_cases import EXPERTS, Shape, build_layer, options, tokens_of
 from torch import Tensor
 
 from mt_core.nn.layout import parameter_layouts
-from mt_core.nn.main_gradients import main_gradient_of
+from mt_core.nn.main_grad import main_gradient_of
 from mt_core.optim.buckets import Bucket
-from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
-from mt_core.optim.main_weights import CopiedWeights
+from mt_core.optim.master_weights import Fp32MasterWeights
+from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
 from mt_moe.layer import MoeLayer
@@ -47,7 +47,7 @@ def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[s
     by_autograd: set[str] = set()
     for name, parameter in layer.named_parameters():
         parameter.register_hook(lambda grad, n=name: None if grad is None else by_autograd.add(n))
-    weights = BufferedWeights(layer, ctx, BufferOptions(divided=True, bucket_elements=1))
+    weights = ParamAndGradBuffer(layer, ctx, BufferOptions(divided=True, bucket_elements=1))
     sent: list[Bucket] = []
     send = Bucket.start_reduce
     Bucket.start_reduce = lambda bucket: (sent.append(bucket), send(bucket))[1]
@@ -59,7 +59,7 @@ def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[s
     times = [sent.count(bucket) for bucket in weights.buckets]
     weights.reduce()
     layouts = parameter_layouts(layer)
-    found = {name: weights.whole(name, part.grad) for name, part in weights.named_parameters()}
+    found = {name: weights.unshard(name, part.grad) for name, part in weights.named_parameters()}
     return {n: g for n, g in found.items() if layouts[n].trained}, times, sorted(by_autograd)
 
 
@@ -83,7 +83,7 @@ def test_experts_over_ranks_get_the_gradients_of_one_process() -> None:
 
 def test_every_matrix_of_a_16_bit_mixture_has_its_sum() -> None:
     layer = mixture(ParallelContext(params_dtype=torch.bfloat16))
-    CopiedWeights(layer)
+    Fp32MasterWeights(layer)
     x = micro_batch(0)
     layer(x).sum().backward()
     for name, parameter in layer.named_parameters():

@@ -151,7 +151,7 @@ def test_two_processes_with_divided_experts_make_megatrons_steps(converted, fold
 
 
 def test_every_folder_holds_the_same_weights(converted) -> None:
-    from mt_core.train.checkpointing import open_checkpoint
+    from mt_core.checkpoint_lookup import open_checkpoint
 
     first, *others = (open_checkpoint(converted[folder], load_plugins()) for folder in FOLDERS)
     assert sum(".mlp.experts." in name for name in first.shapes()) == 4 * 2

@@ -10,7 +10,7 @@ from tests.moe.moe_cases import EXPERTS, HIDDEN, fp64, options, tokens_of
 from torch import Tensor
 
 from mt_core.errors import TrainingError
-from mt_core.nn.auxiliary import ReportsMetrics, UpdatesItself
+from mt_core.nn.auxiliary import PostStepHook, ReportsMetrics
 from mt_core.parallel.context import ParallelContext
 from mt_moe.routing.capacity import expert_capacity, keep_within
 from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
@@ -104,6 +104,37 @@ def test_groups_are_chosen_by_their_best_scores(score_topk) -> None:
         best = sorted(range(4), key=lambda g: -sum(groups[g][:score_topk]))[:2]
         allowed = [e for e in range(EXPERTS) if e // 2 in best]
         assert experts.tolist() == sorted(allowed, key=lambda e: -scores[e])[:3]
+
+
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize("score_topk", [None, 1])
+def test_groups_of_softmax_scores_are_ranked_as_megatron_core_ranks_them(pre_softmax, score_topk) -> None:
+    """`topk_routing_with_score_function`: by logits with the softmax after top-k, by probabilities with it before."""
+    keys = {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    config = options(**keys, moe_router_pre_softmax=pre_softmax, moe_router_group_score_topk=score_topk)
+    z = logits_of(200)
+    ranked = z.softmax(-1) if pre_softmax else z
+    grouped = ranked.view(len(z), 4, 2)
+    group_scores = grouped.amax(-1) if score_topk == 1 else grouped.sum(-1)
+    groups = group_scores.topk(2).indices
+    allowed = torch.stack([(torch.arange(EXPERTS) // 2 == group[:, None]) for group in groups.T]).any(0)
+    expected = ranked.masked_fill(~allowed, -math.inf).topk(4)
+    found = choose_experts(z, config, None)
+    assert torch.equal(found, expected.indices)
+    weights = expected.values if pre_softmax else expected.values.softmax(-1)
+    torch.testing.assert_close(expert_weights(z, found, "softmax", pre_softmax), weights)
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
+def test_weights_of_vanishing_scores_are_normalized_with_an_epsilon(function) -> None:
+    """DeepSeek-V3 and Megatron-Core divide by the sum of the chosen scores plus 1e-20."""
+    z = torch.tensor([[-40.0, -45.0, -50.0], [-46.0, -47.0, -48.0], [-100.0, -90.0, -95.0]], dtype=torch.float64)
+    z = z if function == "sigmoid" else 2 * z
+    experts = z.topk(2).indices
+    chosen = FUNCTIONS[function](z).gather(1, experts) if function == "sigmoid" else (z / 2).exp().gather(1, experts)
+    expected = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    assert expected[1].sum() < 0.7
+    torch.testing.assert_close(expert_weights(z, experts, function, False), expected, rtol=1e-9, atol=0.0)
 
 
 def test_the_expert_bias_has_a_part_in_the_choice_and_none_in_the_weights() -> None:
@@ -364,7 +395,7 @@ def test_metrics_name_the_layer_and_the_trainer_finds_them() -> None:
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_expert_capacity_factor=0.5
     )
     router = router_of(config)
-    assert isinstance(router, UpdatesItself)
+    assert isinstance(router, PostStepHook)
     assert isinstance(router, ReportsMetrics)
     assert router.metrics() == {}
     reported(router, tokens_of(2, 8))

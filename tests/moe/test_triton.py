@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.moe.moe_cases import Shape, build_layer, options, tokens_of
 
-from mt_core.nn.main_gradients import give_main_gradient
+from mt_core.nn.main_grad import attach_main_grad
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
@@ -103,7 +103,7 @@ def sums() -> dict[str, float]:
     weight = torch.nn.Parameter(torch.randn(4, 130, 270).half())
     total = torch.randn(4, 130, 270)
     expected, before = total.double(), total.clone()
-    give_main_gradient(weight, total)
+    attach_main_grad(weight, total)
     for counts in ([5, 0, 70, 1], [0, 0, 3, 2]):
         x, grad = torch.randn(sum(counts), 270).half(), torch.randn(sum(counts), 130).half()
         triton_product(x, weight, Groups(torch.tensor(counts))).backward(grad)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-moe", "mt-cli")
+PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-moe", "mt-tools", "mt-cli")
 EXAMPLE = ROOT / "examples" / "mt-plugin-example"
-MT_VARIABLES = ("MT_PLUGINS", "MT_PLUGINS_STRICT", "MT_DEBUG", "PYTHONPATH", "VIRTUAL_ENV")
+MT_VARIABLES = ("MT_PLUGINS", "MT_PLUGINS_STRICT", "MT_DEBUG")
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV")
 
 
 def uv(*arguments: object) -> None:
@@ -45,7 +46,7 @@ class Environment:
     def __call__(self, *command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment."""
         program, *arguments = map(str, command)
-        settings = {key: value for key, value in os.environ.items() if key not in MT_VARIABLES}
+        settings = {key: value for key, value in os.environ.items() if key not in MT_VARIABLES + PYTHON_VARIABLES}
         return subprocess.run(
             [str(self.folder / "bin" / program), *arguments],
             capture_output=True,

@@ -77,7 +77,7 @@ def test_no_argument_is_read_that_is_not_listed(model, host) -> None:
     made = plan(source, ConvertOptions(), host, "torch")
     values = Recorded(dict(made.args))
     args = Arguments(values, Path("rank"))
-    model_section(args, list(made.layouts), 101)
+    model_section(args, list(made.layouts), 101, host)
     run_sections(args)
     assert {name for name in values.seen if name not in READ and name not in REQUIRED} == set()
 

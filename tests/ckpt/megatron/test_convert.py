@@ -11,7 +11,7 @@ from tests.ckpt.megatron.conftest import LLAMA, MIXTURES, MODELS, RandomCheckpoi
 from tests.ckpt.megatron.test_round_trip import options, through
 
 from mt_ckpt.convert import convert
-from mt_core.train.checkpointing import open_with
+from mt_core.checkpoint_lookup import open_with
 
 FORMATS = ["megatron", "megatron-dist", "megatron-legacy"]
 
@@ -85,6 +85,7 @@ print(peak() - before)
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("megatron", "megatron-dist"), ("megatron-dist", "megatron")])
 def test_memory_stays_at_two_of_the_largest_tensors(first, second, tmp_path, host) -> None:
     """A model of 240 MiB with a tensor of 30 MiB: at most twice that, and 110 MiB for libraries and what they keep,

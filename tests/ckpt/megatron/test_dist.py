@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from mt_ckpt.megatron_dist.reader import open_checkpoint
 from mt_ckpt.megatron_dist.save import convert_checkpoint
+from mt_core import checkpoint_lookup
 from mt_core.errors import CheckpointError
 from mt_core.specs import ConvertOptions
-from mt_core.train import checkpointing
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def test_keys_of_both_kinds_with_both_common_states(kind, as_file, tmp_path, hos
     tensors = gpt()
     stored = stacked(tensors) if kind == "stacked" else {te_name(name): tensor for name, tensor in tensors.items()}
     save_dist(tmp_path, stored, as_file=as_file)
-    reader = checkpointing.open_checkpoint(tmp_path, host)
+    reader = checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert_is(reader, tensors)
     assert reader.metadata["iteration"] == 5
 
@@ -120,7 +120,7 @@ def fused_order(name: str) -> tuple[int, int, bool]:
 
 
 def buckets(own: Mapping[str, torch.Tensor], pp: int) -> list[torch.Tensor]:
-    """The word vectors that two stages share have a bucket of their own, made last on the first stage and first on the
+    """The token embeddings that two stages share have a separate bucket, made last on the first stage and first on the
     last, as buffers go backwards."""
     shared = [name for name in own if pp > 1 and name.endswith(("word_embeddings.weight", "output_layer.weight"))]
     rest = {name: tensor for name, tensor in own.items() if name not in shared}
@@ -213,7 +213,7 @@ def test_a_malicious_pickle_is_refused_and_named(where, tmp_path, host) -> None:
     else:
         torch.save({"args": Attack()}, folder / where)
     with pytest.raises(CheckpointError, match=f"{folder / where}: refused, nothing in it was executed: .*posix.system"):
-        checkpointing.open_checkpoint(tmp_path, host)
+        checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert not (tmp_path / "executed").exists()
 
 

@@ -15,10 +15,10 @@ from tests.ckpt.megatron.handmade import arguments, save_rank
 from torch import Tensor
 
 from mt_ckpt.megatron.reader import open_checkpoint
+from mt_core import checkpoint_lookup
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
-from mt_core.train import checkpointing
 
 HIDDEN, HEADS, VOCAB = 16, 4, 40
 INNER, SHARED, MAMBA_HEADS = 24, 8, 6
@@ -215,7 +215,7 @@ def distributed_hybrid() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_distributed_checkpoint_has_the_sections_apart(tmp_path, host) -> None:
     whole, stored = distributed_hybrid()
     save_distributed(tmp_path, stored, arguments(**HYBRID_ARGS))
-    assert_is(checkpointing.open_checkpoint(tmp_path, host), whole)
+    assert_is(checkpoint_lookup.open_checkpoint(tmp_path, host), whole)
 
 
 def test_a_section_that_is_missing(tmp_path, host) -> None:
@@ -223,14 +223,14 @@ def test_a_section_that_is_missing(tmp_path, host) -> None:
     del stored["decoder.layers.0.mixer.conv1d.weight.B"]
     save_distributed(tmp_path, stored, arguments(**HYBRID_ARGS))
     with pytest.raises(CheckpointError, match=r"0.mixer.conv1d.weight: has the sections C, x, not B, C, x"):
-        checkpointing.open_checkpoint(tmp_path, host)
+        checkpoint_lookup.open_checkpoint(tmp_path, host)
 
 
 def test_what_is_written_of_a_hybrid_has_these_keys(tmp_path, host) -> None:
     """And these values, read by torch: the same tensors as those made by hand."""
     _, stored = distributed_hybrid()
     save_distributed(tmp_path / "a", stored, arguments(**HYBRID_ARGS))
-    source = checkpointing.open_checkpoint(tmp_path / "a", host)
+    source = checkpoint_lookup.open_checkpoint(tmp_path / "a", host)
     host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path / "b", source, ConvertOptions(), host)
     listing = dcp.FileSystemReader(tmp_path / "b/iter_0000005").read_metadata().state_dict_metadata
     written = {key: torch.empty(entry.size) for key, entry in listing.items() if hasattr(entry, "size")}
@@ -240,14 +240,18 @@ def test_what_is_written_of_a_hybrid_has_these_keys(tmp_path, host) -> None:
         assert torch.equal(written[key], tensor), key
 
 
-def test_ranks_of_a_written_hybrid_hold_these_slices(tmp_path, host) -> None:
+@pytest.mark.parametrize(("version", "rename"), [("0.18", str), (None, newer_convolution)])
+def test_ranks_of_a_written_hybrid_hold_these_slices(version, rename, tmp_path, host) -> None:
     whole, packed = hybrid()
     save_hybrid(tmp_path / "a")
     source = open_checkpoint(tmp_path / "a", host)
-    options = ConvertOptions(target_tensor_parallel_size=2, make_vocab_size_divisible_by=4)
+    options = ConvertOptions(
+        target_tensor_parallel_size=2, make_vocab_size_divisible_by=4, target_megatron_version=version
+    )
     host.checkpoint_savers.get("megatron").convert.load()(tmp_path / "b", source, options, host)
     for rank in range(2):
-        expected = {name: t for name, t in hybrid_of_rank(whole, packed, rank).items() if t is not None}
+        held = hybrid_of_rank(whole, packed, rank)
+        expected = {rename(name): tensor for name, tensor in held.items() if tensor is not None}
         found = written_model(tmp_path / "b" / f"iter_0000005/mp_rank_{rank:02d}")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -351,7 +355,7 @@ def test_latent_attention_and_predicted_layers(rename, cut_down, tmp_path, host)
 
 
 def test_predicted_layers_on_a_stage_of_their_own(tmp_path, host) -> None:
-    """Which holds no layer of the decoder, and the word vectors a second time."""
+    """Which holds no layer of the decoder, and the token embeddings a second time."""
     tensors = latent()
     first, last = latent_stages(tensors)
     beyond = ("embedding.", "mtp.", "output_layer.")
@@ -410,12 +414,13 @@ def test_latent_attention_that_is_not_read(changes, words, tmp_path, host) -> No
 
 
 def test_experts_under_predicted_layers_in_a_distributed_checkpoint(tmp_path, host) -> None:
-    """Layers of two kinds: numbers stand in the keys, experts are stacked within each."""
+    """Layers of two kinds: numbers stand in the keys, experts are stacked within each. The layer of a depth keeps the
+    name that it had before it was called mtp_model_layer in the modules."""
     source = RandomCheckpoint(MODELS["deepseek_v3"], host)
     host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, ConvertOptions(), host)
     listing = dcp.FileSystemReader(tmp_path / "iter_0000007").read_metadata().state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in listing.items() if hasattr(entry, "size")}
-    layer = "mtp.layers.1.mtp_model_layer."
+    layer = "mtp.layers.1.transformer_layer."
     assert shapes[f"{layer}mlp.experts.experts.linear_fc1.weight"] == (4, 48, 32)
     assert shapes[f"{layer}mlp.router.expert_bias"] == (4,)
     assert shapes[f"{layer}self_attention.linear_kv_up_proj.layer_norm_weight"] == (12,)
@@ -442,7 +447,7 @@ def test_a_model_of_images_and_text_is_refused_with_the_reason(tmp_path, host) -
         with pytest.raises(
             ConfigError, match=r"has vision_model\..*, of a model with an image tower, .* in sizes that"
         ):
-            checkpointing.open_with(host.checkpoint_loaders.get(name), tmp_path / name, host)
+            checkpoint_lookup.open_with(host.checkpoint_loaders.get(name), tmp_path / name, host)
 
 
 @pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])

@@ -14,12 +14,13 @@ import torch.distributed.checkpoint as dcp
 from tests.ckpt.megatron.conftest import assert_same_tensors
 
 from mt_ckpt.convert.model import build_model
+from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import ConvertOptions
-from mt_core.train.checkpointing import load_parameters, open_checkpoint
+from mt_core.train.checkpoint.state import load_parameters
 
 FOLDERS = {
     "gpt": ["legacy_tp1_pp1", "legacy_tp2_pp1", "legacy_tp2_pp2", "dist_tp1_pp1", "dist_tp2_pp1", "dist_tp1_pp2"],

@@ -20,10 +20,10 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.windows import windows_of
 from mt_ckpt.megatron.families.yarn import yarn_section
 from mt_ckpt.megatron.reader import open_checkpoint
+from mt_core.checkpoint_lookup import open_with
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
-from mt_core.train.checkpointing import open_with
 from mt_models.blocks.rotary_scaling import build_rotary
 
 HIDDEN, HEADS, GROUPS, SIZE, VOCAB, EXPERTS, INNER = 16, 4, 2, 6, 40, 2, 8

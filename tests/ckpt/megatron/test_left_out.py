@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from mt_ckpt.commands.convert import convert as command
 from mt_ckpt.convert import convert
+from mt_core.checkpoint_lookup import open_checkpoint, open_with
 from mt_core.config.loading import load_config
 from mt_core.train import Trainer
-from mt_core.train.checkpointing import open_checkpoint, open_with
-from mt_core.train.run_directory import RunDirectory
+from mt_core.train.checkpoint.run_directory import RunDirectory
 
 TRAINED = (
     "train.train_iters=2",
@@ -65,7 +65,8 @@ def test_an_optimizer_that_is_not_read_is_named_with_the_reason(further, tmp_pat
 
 def test_nothing_is_said_where_there_is_no_optimizer(tmp_path) -> None:
     save_rank(tmp_path / "a", "mp_rank_00", {"args": arguments(), "model": gpt()})
-    assert len(told("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf")) == 1
+    lines = told("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf")
+    assert [line for line in lines[1:] if not line.startswith("without a tokenizer")] == []
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.ckpt.megatron.test_rank_files import assert_is
 
 from mt_ckpt.megatron_legacy.qkv import from_grouped, to_grouped
 from mt_ckpt.megatron_legacy.reader import open_checkpoint
+from mt_core import checkpoint_lookup
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.train import checkpointing
 
 OLDEST = {
     "input_layernorm": "input_layernorm",
@@ -100,7 +100,7 @@ def test_every_version_over_ranks(version, tp, pp, tmp_path, host) -> None:
                 stored = torch.load(file, weights_only=False)
                 del stored["checkpoint_version"]
                 torch.save(stored, file, _use_new_zipfile_serialization=False)
-    assert_is(checkpointing.open_checkpoint(tmp_path, host), tensors)
+    assert_is(checkpoint_lookup.open_checkpoint(tmp_path, host), tensors)
 
 
 def torch_state(states, version: float, heads: int, *, mixed: bool) -> dict:
@@ -140,7 +140,7 @@ def test_the_optimizer_is_in_the_order_of_its_version_too(version, mixed, tmp_pa
             "checkpoint_version": version,
         }
         save_rank(tmp_path, f"mp_rank_{rank:02d}", content)
-    reader = checkpointing.open_checkpoint(tmp_path, host)
+    reader = checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert_is(reader, weights)
     for state in ("exp_avg", "exp_avg_sq", *(["main"] if mixed else [])):
         for name, tensor in states[state].items():
@@ -181,7 +181,7 @@ def test_an_optimizer_of_another_kind_is_left_out_with_the_reason(tmp_path, host
 def test_models_of_other_kinds_are_refused_by_what_they_are(model, words, tmp_path, host) -> None:
     save_rank(tmp_path, "mp_rank_00", {"args": arguments(), "model": model})
     with pytest.raises(ConfigError, match=words):
-        checkpointing.open_checkpoint(tmp_path, host)
+        checkpoint_lookup.open_checkpoint(tmp_path, host)
 
 
 def test_the_last_names(tmp_path, host) -> None:
@@ -226,7 +226,7 @@ def bert_model() -> tuple[dict, dict[str, torch.Tensor]]:
 def test_bert_with_its_heads(tmp_path, host) -> None:
     model, tensors = bert_model()
     save_rank(tmp_path, "mp_rank_00", {"args": arguments(), "model": model, "checkpoint_version": 1.0})
-    reader = checkpointing.open_checkpoint(tmp_path, host)
+    reader = checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert_is(reader, tensors)
     section = reader.metadata["config"]["model"]
     assert (section["family"], section["num_tokentypes"], section["add_pooler"]) == ("bert", 2, True)

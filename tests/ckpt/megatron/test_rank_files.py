@@ -10,8 +10,8 @@ import torch
 from tests.ckpt.megatron.handmade import HEADS, HIDDEN, VOCAB, arguments, gpt, part_of_rank, run_of, save_rank
 
 from mt_ckpt.megatron.reader import open_checkpoint
+from mt_core import checkpoint_lookup
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.train import checkpointing
 
 
 def assert_is(reader, tensors: dict[str, torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ def save_gpt(
 def test_ranks_stages_and_virtual_stages(tp, pp, vpp, tmp_path, host) -> None:
     tensors = gpt()
     save_gpt(tmp_path, tensors, tp=tp, pp=pp, vpp=vpp)
-    reader = checkpointing.open_checkpoint(tmp_path, host)
+    reader = checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert_is(reader, tensors)
     assert reader.metadata["iteration"] == 5
     assert reader.metadata["consumed_samples"] == 12
@@ -248,7 +248,7 @@ def test_a_release_and_a_folder_of_an_iteration(tmp_path, host) -> None:
     assert_is(open_checkpoint(tmp_path / "iter_0000005", host), tensors)
     (tmp_path / "iter_0000005").rename(tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
-    assert_is(checkpointing.open_checkpoint(tmp_path, host), tensors)
+    assert_is(checkpoint_lookup.open_checkpoint(tmp_path, host), tensors)
 
 
 def test_nothing_there(tmp_path, host) -> None:
@@ -270,7 +270,7 @@ def test_a_malicious_rank_is_refused_and_named(tmp_path, host) -> None:
     with pytest.raises(
         CheckpointError, match=f"{file}: refused, nothing in it was executed: it refers to posix.system"
     ):
-        checkpointing.open_checkpoint(tmp_path, host)
+        checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert not (tmp_path / "executed").exists()
 
 

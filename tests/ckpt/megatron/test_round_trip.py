@@ -19,10 +19,10 @@ from tests.ckpt.megatron.conftest import (
 )
 
 from mt_ckpt.megatron.folder import detect, detect_legacy
+from mt_core.checkpoint_lookup import open_with
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
-from mt_core.train.checkpointing import open_with
 
 NEVER_OLD = (*MIXTURES, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
 """Models that Megatron had only after its names changed, or that the old names do not tell apart."""
@@ -45,6 +45,7 @@ def through(name: str, source, asked: ConvertOptions, path: Path, host):
     return open_with(host.checkpoint_loaders.get(name), path, host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_over_grids_of_ranks(model, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
@@ -100,6 +101,7 @@ def test_every_old_model_under_its_old_names(model, tmp_path, host) -> None:
         assert not detect(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["gpt", "llama", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
 def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
@@ -112,6 +114,7 @@ def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None
     assert_same_tensors(through("megatron-dist", source, options(2), tmp_path / "dist", host), source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["gpt", "llama_tied", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
 def test_the_distributed_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
@@ -161,7 +164,8 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(multiple, rows, tmp_path, 
     table = torch.cat([model["embedding.word_embeddings.weight"] for model in models])
     assert len(table) == rows
     assert torch.equal(table[:101], source.tensors["model.embedding.word_embeddings.weight"])
-    assert not table[101:].any()
+    # Rows that were made, so that Megatron's softmax over all of them gives the loss of the model: never zeros.
+    assert table[101:].abs().sum(dim=-1).min() > 0 or rows == 101
 
 
 @pytest.mark.parametrize(

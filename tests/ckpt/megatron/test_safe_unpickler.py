@@ -15,12 +15,13 @@ import zipfile
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mt_ckpt.pickles.inert import Inert, plain
+from mt_ckpt.pickles.inert_objects import Inert, plain
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.pickles.unpickler import SafeUnpickler
 from mt_core.errors import CheckpointError
@@ -198,3 +199,52 @@ def test_nothing_but_tensors_is_read_from_a_storage(tmp_path) -> None:
     value = open_torch_file(file).value
     assert isinstance(value["a"], StoredTensor)
     assert value["n"]["b"].dtype == torch.bool
+
+
+def laughs(make: Any, levels: int = 40) -> Any:
+    """A container that holds the one before it twice, `levels` times: 2**levels entries in some hundred bytes."""
+    value: Any = make(["ha", "ha"])
+    for _ in range(levels):
+        value = make([value, value])
+    return value
+
+
+def deep(levels: int, value: Any = None) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def inside_itself() -> list[Any]:
+    value: list[Any] = []
+    value.append([value])
+    return value
+
+
+def nested(levels: int) -> bytes:
+    """Lists within lists; pickle.dumps itself would need a stack as deep."""
+    return b"\x80\x02" + b"]" * levels + b"a" * (levels - 1) + b"."
+
+
+HOSTILE = {
+    "lists": (pickle.dumps({"model": laughs(list)}), r"repeats \d+ entries until they are \d"),
+    "tuples": (pickle.dumps({"model": laughs(tuple)}), "repeats"),
+    "dictionaries": (pickle.dumps(laughs(lambda pair: dict(enumerate(pair)))), "repeats"),
+    "attributes": (pickle.dumps(argparse.Namespace(model=laughs(list))), "repeats"),
+    "a list in itself": (pickle.dumps({"model": inside_itself()}), "contains itself"),
+    "200,000 levels": (nested(200_000), "is nested more than 200 levels deep"),
+    "270 levels, half of them met before": (pickle.dumps([half := deep(150), deep(120, half)]), "nested more than 200"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_objects_that_are_endless_to_walk_through_are_refused(case: str) -> None:
+    data, message = HOSTILE[case]
+    with pytest.raises(CheckpointError, match=f"file.pt: refused: the object in it .*{message}"):
+        SafeUnpickler(io.BytesIO(data), "file.pt").load()
+
+
+def test_what_checkpoints_share_is_not_refused() -> None:
+    common = argparse.Namespace(**{f"key{n}": list(range(50)) for n in range(400)})
+    content = {"args": common, "groups": [{"args": common} for _ in range(100)], "deep": deep(150)}
+    assert SafeUnpickler(io.BytesIO(pickle.dumps(content)), "file.pt").load()["groups"]

@@ -241,6 +241,7 @@ def processes_of(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
     write_jsonl: Any, run: Any, tmp_path: Path, files_below: Any
 ) -> None:

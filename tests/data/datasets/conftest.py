@@ -27,7 +27,7 @@ class StandInTokenizer:
         return " ".join(map(str, ids))
 
     def fingerprint(self) -> str:
-        return "stand-in"
+        return "fake"
 
     def files(self) -> Mapping[str, bytes]:
         return {}

@@ -1,4 +1,4 @@
-"""Images: sizes against torch's resampling, made-up pictures, files with classes, texts with an image, bad input."""
+"""Images: sizes against torch's resampling, fake pictures, files with classes, texts with an image, bad input."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_crop_takes_the_middle_and_squash_takes_all() -> None:
     assert squashed[:, 5].min() > 150
 
 
-# -- made-up pictures --------------------------------------------------------------------------------
+# -- fake pictures --------------------------------------------------------------------------------
 
 
 def test_pictures_are_the_same_everywhere_and_differ_by_number_split_and_seed() -> None:

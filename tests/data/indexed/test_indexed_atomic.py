@@ -53,6 +53,7 @@ def finished(prefix: Path) -> int | None:
     return value
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_random_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
     prefix, generator = tmp_path / "data", random.Random(0)
     begin = time.monotonic()

@@ -106,6 +106,26 @@ DEEP: dict[str, tuple[Damage, Callable[[IndexedDataset], object], str]] = {
         lambda d: d[1],
         r"sequence 1 has offset 65535 and length 1",
     ),
+    "lengths of the same sum": (
+        lambda idx, bin: patch(idx, 34, struct.pack("<3i", 1, 3, 2)),
+        lambda d: d.sequence_lengths,
+        r"data\.idx is damaged: sequence 1 begins at byte 6 of .*data\.bin, which is not where",
+    ),
+    "a length": (
+        lambda idx, bin: patch(idx, 34, struct.pack("<3i", 1, 3, 2)),
+        lambda d: d[0],
+        r"data\.idx is damaged: sequence 1 begins at byte 6",
+    ),
+    "a length of nothing": (
+        lambda idx, bin: patch(idx, 42, struct.pack("<2i", 1, 1)),
+        lambda d: d.read(3),
+        r"sequence 4 begins at byte 12",
+    ),
+    "offsets": (
+        lambda idx, bin: patch(idx, 62, struct.pack("<q", 4)),
+        lambda d: d.sequence_lengths,
+        r"sequence 1 begins at byte 4",
+    ),
     "documents": (lambda idx, bin: patch(idx, 102, b"\x05"), lambda d: d.document_indices, r"begins before the one"),
 }
 

@@ -18,6 +18,8 @@ import pytest
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 from mt_data.indexed.scan import Scan
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 2**31 - 1
 
 

@@ -105,3 +105,16 @@ def test_spread_and_tokenizer_options() -> None:
     for setting in ("x", "=3", "vocab_file=w"):
         with pytest.raises(ConfigError, match="--tokenizer"):
             tokenizer_options({"vocab_file": "v"}, [setting])
+
+
+def test_json_key_is_taken_with_a_note(tmp_path, monkeypatch, capsys) -> None:
+    """Megatron's older script has --json-key."""
+    from mt_cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"title": "one", "text": "x"}\n')
+    options = ["--input", "a.jsonl", "--output-prefix", "a", "--tokenizer-type", "ByteLevelTokenizer"]
+    assert run(["data", "preprocess", *options, "--json-key", "title", "text"]) == 0
+    assert (tmp_path / "a_title_document.idx").exists()
+    assert (tmp_path / "a_text_document.idx").exists()
+    assert "note: --json-key is called --json-keys here" in capsys.readouterr().err

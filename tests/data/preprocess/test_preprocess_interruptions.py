@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from mt_core.errors import DataError
+from mt_core.errors import DataError, PluginError
 from mt_data.preprocess.executors import InlineExecutor
 from mt_data.preprocess.options import Counts, PreprocessOptions
 from mt_data.preprocess.progress import SilentProgress
 from mt_data.preprocess.readers import MalformedRecord
 from mt_data.preprocess.run import preprocess
+
+pytestmark = pytest.mark.slow
 
 Options = Callable[..., PreprocessOptions]
 TINY = 0.0008
@@ -233,17 +236,38 @@ def test_a_worker_that_dies_ends_the_run(prep: Any, corpus: Path, options: Optio
     assert prep.files_of(preprocess(options(corpus, shard_mb=TINY))) == prep.expected_files(prep.TEXTS)
 
 
-def test_a_worker_that_cannot_start_ends_the_run(
-    corpus: Path, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MT_PLUGINS", "")  # in the workers, which load plugins anew: no tokenizer at all
-    wanted = options(corpus, workers=2)
-    from mt_core.errors import PluginError
+@pytest.fixture
+def no_plugins_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that loads plugins anew finds no tokenizer."""
     from mt_core.plugins import load_plugins
 
+    monkeypatch.setenv("MT_PLUGINS", "")
     monkeypatch.setattr("mt_data.preprocess.encoder.load_plugins", lambda: load_plugins(allow=["data"]))
-    with pytest.raises(PluginError, match="ByteLevelTokenizer"):
-        preprocess(wanted)
+
+
+@pytest.mark.usefixtures("no_plugins_in_workers")
+def test_workers_are_copies_of_the_process_that_planned(
+    prep: Any, corpus: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They import nothing and build no tokenizer, which costs more CPU than a small corpus."""
+    monkeypatch.setattr("mt_data.preprocess.executors.can_fork", lambda: True)  # whatever threads other tests left
+    report = preprocess(options(corpus, shard_mb=TINY, workers=2))
+    assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
+    assert not children()
+
+
+@pytest.mark.usefixtures("no_plugins_in_workers")
+def test_a_worker_that_cannot_start_ends_the_run(corpus: Path, options: Options) -> None:
+    """Beside another thread, whose locks a copy would inherit, workers are started anew; these fail."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(PluginError, match="ByteLevelTokenizer"):
+            preprocess(options(corpus, shard_mb=TINY, workers=2))
+    finally:
+        done.set()
+        thread.join()
     assert not children()
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 FILE_BYTES = 64 * MIB
 CAP_BYTES = 16 * MIB

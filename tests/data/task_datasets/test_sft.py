@@ -215,3 +215,31 @@ def test_bad_files_and_keys(tmp_path: Path) -> None:
         SFTDataConfig(data_path=["a.jsonl"], chat_template="chatml", chat_template_file="a.jinja")
     with pytest.raises(ValueError, match=r"data\.mmap_bin_files=False has no effect"):
         SFTDataConfig(data_path=["a.jsonl"], mmap_bin_files=False)
+
+
+SURROGATE = GOOD.replace('"a"', '"\\ud800"')
+"""JSON can write what no text holds: only the tokenizer notices."""
+
+
+@pytest.mark.parametrize("bad", ["nothing", "[]", '{"messages": []}', GOOD.replace("user", "usr"), SURROGATE])
+def test_lines_that_cannot_be_used_are_named_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: str
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([GOOD, bad, GOOD, GOOD]))
+    with pytest.raises(DataError, match=r'chats\.jsonl, line 2.*leave such lines out with data\.on_error="skip"'):
+        build(str(path))
+    keys = {"on_error": "skip", "data_cache_path": str(tmp_path / "cache")}
+    dataset = build(str(path), **keys)
+    assert dataset.conversations.line.tolist() == [1, 3, 4]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="mt_data"):
+        build(str(path), **keys)  # read from the cache: said all the same
+    assert "1 lines are left out; the first is" in caplog.text
+    assert "chats.jsonl, line 2" in caplog.text
+
+
+def test_a_file_without_one_usable_line(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("nothing\n")
+    with pytest.raises(DataError, match="holds no conversation"):
+        build(str(tmp_path / "chats.jsonl"), on_error="skip")

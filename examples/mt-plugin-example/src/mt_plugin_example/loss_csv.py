@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mt_core.config.schema import Config
-from mt_core.train.callbacks import Callback, Metrics
-
-if TYPE_CHECKING:
-    from mt_core.train.trainer import Trainer
+from mt_core.train.callbacks import Callback, Metrics, Run
 
 FILE = "losses.csv"
 COLUMNS = ("iteration", "loss", "learning_rate")
@@ -22,7 +18,7 @@ class LossCsv(Callback):
     def __init__(self) -> None:
         self._path: Path | None = None
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         if run.directory is None:
             return
         self._path = run.directory.path / FILE
@@ -30,7 +26,7 @@ class LossCsv(Callback):
         with self._path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *kept])
 
-    def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
         if self._path is not None:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerow([metrics[column] for column in COLUMNS])

@@ -13,6 +13,7 @@ from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.model import Model
 from mt_core.nn.norm import RMSNorm
 from mt_core.parallel.context import ParallelContext
 from mt_plugin_example.config import ConvConfig
@@ -92,11 +93,13 @@ class ConvLayer(nn.Module):
         return x + self.mlp(self.pre_mlp_layernorm(x))
 
 
-class ConvModel(nn.Module):
+class ConvModel(Model):
     """tokens [B, S] -> logits [B, S, vocab]."""
 
     inputs = ("tokens", "segment_ids")
     """Arrays of a batch that the trainer passes."""
+    continues_text = True
+    """`mt generate` takes it: there is `new_cache`."""
 
     def __init__(self, config: ConvConfig, environment: ModelEnvironment) -> None:
         super().__init__()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import CallbackSpec, Lazy, ModelSpec
-
-if TYPE_CHECKING:
-    from mt_core.config.schema import Config
 
 
 @hookimpl
@@ -19,6 +14,7 @@ def mt_register_models() -> list[ModelSpec]:
             doc="Gated causal convolutions in place of attention",
             config_type=Lazy("mt_plugin_example.config:ConvConfig"),
             build=Lazy("mt_plugin_example.model:build_conv"),
+            check=Lazy("mt_plugin_example.config:check_conv"),
             presets=Lazy("mt_plugin_example.presets:PRESETS"),
         )
     ]
@@ -33,11 +29,3 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_plugin_example.loss_csv:build_loss_csv"),
         )
     ]
-
-
-@hookimpl
-def mt_check_config(config: Config) -> None:
-    if config.model.family == "conv":
-        from mt_plugin_example.config import check_conv
-
-        check_conv(config)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mt_ckpt.contents import Entry, Opened, files_of
+from mt_ckpt.contents import AUTO, Entry, Opened, files_of, open_any
 from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.source import MODEL
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
-from mt_core.train.checkpointing import require_fit
+from mt_core.train.checkpoint.state import require_fit
 
 WITH_CHECKSUMS = {".bin", ".pt", ".pth"}
 """Archives of torch.save, whose members have a CRC-32 that is compared on reading."""
@@ -25,11 +25,7 @@ def find_problems(
     `progress` is called with the number of bytes just read.
     """
     reader = opened.reader
-    problems = []
-    try:
-        _require_configured(reader, host)
-    except CheckpointError as error:
-        problems.append(str(error))
+    problems = _misfits(reader, host)
     for entry in tensors:
         try:
             value = reader.read(entry.name)
@@ -42,9 +38,23 @@ def find_problems(
     return problems
 
 
-def _require_configured(reader: CheckpointReader, host: PluginHost) -> None:
-    parameters = expected_parameters(model_config(reader, host), host)
-    require_fit(reader, {name: layout.shape for name, layout in parameters.items()}, MODEL)
+def configuration_problems(path: Path, host: PluginHost, loader: str) -> list[str]:
+    """What is wrong with the names and shapes of the checkpoint at `path`, of which no tensor is read.
+
+    Nothing is asked of a format that no installed loader reads, unless one is named.
+    """
+    if loader == AUTO and not any(spec.detect.load()(path) for spec in host.checkpoint_loaders):
+        return []
+    return _misfits(open_any(path, host, loader).reader, host)
+
+
+def _misfits(reader: CheckpointReader, host: PluginHost) -> list[str]:
+    try:
+        parameters = expected_parameters(model_config(reader, host), host)
+        require_fit(reader, {name: layout.shape for name, layout in parameters.items()}, MODEL)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def has_checksums(opened: Opened) -> bool:

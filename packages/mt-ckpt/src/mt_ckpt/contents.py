@@ -13,9 +13,9 @@ from mt_ckpt.locate import resolve_run
 from mt_ckpt.native.dtypes import format_name
 from mt_ckpt.native.manifest import MANIFEST_NAME
 from mt_ckpt.native.read import NativeReader
+from mt_core.checkpoint_lookup import open_checkpoint, open_with
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
-from mt_core.train.checkpointing import open_checkpoint, open_with
 
 AUTO = "auto"
 ITERATION = re.compile(r"iter_([0-9]{7,})")

@@ -17,6 +17,10 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="hf",
+            aliases=(
+                "llama_mistral",
+                "mixtral_hf",
+            ),
             doc="Hugging Face: safetensors or .bin files with config.json, whole or in shards",
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
@@ -24,6 +28,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="meta",
+            aliases=("llama_mistral",),
             doc="consolidated weights with params.json: Llama from Meta, Mistral's own layout",
             detect=Lazy("mt_ckpt.meta.reader:detect"),
             open=Lazy("mt_ckpt.meta.reader:open_checkpoint"),
@@ -37,6 +42,14 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             takes_host=True,
         ),
         CheckpointLoaderSpec(
+            name="dcp",
+            doc="torch.distributed.checkpoint with the names of torchtitan, OLMo-core or Hugging Face; needs a config",
+            detect=Lazy("mt_ckpt.dcp.reader:detect"),
+            open=Lazy("mt_ckpt.dcp.reader:open_checkpoint"),
+            takes_host=True,
+            takes_config=True,
+        ),
+        CheckpointLoaderSpec(
             name="transformers-megatron",
             doc="GPT-2 from the reshaping tool for Accelerate's Megatron-LM plugin",
             detect=Lazy("mt_ckpt.transformers_megatron.reader:detect"),
@@ -44,6 +57,10 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="megatron",
+            aliases=(
+                "core",
+                "torch",
+            ),
             doc="Megatron-Core, torch format: a file for each tensor, pipeline and expert rank",
             detect=Lazy("mt_ckpt.megatron.folder:detect"),
             open=Lazy("mt_ckpt.megatron.reader:open_checkpoint"),
@@ -51,6 +68,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="megatron-dist",
+            aliases=("torch_dist",),
             doc="Megatron-Core, torch_dist format: a distributed checkpoint, optimizer included",
             detect=Lazy("mt_ckpt.megatron_dist.common:detect"),
             open=Lazy("mt_ckpt.megatron_dist.reader:open_checkpoint"),
@@ -58,6 +76,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="megatron-legacy",
+            aliases=("legacy",),
             doc="Megatron-LM before Megatron-Core: GPT and BERT, checkpoint versions 0 to 3",
             detect=Lazy("mt_ckpt.megatron.folder:detect_legacy"),
             open=Lazy("mt_ckpt.megatron_legacy.reader:open_checkpoint"),
@@ -75,13 +94,21 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             save=Lazy("mt_ckpt.native.save:save_checkpoint"),
             save_sharded=Lazy("mt_ckpt.native.sharded:ShardedSave"),
             convert=Lazy("mt_ckpt.native.convert:convert_checkpoint"),
+            plan=Lazy("mt_ckpt.native.convert:plan_files"),
             converts_to_addresses=True,
         ),
         CheckpointSaverSpec(
             name="hf",
+            aliases=("mixtral_hf",),
             doc="Hugging Face: safetensors in shards, config.json and tokenizer files, for from_pretrained",
             convert=Lazy("mt_ckpt.hugging_face.save:convert_checkpoint"),
+            plan=Lazy("mt_ckpt.hugging_face.save:plan_files"),
             converts_to_addresses=True,
+        ),
+        CheckpointSaverSpec(
+            name="meta",
+            doc="Llama as Meta publishes it: params.json and a consolidated.NN.pth for each model-parallel rank",
+            convert=Lazy("mt_ckpt.meta.save:convert_checkpoint"),
         ),
         CheckpointSaverSpec(
             name="trtllm",
@@ -95,16 +122,22 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
         ),
         CheckpointSaverSpec(
             name="megatron",
+            aliases=(
+                "core",
+                "torch",
+            ),
             doc="Megatron-Core, torch format, for any tensor, pipeline and expert parallel sizes",
             convert=Lazy("mt_ckpt.megatron.save:convert_checkpoint"),
         ),
         CheckpointSaverSpec(
             name="megatron-dist",
-            doc="Megatron-Core, torch_dist format, with a fully reshardable optimizer",
+            aliases=("torch_dist",),
+            doc="Megatron-Core, torch_dist format, with an optimizer for any layout or in flat buckets",
             convert=Lazy("mt_ckpt.megatron_dist.save:convert_checkpoint"),
         ),
         CheckpointSaverSpec(
             name="megatron-legacy",
+            aliases=("legacy",),
             doc="Megatron-LM's names from before Megatron-Core",
             convert=Lazy("mt_ckpt.megatron_legacy.save:convert_checkpoint"),
         ),

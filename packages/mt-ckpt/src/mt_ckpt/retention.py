@@ -1,4 +1,4 @@
-"""The checkpoints of a run in mt's own format, and which of them `mt ckpt prune` removes."""
+"""The checkpoints of a run, and which of them `mt ckpt prune` removes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mt_ckpt.locate import TRACKER
-from mt_ckpt.native.manifest import detect
 from mt_core import retention
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.plugins import PluginHost
 
 
-def checkpoints_of(run: Path) -> list[Path]:
-    """The complete checkpoints of a run directory (or of its `checkpoints`), oldest first.
+def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:
+    """The complete checkpoints, of whatever format, of a run directory (or of its `checkpoints`), oldest first.
 
     Raises CheckpointError when there is none.
     """
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
         raise CheckpointError(f"{run}: no such directory")
-    whole = retention.checkpoints_in(folder, detect)
+    detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+    whole = retention.checkpoints_in(folder, lambda path: any(detect(path) for detect in detectors))
     if not whole:
         raise CheckpointError(f"{run}: has no checkpoint {retention.PREFIX}NNNNNNN")
     return whole

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from mt_ckpt.mapped import map_range
-from mt_ckpt.native.checksum import BLOCK_BYTES, read_range
+from mt_ckpt.native.checksum import BLOCK_BYTES, checksum, read_range
 from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
 from mt_core.errors import CheckpointError
 from mt_core.paths import is_remote
@@ -107,22 +107,32 @@ class SafetensorsWriter:
     before the end. An element must not be larger than the one before, so that every tensor is aligned: see `align`.
     """
 
-    def __init__(self, file: Path, tensors: Mapping[str, TensorInfo], pending_bytes: int = PENDING_BYTES) -> None:
-        """pending_bytes: of values that may wait to be written.
+    def __init__(
+        self,
+        file: Path,
+        tensors: Mapping[str, TensorInfo],
+        pending_bytes: int = PENDING_BYTES,
+        *,
+        offset: int | None = None,
+    ) -> None:
+        """pending_bytes: of values that may wait to be written. offset: where the tensors begin in a file that
+        `begin_safetensors` has made; None: a new file.
 
         Raises OSError, and CheckpointError for a dtype that the format cannot hold.
         """
         self._file, self._pending_bytes = file, pending_bytes
         self._left = iter(tensors.items())
-        header = _header(tensors)
-        self._stream = file.open("wb", buffering=0)
+        header = _header(tensors) if offset is None else b""
+        self._stream = file.open("wb" if offset is None else "r+b", buffering=0)
+        self._stream.seek(offset or 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-write")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-sync")
         self._unsynced = 0
         self._syncs: list[Future[None]] = []
         self._parts: list[Future[Part]] = []
         self._waiting: deque[tuple[Future[Part], int]] = deque()
-        self._submit(memoryview(header))
+        if header:
+            self._submit(memoryview(header))
 
     def add(self, value: Tensor) -> None:
         """Take the next tensor, which must not change any more.
@@ -137,7 +147,7 @@ class SafetensorsWriter:
             self._waiting.popleft()[0].result()
 
     def finish(self) -> list[Part]:
-        """Sync the file, whose values must all be there; returns its parts, first the header, then each tensor."""
+        """Sync the file, whose values must all be there; returns its parts: the header of a new file, each tensor."""
         if missing := [name for name, _ in self._left]:
             raise ValueError(f"{self._file}: no value was added for {', '.join(missing[:8])}")
         parts = [part.result() for part in self._parts]
@@ -187,6 +197,27 @@ class SafetensorsWriter:
 def write_safetensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterable[Tensor]) -> list[Part]:
     """Write and sync a whole file; `values` come in the order of `tensors`. Returns its parts as `finish` does."""
     with closing(SafetensorsWriter(file, tensors)) as writer:
+        for value in values:
+            writer.add(value)
+            del value  # else it is held while the next one is made
+        return writer.finish()
+
+
+def begin_safetensors(file: Path, tensors: Mapping[str, TensorInfo]) -> Part:
+    """A new file with its header and room for the tensors, which `write_tensors` writes; returns the header as a part.
+
+    Raises OSError, and CheckpointError for a dtype that the format cannot hold.
+    """
+    header = _header(tensors)
+    with file.open("wb") as stream:
+        stream.write(header)
+        stream.truncate(len(header) + sum(info.num_bytes for info in tensors.values()))
+    return len(header), checksum(header)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterable[Tensor], offset: int) -> list[Part]:
+    """Write and sync tensors that follow one another, from `offset` bytes on. Returns a part for each."""
+    with closing(SafetensorsWriter(file, tensors, offset=offset)) as writer:
         for value in values:
             writer.add(value)
             del value  # else it is held while the next one is made

@@ -29,6 +29,10 @@ class TorchFile:
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: TensorInfo(stored.shape, stored.dtype) for name, stored in self._stored.items()}
 
+    def same_storage(self, first: str, second: str) -> bool:
+        """Whether two tensors are both there and are the same elements of one storage."""
+        return first in self._stored and self._stored[first] == self._stored.get(second)
+
     def read(self, name: str) -> Tensor:
         """One tensor on CPU, contiguous, in memory of its own."""
         return self._stored[name].read()

@@ -9,14 +9,14 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from mt_cli import plugin
-from mt_cli.context import host_of, is_strict
 from mt_cli.quick import QuickCommand, QuickParameters
 from mt_cli.versions import version_lines
+from mt_core.commands import host_of, is_strict
 from mt_core.errors import MtError, PluginError
 from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
 
-HELP = "Train, convert, evaluate and serve large transformer models."
+HELP = "Train, convert, plan and verify large transformer models."
 HOMES = {"data": "mt-data", "ckpt": "mt-ckpt", "convert": "mt-ckpt"}
 """Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")
@@ -81,8 +81,10 @@ class DeferredCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the real command, which is what runs from here on."""
-        if is_strict() and self.spec.name not in DIAGNOSIS:
-            load_plugins()  # raises at the first problem
+        if self.spec.name not in DIAGNOSIS:
+            self.host.require_known_names()
+            if is_strict():
+                load_plugins()  # raises at the first problem
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:

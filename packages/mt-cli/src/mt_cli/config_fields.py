@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from mt_cli.toml import shown
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
 from mt_core.errors import ConfigError, MtError, did_you_mean
-from mt_core.plugins import PluginHost
+from mt_core.plugins import PluginHost, Registry
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,20 @@ class ConfigField:
         return " and ".join(parts)
 
 
+DISPATCHER_OPTIONS = "model.moe.moe_dispatcher_options"
+
+
 def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
-    """The keys of a section: those that all its types have, then those that plugins' types add or redefine."""
-    base = SECTIONS[section]
-    fields = [_describe(section, key, info) for key, info in base.model_fields.items()]
+    """The keys of a section or of a table below one: those that all its types have, then those that plugins' types
+    add or redefine."""
+    base = SECTIONS.get(section)
+    fields = [_describe(section, key, info) for key, info in base.model_fields.items()] if base else []
     known = {(field.key, field.type, field.default, field.doc): index for index, field in enumerate(fields)}
     for name, type_ in _plugin_types(section, host):
         for key, info in type_.model_fields.items():
-            if key == base.selector:
+            if base is not None and key == base.selector:
                 continue  # a type names itself there
-            field = _describe(section, key, info, name)
+            field = _describe(section, key, info, name if selector(section) else None)
             same = known.setdefault((key, field.type, field.default, field.doc), len(fields))
             if same == len(fields):
                 fields.append(field)
@@ -62,10 +66,36 @@ def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
     return fields
 
 
+def section_names(host: PluginHost) -> list[str]:
+    """The sections, each followed by the tables below it: model.moe is one, with a type of its own."""
+    return [table for section in SECTIONS for table in (section, *_tables(section, host))]
+
+
+def _tables(section: str, host: PluginHost) -> list[str]:
+    if section != "model":
+        return []
+    blocks = [f"model.{name}" for name in _feed_forward_keys(host)]
+    return [*blocks, *([DISPATCHER_OPTIONS] if "model.moe" in blocks else [])]
+
+
+def _feed_forward_keys(host: PluginHost) -> list[str]:
+    """Feed-forwards whose options are a key of some model family, such as moe."""
+    keys = {key for _, type_ in _plugin_types("model", host) for key in type_.model_fields}
+    return [name for name in host.feed_forwards.names() if name in keys]
+
+
+def selector(section: str) -> str | None:
+    """The dotted key that chooses the type of a section or table."""
+    if section == DISPATCHER_OPTIONS:
+        return "model.moe.moe_token_dispatcher_type"
+    base = SECTIONS.get(section)
+    return f"{section}.{base.selector}" if base is not None and base.selector is not None else None
+
+
 def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
     """Every declaration of `section.key`, or of `key` in any section. Raises ConfigError if there is none."""
     section, dot, key = dotted.rpartition(".")
-    sections = [require_section(section)] if dot else list(SECTIONS)
+    sections = [require_section(section, host)] if dot else section_names(host)
     everything = [field for name in sections for field in section_fields(name, host)]
     found = [field for field in everything if field.key == key]
     if not found:
@@ -75,22 +105,32 @@ def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
     return found
 
 
-def require_section(name: str) -> str:
-    if name not in SECTIONS:
-        raise ConfigError(f"unknown section {name}{did_you_mean(name, SECTIONS)}; sections are {', '.join(SECTIONS)}")
+def require_section(name: str, host: PluginHost) -> str:
+    known = section_names(host) if "." in name else list(SECTIONS)
+    if name not in known:
+        raise ConfigError(f"unknown section {name}{did_you_mean(name, known)}; sections are {', '.join(known)}")
     return name
 
 
 def _plugin_types(section: str, host: PluginHost) -> Iterator[tuple[str, type[Section]]]:
     """Selector value -> type, for each registered thing of the section; one that cannot be imported is left out."""
-    if section not in REGISTRY_OF_SECTION:
+    registry = _registry(section, host)
+    if registry is None:
         return
-    registry = host.registry(REGISTRY_OF_SECTION[section])
-    for name in registry.names():
+    names = [section.removeprefix("model.")] if registry is host.feed_forwards else registry.names()
+    for name in names:
         try:
             yield name, registry.get(name).config_type.load()
         except (ImportError, AttributeError, MtError):
             continue  # `mt plugins` tells of duplicates, `mt train` of the import
+
+
+def _registry(section: str, host: PluginHost) -> Registry[Any] | None:
+    if section in REGISTRY_OF_SECTION:
+        return host.registry(REGISTRY_OF_SECTION[section])
+    if section == DISPATCHER_OPTIONS:
+        return host.moe_dispatchers
+    return host.feed_forwards if section.startswith("model.") else None
 
 
 def _also_selected_by(field: ConfigField, name: str) -> ConfigField:

@@ -42,7 +42,7 @@ def describe_launch(config: Config, nnodes: int, nproc: int, arguments: Sequence
 
 def draw_launch(config: Config, world_size: int, path: Path) -> None:
     """The ranks by axes as a picture."""
-    from mt_core.parallel.picture import draw_layout
+    from mt_core.parallel.plot import draw_layout
     from mt_core.train.build import axis_sizes
 
     path.write_text(draw_layout(axis_sizes(config), world_size), encoding="utf-8")

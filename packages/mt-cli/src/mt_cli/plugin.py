@@ -14,14 +14,11 @@ def _command(name: str, attribute: str, doc: str) -> CommandSpec:
 def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("train", "train", "Train a model; without arguments a small GPT, in about a minute"),
-        _command("verify", "app", "Check that a layout, or a resumed run, computes the same"),
-        _command("plan", "plan", "Say what each rank of a layout holds and sends; find layouts that fit"),
         _command("generate", "generate", "Continue a text with a trained model"),
         _command("models", "models", "List model families, presets and parameter counts"),
         _command("config", "app", "Show, check and explain the configuration"),
         _command("plugins", "plugins", "List plugins and everything they register"),
-        _command("bench", "app", "Measure speed and memory; compare and draw what was measured"),
-        _command("doctor", "doctor", "Look at this machine: devices, number formats, kernels, packages"),
+        _command("doctor", "doctor", "Look at this machine: devices, dtypes, kernels, packages"),
     ]
 
 

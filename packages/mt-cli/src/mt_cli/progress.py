@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from mt_core.config.schema import Config
-from mt_core.train.callbacks import Callback, Metrics
+from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.log_file import evaluation_line, step_line
-
-if TYPE_CHECKING:
-    from mt_core.train.trainer import Trainer, TrainResult
+from mt_core.train.state import TrainResult
 
 
 class PlainProgress(Callback):
@@ -23,22 +27,22 @@ class PlainProgress(Callback):
         self.console = console
         self._last = 0
 
-    def on_message(self, run: Trainer, text: str) -> None:
+    def on_message(self, run: Run, text: str) -> None:
         self._print(text)
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         self._last = run.last_iteration
 
-    def on_log(self, run: Trainer, metrics: Metrics) -> None:
+    def on_log(self, run: Run, metrics: Metrics) -> None:
         self._print(step_line(metrics, self._last))
 
-    def on_evaluation(self, run: Trainer, metrics: Metrics) -> None:
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._print(evaluation_line(metrics))
 
-    def on_checkpoint(self, run: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         self._print(f"saved {path}")
 
-    def on_train_end(self, run: Trainer, result: TrainResult) -> None:
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
         if result.stopped:
             self._print(f"stopped by {result.stopped} after step {result.state.iteration}")
 
@@ -46,30 +50,48 @@ class PlainProgress(Callback):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+BAR = 12
+"""Characters of the narrowest bar that is worth showing."""
+
+
+def live_columns(width: int, last_iteration: int) -> list[ProgressColumn]:
+    """What fits on one line of `width` characters: the step, the loss and the time left always, then by importance
+    tokens/s, the gradient norm, the learning rate and a bar."""
+    steps = 2 * len(str(last_iteration)) + 1
+    room = width - steps - len(" loss 00.000 00:00:00")
+    shown: dict[str, ProgressColumn] = {}
+    for name, cost, column in (
+        ("rate", len(" 9,999,999 tokens/s"), TextColumn("{task.fields[rate]} tokens/s")),
+        ("grad_norm", len(" grad norm 999.99"), TextColumn("grad norm {task.fields[grad_norm]}")),
+        ("learning_rate", len(" lr 1.0e-04"), TextColumn("lr {task.fields[learning_rate]}")),
+        ("bar", 1 + BAR, BarColumn(bar_width=None)),
+    ):
+        if cost > room:
+            break
+        room -= cost
+        shown[name] = column
+    order = ("bar", "steps", "loss", "grad_norm", "learning_rate", "rate", "left")
+    shown["steps"] = MofNCompleteColumn()
+    shown["loss"] = TextColumn("loss [bold]{task.fields[loss]}[/]")
+    shown["left"] = TimeRemainingColumn(compact=True)
+    return [shown[name] for name in order if name in shown]
+
+
 class LiveProgress(PlainProgress):
     """One line that moves: step, loss, gradient norm, learning rate, tokens/s, time left."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss [bold]{task.fields[loss]}[/]"),
-            TextColumn("grad norm {task.fields[grad_norm]}"),
-            TextColumn("lr {task.fields[learning_rate]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-        )
+        self._progress = Progress(console=console)
         self._task = self._progress.add_task("", total=None, loss="-", grad_norm="-", learning_rate="-", rate="-")
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         super().on_train_start(run)
+        self._progress.columns = tuple(live_columns(self.console.width, self._last))
         self._progress.update(self._task, total=self._last, completed=run.state.iteration)
         self._progress.start()
 
-    def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
         self._progress.update(
             self._task,
             completed=run.state.iteration,
@@ -79,10 +101,10 @@ class LiveProgress(PlainProgress):
             rate=f"{metrics['tokens_per_second']:,.0f}",
         )
 
-    def on_log(self, run: Trainer, metrics: Metrics) -> None:
+    def on_log(self, run: Run, metrics: Metrics) -> None:
         """The live line says it all."""
 
-    def on_checkpoint(self, run: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         """Named at the end; in between it would only push the line down."""
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ error: a field that is dropped in silence is a model that computes something els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,22 +21,26 @@ def unchanged(value: Any) -> Any:
 class Field:
     """One key there, one key of [model] here.
 
-    to_ours, to_theirs: translate the value. default: the external default when the key is absent.
+    import_value, export_value: translate the value. default: the external default when the key is absent.
     """
 
     theirs: str
     ours: str
-    to_ours: Callable[[Any], Any] = unchanged
-    to_theirs: Callable[[Any], Any] = unchanged
+    import_value: Callable[[Any], Any] = unchanged
+    export_value: Callable[[Any], Any] = unchanged
     default: Any = None
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key there that can only have these values, since the family means them. The first is written."""
+    """A key there that can only have these values, since the family means them.
+
+    The first is written. written=False: a key that only some files have, and that no program reads.
+    """
 
     theirs: str
     values: tuple[Any, ...]
+    written: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,10 @@ class ConfigMap:
     """Keys of [model] that depend on several external ones; receives the whole external configuration."""
     further_keys: tuple[str, ...] = ()
     """External keys that `further` reads."""
-    further_back: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    export_extra: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """The way back: external keys from the whole of [model]."""
 
-    def to_ours(self, external: Mapping[str, Any]) -> dict[str, Any]:
+    def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""
         known = {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.further_keys}
         unknown = sorted(set(external) - known)
@@ -69,18 +73,33 @@ class ConfigMap:
             if entry.theirs in external and external[entry.theirs] not in entry.values:
                 legal = " or ".join(repr(value) for value in entry.values)
                 raise ConfigError(f"{entry.theirs}={external[entry.theirs]!r} is not supported; it can be {legal}")
-        values = {f.ours: f.to_ours(external.get(f.theirs, f.default)) for f in self.fields}
+        values = {
+            f.ours: _translated(f.import_value, external.get(f.theirs, f.default), [f.theirs]) for f in self.fields
+        }
         if self.further is not None:
-            values.update(self.further(external))
+            values.update(_translated(self.further, external, self.further_keys))
         return {key: value for key, value in values.items() if value is not None}
 
-    def to_theirs(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def export_value(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The external configuration of a [model] section with every key present."""
-        values = {f.theirs: f.to_theirs(model.get(f.ours)) for f in self.fields}
-        values.update({entry.theirs: entry.values[0] for entry in self.fixed})
-        if self.further_back is not None:
-            values.update(self.further_back(model))
+        values = {f.theirs: f.export_value(model.get(f.ours)) for f in self.fields}
+        values.update({entry.theirs: entry.values[0] for entry in self.fixed if entry.written})
+        if self.export_extra is not None:
+            values.update(self.export_extra(model))
         return values
+
+
+def _translated(translate: Callable[[Any], Any], value: Any, keys: Sequence[str]) -> Any:
+    """What `translate` makes of a value (that of a key, or a table of several); ConfigError that names the keys for
+    one that it was not written for."""
+    try:
+        return translate(value)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        table = value if isinstance(value, Mapping) else {keys[0]: value}
+        given = ", ".join(f"{key}={table[key]!r:.80}" for key in keys if key in table)
+        raise ConfigError(f"{given or 'the configuration'} cannot be used: {error}") from error
 
 
 def require_known(kind: str, value: str, allowed: Iterable[str]) -> str:

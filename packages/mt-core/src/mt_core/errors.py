@@ -5,7 +5,8 @@ Every error here is shown without a traceback by the command line; anything else
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -49,3 +50,28 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A trailing ` (did you mean "x"?)`, or nothing when no known word is near to the given one."""
     near = get_close_matches(given, list(known), n=1, cutoff=0.6)
     return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+class Problems:
+    """Errors of checks that do not depend on one another, to be told all at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[MtError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """An MtError of the block is kept, and the next check runs."""
+        try:
+            yield
+        except MtError as error:
+            self.errors.append(error)
+
+    def stop_if_any(self) -> None:
+        """Raise the only error as it is, or one error with a line for each. Errors of one type keep it; a mixture is a
+        ConfigError."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            types = {type(error) for error in self.errors}
+            raised = types.pop() if len(types) == 1 else ConfigError
+            raise raised("\n".join(dict.fromkeys(str(error) for error in self.errors)))

@@ -14,19 +14,18 @@ A plugin module should import nothing heavy: specs point to code with `Lazy`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
-    from mt_core.config.schema import Config
-    from mt_core.plugins import PluginHost
     from mt_core.specs import (
         AttentionBackendSpec,
         CallbackSpec,
         CheckpointLoaderSpec,
         CheckpointSaverSpec,
         CommandSpec,
+        ContextParallelMethodSpec,
         DatasetSpec,
         FeedForwardSpec,
         LossSpec,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         ModelSpec,
         MoeDispatcherSpec,
         OptimizerSpec,
+        PipelineScheduleSpec,
         TokenizerSpec,
     )
 
@@ -91,6 +91,18 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
 
 
 @hookspec
+def mt_register_pipeline_schedules() -> list[PipelineScheduleSpec]:
+    """Orders of passes over pipeline stages, selected by `parallel.pipeline_schedule`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_context_parallel_methods() -> list[ContextParallelMethodSpec]:
+    """Ways for attention over sequences that several ranks share, selected by `parallel.cp_comm_type`."""
+    raise NotImplementedError
+
+
+@hookspec
 def mt_register_optimizers() -> list[OptimizerSpec]:
     """Optimizers, selected by `optimizer.optimizer`."""
     raise NotImplementedError
@@ -121,9 +133,9 @@ def mt_register_commands() -> list[CommandSpec]:
 
 
 @hookspec
-def mt_check_config(config: Config, host: PluginHost) -> None:
+def mt_check_config(config: Any, host: Any) -> None:
     """Look at the whole resolved configuration and raise ConfigError if it cannot work.
 
-    host: what is registered, for values that name other plugins' things.
+    config: a mt_core.config.Config. host: the PluginHost, for values that name what other plugins register.
     Called before any process group, model or data set exists.
     """

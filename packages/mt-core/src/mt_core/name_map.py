@@ -59,12 +59,12 @@ class Rule:
         forms = (self, *self.others)
         return next((form for form in forms if not names.isdisjoint(form.sources)), self)
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         """The canonical tensor from the external ones."""
         raise NotImplementedError
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The external tensors from the canonical one; the inverse of to_ours."""
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The external tensors from the canonical one; the inverse of import_value."""
         raise NotImplementedError
 
 
@@ -72,10 +72,10 @@ class Rule:
 class Same(Rule):
     """One tensor as it is."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor]
 
 
@@ -83,10 +83,10 @@ class Same(Rule):
 class Transpose(Rule):
     """One matrix, stored [in, out] there and [out, in] here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].T.contiguous()
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor.T.contiguous()]
 
 
@@ -94,10 +94,10 @@ class Transpose(Rule):
 class Concatenate(Rule):
     """Several tensors end to end along dimension 0, in equal parts: gate and up."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors))
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [part.contiguous() for part in tensor.chunk(len(self.sources))]
 
 
@@ -113,14 +113,14 @@ class GroupedQKV(Rule):
     heads: int = 1
     transposed: bool = False
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = [x.T if self.transposed and x.ndim == 2 else x for x in tensors]
         if len(parts) == 1:
             rows = parts[0].shape[0] // (self.heads + 2 * self.groups)
             parts = list(parts[0].split([rows * self.heads, rows * self.groups, rows * self.groups]))
         return torch.cat([x.unflatten(0, (self.groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         grouped = tensor.unflatten(0, (self.groups, -1))
         per_group = self.heads // self.groups
         size = grouped.shape[1] // (per_group + 2)
@@ -161,13 +161,15 @@ class NameMap:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"the tensors do not fit the model: {'; '.join(problems[:8])}{more}")
 
-    def to_ours(self, read: Read) -> Iterator[tuple[str, Tensor]]:
+    def import_value(self, read: Read) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, tensor) one by one; `read` gives an external tensor by name."""
         for rule in self.rules:
-            yield rule.ours, rule.to_ours([read(name) for name in rule.sources])
+            yield rule.ours, rule.import_value([read(name) for name in rule.sources])
 
-    def to_theirs(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def export_value(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """(external name, tensor) one by one, in the order of `tensors`."""
         for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             rule = self._by_ours[name]
-            yield from zip(rule.sources, rule.to_theirs(tensor), strict=True)
+            yield from zip(rule.sources, rule.export_value(tensor), strict=True)

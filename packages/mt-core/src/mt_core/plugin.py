@@ -8,15 +8,18 @@ from mt_core.hookspecs import hookimpl
 from mt_core.specs import (
     AttentionBackendSpec,
     CallbackSpec,
+    ContextParallelMethodSpec,
     FeedForwardSpec,
     Lazy,
     LossSpec,
     LRScheduleSpec,
     OptimizerSpec,
+    PipelineScheduleSpec,
 )
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
 
 
 @hookimpl
@@ -63,6 +66,50 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
             doc="FlexAttention: any mask, window, bias or soft cap in one compiled kernel, on cuda",
             supports=Lazy("mt_core.nn.attention_backends.flex:supports_flex"),
             build=Lazy("mt_core.nn.attention_backends.flex:build_flex"),
+        ),
+    ]
+
+
+def _pipeline_schedule(name: str, schedule: str, doc: str) -> PipelineScheduleSpec:
+    return PipelineScheduleSpec(name=name, doc=doc, schedule=Lazy(f"mt_core.parallel.pipeline.schedules:{schedule}"))
+
+
+@hookimpl
+def mt_register_pipeline_schedules() -> list[PipelineScheduleSpec]:
+    return [
+        _pipeline_schedule("gpipe", "GPIPE", "All forward passes, then all backward passes"),
+        _pipeline_schedule("1f1b", "ONE_F_ONE_B", "One forward and one backward pass in turn"),
+        _pipeline_schedule("interleaved_1f1b", "INTERLEAVED_1F1B", "1f1b over several stages of each rank"),
+        _pipeline_schedule("interleaved_zero_bubble", "INTERLEAVED_ZERO_BUBBLE", "ZB1P: backward passes in two halves"),
+        _pipeline_schedule("zbv_zero_bubble", "ZBV_ZERO_BUBBLE", "ZB-V: the same, two stages of a rank in a V"),
+        _pipeline_schedule("dualpipe_v", "DUALPIPE_V", "DeepSeek's DualPipe, halved: a V run from both ends"),
+    ]
+
+
+def _context_parallel_method(
+    name: str, function: str, doc: str, *, hierarchical: bool = False, whole_sequences: bool = False
+) -> ContextParallelMethodSpec:
+    module = "mt_core.nn.context_parallel.core"
+    return ContextParallelMethodSpec(
+        name=name,
+        doc=doc,
+        build=Lazy(f"{module}:build_{function}"),
+        check=Lazy(f"{module}:check_inner_heads") if whole_sequences or hierarchical else None,
+        hierarchical=hierarchical,
+        whole_sequences=whole_sequences,
+    )
+
+
+@hookimpl
+def mt_register_context_parallel_methods() -> list[ContextParallelMethodSpec]:
+    return [
+        _context_parallel_method("p2p", "p2p", "Keys and values go round to the ranks that see them"),
+        _context_parallel_method("all_gather", "all_gather", "Keys and values go to all ranks at once"),
+        _context_parallel_method(
+            "a2a", "a2a", "All tokens go to the ranks that have the heads (Ulysses)", whole_sequences=True
+        ),
+        _context_parallel_method(
+            "a2a+p2p", "hierarchical", "a2a over an inner axis, p2p over an outer one", hierarchical=True
         ),
     ]
 
@@ -158,7 +205,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         CallbackSpec(
             name="metrics_jsonl",
             doc="Writes metrics.jsonl in the run directory",
-            build=Lazy("mt_core.train.metrics:build_metrics_jsonl"),
+            build=Lazy("mt_core.train.metrics_jsonl:build_metrics_jsonl"),
             always=True,
         ),
         CallbackSpec(
@@ -171,8 +218,11 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 
 
 @hookimpl
-def mt_check_config(config: Config) -> None:
+def mt_check_config(config: Config, host: PluginHost) -> None:
     from mt_core.optim.checks import check_main_weights, check_optimizer
+    from mt_core.train.layout_checks import check_context_parallel_method, check_pipeline_schedule
 
     check_optimizer(config.optimizer)
     check_main_weights(config)
+    check_pipeline_schedule(config, host)
+    check_context_parallel_method(config, host)

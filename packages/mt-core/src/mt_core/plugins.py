@@ -7,26 +7,25 @@ else. `MT_PLUGINS=a,b` loads only the plugins (entry-point names) in the list; a
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import pluggy
 
 from mt_core import hookspecs, specs
-from mt_core.errors import MtError, PluginError, did_you_mean
+from mt_core.errors import MtError, PluginError, Problems, did_you_mean
 from mt_core.specs import Spec
-
-if TYPE_CHECKING:
-    from mt_core.config.schema import Config
 
 ENTRY_POINT_GROUP = "mt"
 ALLOW_LIST_VARIABLE = "MT_PLUGINS"
 STRICT_VARIABLE = "MT_PLUGINS_STRICT"
 
+log = logging.getLogger(__name__)
 SpecT = TypeVar("SpecT", bound=Spec)
 Stage = Literal["allow-list", "version", "import", "hooks", "register"]
 
@@ -60,6 +59,15 @@ KINDS: dict[str, Kind[Any]] = {
     ),
     "attention_backends": Kind(
         "an attention backend", "mt_register_attention_backends", specs.AttentionBackendSpec, "mt-core"
+    ),
+    "pipeline_schedules": Kind(
+        "a pipeline schedule", "mt_register_pipeline_schedules", specs.PipelineScheduleSpec, "mt-core"
+    ),
+    "context_parallel_methods": Kind(
+        "a context-parallel method",
+        "mt_register_context_parallel_methods",
+        specs.ContextParallelMethodSpec,
+        "mt-core",
     ),
     "optimizers": Kind("an optimizer", "mt_register_optimizers", specs.OptimizerSpec, "mt-core"),
     "lr_schedules": Kind("a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"),
@@ -129,6 +137,8 @@ class Registry(Generic[SpecT]):
         if len(found) == 1:
             return found[0].spec
         asked = asker or (f"{key}={name}" if key else name)
+        if not found and (alias := self._by_alias(name, asked)) is not None:
+            return alias
         if found:
             owners = " and ".join(r.plugin.label for r in found)
             raise PluginError(
@@ -136,6 +146,16 @@ class Registry(Generic[SpecT]):
                 f"keep one of them with {ALLOW_LIST_VARIABLE}, or uninstall the other"
             )
         raise PluginError(f'{asked} needs {self.kind.title} named "{name}"; {self._missing(name)}')
+
+    def _by_alias(self, name: str, asked: str) -> SpecT | None:
+        """The only spec that is known elsewhere by this name, with a note that says ours; an error if there are two."""
+        found = [spec for spec in self if name in spec.aliases]
+        if len(found) == 1:
+            log.warning("note: %s is called %s here", asked, found[0].name)
+            return found[0]
+        if found:
+            raise PluginError(f"{asked} is {' or '.join(sorted(spec.name for spec in found))} here; name one of them")
+        return None
 
     def _missing(self, name: str) -> str:
         known = self.names()
@@ -151,6 +171,8 @@ class PluginHost:
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.plugins: list[Plugin] = []
+        self.unknown_names: list[str] = []
+        """A sentence for each name of MT_PLUGINS that no installed plugin has."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._collected: dict[str, Registry[Any]] = {}
@@ -255,6 +277,14 @@ class PluginHost:
         return self.registry("attention_backends")
 
     @cached_property
+    def pipeline_schedules(self) -> Registry[specs.PipelineScheduleSpec]:
+        return self.registry("pipeline_schedules")
+
+    @cached_property
+    def context_parallel_methods(self) -> Registry[specs.ContextParallelMethodSpec]:
+        return self.registry("context_parallel_methods")
+
+    @cached_property
     def optimizers(self) -> Registry[specs.OptimizerSpec]:
         return self.registry("optimizers")
 
@@ -274,17 +304,31 @@ class PluginHost:
     def commands(self) -> Registry[specs.CommandSpec]:
         return self.registry("commands")
 
-    def check_config(self, config: Config) -> None:
-        """Let every plugin look at the resolved configuration; the first objection is raised."""
+    def check_config(self, config: Any) -> None:
+        """Let the model's family and every plugin look at the resolved configuration (a mt_core.config.Config); their
+        objections are raised as one error."""
+        problems = Problems()
+        family = config.model.family
+        check = self.models.get(family).check if self.models.owners(family) else None
+        if check is not None:
+            with problems.collect():
+                check.load()(config)
         for plugin, function in self._implementations("mt_check_config"):
-            try:
-                function(config=config, host=self)
-            except MtError:
-                raise
-            except Exception as error:
-                raise PluginError(f"{plugin.label}, mt_check_config: {type(error).__name__}: {error}") from error
+            with problems.collect():
+                try:
+                    function(config=config, host=self)
+                except MtError:
+                    raise
+                except Exception as error:
+                    raise PluginError(f"{plugin.label}, mt_check_config: {type(error).__name__}: {error}") from error
+        problems.stop_if_any()
 
     # -- problems -------------------------------------------------------------------------------
+
+    def require_known_names(self) -> None:
+        """Raise PluginError if the allow-list names a plugin that is not installed."""
+        for sentence in self.unknown_names:
+            raise PluginError(sentence)
 
     def duplicates(self) -> list[tuple[str, str, list[Plugin]]]:
         """(kind, name, plugins) for each name that more than one plugin registers."""
@@ -318,15 +362,21 @@ def load_plugins(
     allow: entry-point names to load, default from MT_PLUGINS (unset: all). strict: raise PluginError at
     the first problem, default from MT_PLUGINS_STRICT. found: entry points to use in place of the
     installed ones, for tests.
+
+    Raises PluginError for a name in the list that no installed plugin has; with strict=False the host keeps it for
+    `require_known_names`, so that `mt plugins` can show what is installed.
     """
     if allow is None and ALLOW_LIST_VARIABLE in os.environ:
         allow = [name.strip() for name in os.environ[ALLOW_LIST_VARIABLE].split(",") if name.strip()]
+    checks_names = strict is not False
     if strict is None:
         strict = os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
     host = PluginHost(strict=strict)
     allowed = None if allow is None else set(allow)
     candidates = list(entry_points(group=ENTRY_POINT_GROUP)) if found is None else list(found)
-    _refuse_unknown_names(allowed, candidates, strict)
+    host.unknown_names = _unknown_names(allowed, candidates)
+    if checks_names:
+        host.require_known_names()
     # Sorted, so that listings and messages do not depend on the order of directories on a disk.
     for entry_point in sorted(candidates, key=lambda e: (e.name, _distribution_name(e))):
         if allowed is not None and entry_point.name not in allowed:
@@ -340,15 +390,14 @@ def load_plugins(
     return host
 
 
-def _refuse_unknown_names(allowed: set[str] | None, candidates: list[EntryPoint], strict: bool) -> None:
-    if allowed is None or not strict:
-        return
+def _unknown_names(allowed: set[str] | None, candidates: list[EntryPoint]) -> list[str]:
+    """A sentence for each name of the allow-list that no installed plugin has."""
     known = {entry_point.name for entry_point in candidates}
-    for name in sorted(allowed - known):
-        raise PluginError(
-            f"{ALLOW_LIST_VARIABLE} names {name}, which is not installed; "
-            f"installed plugins are {', '.join(sorted(known))}{did_you_mean(name, known)}"
-        )
+    return [
+        f"{ALLOW_LIST_VARIABLE} names {name}, which is not installed; "
+        f"installed plugins are {', '.join(sorted(known))}{did_you_mean(name, known)}"
+        for name in sorted((allowed or set()) - known)
+    ]
 
 
 def _describe(entry_point: EntryPoint) -> Plugin:

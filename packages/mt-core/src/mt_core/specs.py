@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from mt_core.config.schema import Config
-    from mt_core.nn.boxes import Box
-    from mt_core.nn.environment import ModelEnvironment
-    from mt_core.plugins import PluginHost
+    from mt_core.tensor_slice import TensorSlice
 
 T = TypeVar("T")
 Split = Literal["train", "valid", "test"]
@@ -58,7 +55,7 @@ class Lazy(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Ids with a meaning of their own. One that a tokenizer does not have is None, never a made-up number."""
+    """Ids with a meaning of their own. One that a tokenizer does not have is None, never a fake number."""
 
     eod: int | None = None
     """Put after each document."""
@@ -97,7 +94,11 @@ class Tokenizer(Protocol):
 
 
 class Dataset(Protocol):
-    """Samples by number. The order is part of the data set: sample k is the k-th one trained on."""
+    """Samples by number. The order is part of the data set: sample k is the k-th one trained on.
+
+    A method `fingerprint() -> str` may say what the samples are made of, whatever its name and place (not their order,
+    which the configuration decides): a run is not resumed on other data unknowingly then.
+    """
 
     def __len__(self) -> int: ...
 
@@ -192,27 +193,39 @@ class CheckpointReader(Protocol):
 
 
 @runtime_checkable
-class ReadsBoxes(Protocol):
+class ReadsSlices(Protocol):
     """A `CheckpointReader` that can read parts of a tensor without the rest of it."""
 
-    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        """Each box of the canonical tensor, on CPU; what is read is verified."""
+    def read_slices(self, name: str, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
+        """Each slice of the canonical tensor, on CPU; what is read is verified."""
         ...
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A `CheckpointReader` whose `files` lie in one folder under their names."""
+
+    @property
+    def files_folder(self) -> Path: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """A box of a canonical tensor, as one rank holds it.
+    """A slice of a canonical tensor, as one rank holds it.
 
-    shape: of the whole tensor. tensor: gives the box's elements, of any device and stride, as they are when it is
+    shape: of the whole tensor. tensor: gives the slice's elements, of any device and stride, as they are when it is
     called.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    tensor_slice: TensorSlice
     tensor: Callable[[], torch.Tensor]
+
+
+VocabPadding = Literal["repeat-last", "mean", "minus-inf-like", "zero"]
+"""Rows of the vocabulary that stand for no id, of formats that store them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +240,19 @@ class ConvertOptions:
     """Default: as target_tensor_parallel_size."""
     make_vocab_size_divisible_by: int | None = None
     """Of formats that store padding. Default: as the model's configuration."""
+    vocab_padding: VocabPadding | None = None
+    """What the rows of padding are, of formats that store them. Default: those that the source has; others so that a
+    softmax over them too gives the loss of the model."""
     dtype: str | None = None
     """Number format of the written weights: fp32, bf16 or fp16. Default: as they are."""
     max_shard_size: int | None = None
     """Bytes of a file, of formats that cut by size."""
+    target_megatron_version: str | None = None
+    """The Megatron-Core that the files are for, such as 0.12. Default: the newest."""
+    target_transformer_impl: Literal["transformer_engine", "local"] | None = None
+    """Of Megatron's formats: whose layers' names are written. Default: the source run's, else Transformer Engine's."""
+    target_optimizer_format: Literal["fully_reshardable", "dp_reshardable", "none"] | None = None
+    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: fully_reshardable."""
     upcycle_experts: int | None = None
     """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""
     granularity: int = 1
@@ -257,10 +279,14 @@ class Spec:
 
     name: str
     doc: str
+    aliases: tuple[str, ...] = ()
+    """Names that it has elsewhere. One that no other spec has, as name or alias, is taken with a note."""
 
 
 class BuildModel(Protocol):
-    def __call__(self, config: Any, environment: ModelEnvironment) -> torch.nn.Module: ...
+    def __call__(self, config: Any, environment: Any) -> torch.nn.Module:
+        """config: of the spec's config_type. environment: a mt_core.nn.environment.ModelEnvironment."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +301,8 @@ class ModelSpec(Spec):
     config_type: Lazy[type]
     build: Lazy[BuildModel]
     presets: Lazy[Mapping[str, Mapping[str, Any]]]
+    check: Lazy[CheckConfig] | None = None
+    """Raises ConfigError for a whole configuration that no model of this family can be built or trained from."""
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
     shrink: Lazy[ShrinkModel] | None = None
     """Makes the model small, for checks on a few CPU processes, in the keys that only the family knows."""
@@ -332,6 +360,8 @@ class CheckpointLoaderSpec(Spec):
     """(path: Path) -> CheckpointReader. A format whose names need a family's map takes `host: PluginHost` too."""
     takes_host: bool = False
     """Whether `open` is called as (path, host)."""
+    takes_config: bool = False
+    """Whether `open` also takes `config`, a file that says what the model is, since the format may not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +375,8 @@ class CheckpointSaverSpec(Spec):
     written by conversion only."""
     convert: Lazy[ConvertCheckpoint] | None = None
     """Writes an open checkpoint in this format, a tensor at a time; None: not a target of conversion."""
+    plan: Lazy[PlanFiles] | None = None
+    """The files of `convert` in parts that several processes write at the same time; None: one process does."""
     converts_to_addresses: bool = False
     """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 
@@ -355,7 +387,28 @@ class ConvertCheckpoint(Protocol):
     Raises ConfigError for options and CheckpointError for models that the format cannot express.
     """
 
-    def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None: ...
+    def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Tensors that follow one another in a file, from `offset` bytes on. names: as the file has them."""
+
+    file: str
+    offset: int
+    names: tuple[str, ...]
+
+
+class FilePlan(Protocol):
+    def write(self, folder: Path, part: FilePart) -> Any:
+        """Write a part of a file in `folder`; what is returned is sent to the process that finishes the file."""
+        ...
+
+
+class PlanFiles(Protocol):
+    """Arguments as of ConvertCheckpoint. The same source gives the same plan in every process."""
+
+    def __call__(self, source: CheckpointReader, options: ConvertOptions, host: Any) -> FilePlan: ...
 
 
 class SaveCheckpoint(Protocol):
@@ -428,6 +481,34 @@ class AttentionBackendSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineScheduleSpec(Spec):
+    """An order of forward and backward passes over pipeline stages, selected by `parallel.pipeline_schedule`."""
+
+    schedule: Lazy[Any]
+    """An mt_core.parallel.pipeline.schedules.Schedule of the same name"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelMethodSpec(Spec):
+    """How attention reaches the keys of other ranks of a sequence, selected by `parallel.cp_comm_type`."""
+
+    build: Lazy[Any]
+    """(axes: Sequence[Axis], core: AttentionCore) -> AttentionCore
+
+    core: attention of whole sequences on one rank. The result takes q [B, S / CP, N, D], k and v [B, S / CP, G, D] of
+    this rank's tokens, in the order of mt_core.nn.context_parallel.shard_sequence. axes: the context-parallel
+    axis, or (inner, outer) of a hierarchical method.
+    """
+    check: Lazy[Any] | None = None
+    """(sizes: Sequence[int], heads: int) -> None; raises ConfigError for sizes of the axes, and query heads of a
+    tensor-parallel rank, that it cannot serve"""
+    hierarchical: bool = False
+    """Whether it takes two axes, of the sizes parallel.hierarchical_context_parallel_sizes."""
+    whole_sequences: bool = False
+    """Whether `core` sees whole sequences, so that what it can compute (a soft cap on scores) is served."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(Spec):
     """An optimizer, selected by `optimizer.optimizer`."""
 
@@ -454,6 +535,8 @@ class LossSpec(Spec):
 
     build: Lazy[Any]
     """(config: Config, parallel: ParallelContext) -> (model_output, batch) -> losses [batch, sequence]"""
+    compares_samples: bool = False
+    """Whether a sample's loss depends on the others of the micro-batch, on all data-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -473,4 +556,6 @@ class CommandSpec(Spec):
 
 
 class CheckConfig(Protocol):
-    def __call__(self, config: Config) -> None: ...
+    def __call__(self, config: Any) -> None:
+        """config: a mt_core.config.Config. Raises ConfigError."""
+        ...

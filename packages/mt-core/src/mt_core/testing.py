@@ -18,6 +18,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,6 +34,11 @@ PRELOADED = [
     "mt_core.train",
     "mt_core._preload",
 ]
+
+TEST_LIBRARIES = ["pytest", "hypothesis"]
+"""What test modules import, and so each rank that runs a function of theirs: preloaded where the caller has it."""
+
+SECONDS_TO_END = 5.0
 
 TRITON_INTERPRET = "TRITON_INTERPRET"
 
@@ -50,7 +56,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     from torch.distributed import TCPStore
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *(name for name in TEST_LIBRARIES if name in sys.modules)])
     _start_server()
     # Held here, so that it outlives every rank. Port 0: the system chooses a free one.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -64,7 +70,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     for _, sender in pipes:
         sender.close()
     try:
-        return _collect([receiver for receiver, _ in pipes], timeout)
+        results = _collect([receiver for receiver, _ in pipes], timeout)
+        for process in processes:
+            process.terminate()  # lets coverage, where it measures, save what it has
+            process.join(SECONDS_TO_END)
+        return results
     finally:
         for process in processes:
             process.kill()

@@ -1,1 +1,1 @@
-"""Model families, each in a folder of its own: configuration, model, name maps."""
+"""Model families, one per folder: configuration, model, name maps."""

@@ -1,7 +1,7 @@
 """Floating-point operations of a decoder for each token, from its configuration.
 
-Only matrix products count, a multiplication and an addition as two operations; norms, activations and the
-softmax are left out, as everybody leaves them out. Backward is twice forward; recomputation is not counted.
+Only matrix products count, 2 operations per multiply-add; norms, activations and the
+softmax are left out, as usual. Backward is twice forward; recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.activations import is_gated
 
 Convention = Literal["full", "seen"]
-"""Which scores count. full: all S x S, what a kernel without knowledge of the mask computes (and the convention of
+"""Which scores count. full: all S x S, as a kernel that ignores the mask computes them (the convention of
 PaLM's MFU). seen: those of the keys that causality and windows let a query see."""
 
 
@@ -99,7 +99,7 @@ def projection_flops(config: LayerFlopShape) -> float:
 
 
 def core_flops(config: LayerFlopShape, keys: float) -> float:
-    """Of a query: its scores of so many keys, and their product with the values."""
+    """Per query: its scores of so many keys, and their product with the values."""
     return 4 * config.num_attention_heads * config.head_dim * keys
 
 
@@ -117,7 +117,7 @@ def output_flops(hidden_size: int, vocab_size: int | None) -> float:
 
 
 def _known_feed_forward_flops(config: FlopShape) -> float:
-    """Of one layer. Raises ConfigError when its feed-forward is not the dense one."""
+    """One layer's feed-forward. Raises ConfigError if it is not the dense one."""
     if config.feed_forward != "dense":
         raise ConfigError(
             f'the feed-forward "{config.feed_forward}" is counted by the plugin that brings it; pass its FLOPs as '
@@ -131,5 +131,5 @@ def mean_keys(seq_length: int, window: int | None, convention: Convention) -> fl
     if convention == "full":
         return seq_length
     reach = seq_length if window is None else min(window, seq_length)
-    # 1, 2, ... reach, then reach for each position after.
+    # 1, 2, ... reach for the first positions, then reach for each.
     return (reach * (reach + 1) / 2 + (seq_length - reach) * reach) / seq_length

@@ -24,13 +24,13 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class HuggingFaceFamily:
-    """How one family stands in Hugging Face's format.
+    """How a family is mapped to Hugging Face's format.
 
     family: `model.family`. model_types: Hugging Face's `model_type` -> the map of its configuration.
     name_map: the names and operations for a model of this configuration. model_type_of: the type in which a
     configuration is written; needed when there are several, and raises ConfigError for one that none can express.
     copies: tensors that repeat another one in the external state (tied embeddings), name -> the one it repeats.
-    spelling: the name that the name map uses for a tensor, from one that some version wrote.
+    spelling: the name that the name map uses for a tensor, from its name in any version.
     architectures: model_type -> the Python class that other programs look for in config.json.
     """
 
@@ -48,16 +48,15 @@ class HuggingFaceFamily:
         Raises ConfigError for a model_type of another family, an unknown field or an unsupported value.
         """
         kind = require_known("model_type", str(external.get("model_type")), self.model_types)
-        return {"family": self.family, **self.model_types[kind].to_ours(external)}
+        return {"family": self.family, **self.model_types[kind].import_value(external)}
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The contents of config.json for a model with a known vocabulary."""
         kind = self.model_type(config)
         chosen = self.model_types[kind]
-        external = chosen.to_theirs(config.model_dump(mode="json"))
-        silent = {entry.theirs for entry in chosen.fixed if entry in NOT_A_CHOICE}
+        external = chosen.export_value(config.model_dump(mode="json"))
         named = {"architectures": [self.architectures[kind]]} if kind in self.architectures else {}
-        return {**named, "model_type": kind, **{key: value for key, value in external.items() if key not in silent}}
+        return {**named, "model_type": kind, **external}
 
     def model_type(self, config: ModelConfig) -> str:
         if self.model_type_of is not None:
@@ -81,7 +80,7 @@ def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily
     names.check(layouts, [name for name in tensors if name not in copies])
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in names.to_ours(tensors.__getitem__):
+        for name, tensor in names.import_value(tensors.__getitem__):
             if tuple(tensor.shape) != layouts[name].shape:
                 raise CheckpointError(
                     f"{name} has the shape {list(tensor.shape)} in the checkpoint; the configuration makes it "
@@ -94,7 +93,7 @@ def to_reference(model: nn.Module, family: HuggingFaceFamily) -> dict[str, Tenso
     """The Hugging Face state dict of a model that one process holds, copies of tied tensors left out."""
     layouts = parameter_layouts(model)
     ours = {name: layouts[name].to_canonical(parameter.detach()) for name, parameter in model.named_parameters()}
-    return dict(family.name_map(_config_of(model)).to_theirs(ours))
+    return dict(family.name_map(_config_of(model)).export_value(ours))
 
 
 def require_copies(tensors: Tensors, copies: Mapping[str, str]) -> None:
@@ -108,7 +107,7 @@ def require_copies(tensors: Tensors, copies: Mapping[str, str]) -> None:
 
 
 def tied_output(config: Any) -> Mapping[str, str]:
-    """`copies` of decoders: the output matrix repeats the embedding when the two are tied."""
+    """`copies` of decoders: the LM head repeats the embedding when the two are tied."""
     if config.untie_embeddings_and_output_weights:
         return {}
     return {"lm_head.weight": "model.embed_tokens.weight"}
@@ -151,14 +150,19 @@ IGNORED: Mapping[str, str] = {
     "_name_or_path": "where the file came from",
     "_commit_hash": "where the file came from",
     "auto_map": "names Python code on a hub, which is never run",
-    "dtype": "number format of the stored weights; precision.dtype chooses that of training",
-    "torch_dtype": "number format of the stored weights; precision.dtype chooses that of training",
+    "dtype": "dtype of the stored weights; precision.dtype chooses that of training",
+    "torch_dtype": "dtype of the stored weights; precision.dtype chooses that of training",
     "attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
     "_attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
     "_attn_implementation_autoset": "which kernel computed attention; model.attention_backend chooses one",
     "use_cache": "decoding has a cache whenever it is asked for one",
+    "output_past": "decoding has a cache whenever it is asked for one",
     "cache_implementation": OF_GENERATION,
     "pretraining_tp": "splits the same products into pieces, which changes rounding only",
+    "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
+    "transformers.js_config": "of a runtime for browsers",
+    "custom_pipelines": "names Python code beside the weights, which is never run",
+    "tokenizer_class": "of the tokenizer, whose files say it",
     "unsloth_version": "which tool wrote the file",
     "unsloth_fixed": "which tool wrote the file",
     **dict.fromkeys(
@@ -166,7 +170,7 @@ IGNORED: Mapping[str, str] = {
         SPECIAL_IDS,
     ),
     **dict.fromkeys(("output_hidden_states", "output_attentions", "return_dict", "torchscript"), OF_PYTHON),
-    **dict.fromkeys(("problem_type", "id2label", "label2id", "num_labels", "finetuning_task"), OF_HEADS),
+    **dict.fromkeys(("problem_type", "id2label", "label2id", "num_labels", "_num_labels", "finetuning_task"), OF_HEADS),
     **dict.fromkeys(
         (
             "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams",
@@ -182,14 +186,14 @@ IGNORED: Mapping[str, str] = {
 """Fields of every Hugging Face configuration that change nothing that a model computes."""
 
 NOT_A_CHOICE: tuple[Fixed, ...] = (
-    Fixed("is_encoder_decoder", (False, None)),
-    Fixed("chunk_size_feed_forward", (0,)),
-    Fixed("is_decoder", (True, False)),
-    Fixed("add_cross_attention", (False,)),
-    Fixed("tie_encoder_decoder", (False,)),
-    Fixed("cross_attention_hidden_size", (None,)),
-    Fixed("use_bfloat16", (False,)),
-    Fixed("pruned_heads", ({}, None)),
-    Fixed("tf_legacy_loss", (False,)),
+    Fixed("is_encoder_decoder", (False, None), written=False),
+    Fixed("chunk_size_feed_forward", (0,), written=False),
+    Fixed("is_decoder", (True, False), written=False),
+    Fixed("add_cross_attention", (False,), written=False),
+    Fixed("tie_encoder_decoder", (False,), written=False),
+    Fixed("cross_attention_hidden_size", (None,), written=False),
+    Fixed("use_bfloat16", (False,), written=False),
+    Fixed("pruned_heads", ({}, None), written=False),
+    Fixed("tf_legacy_loss", (False,), written=False),
 )
-"""Fields of every Hugging Face configuration that models leave at these values; they are not written."""
+"""Fields of every Hugging Face configuration that models leave at these values."""

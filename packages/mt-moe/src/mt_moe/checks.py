@@ -1,4 +1,4 @@
-"""What has to hold between `model.moe`, the model and the layout, before anything is built. Imports no torch."""
+"""Rules that `model.moe`, the model and the layout have to satisfy before anything is built. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIX = "model.moe"
 
 
 def check_moe(config: Config, host: PluginHost) -> None:
-    """Raise ConfigError for a mixture that cannot be."""
+    """Raise ConfigError for an invalid MoE configuration."""
     values: Mapping[str, Any] = config.model.moe  # type: ignore[attr-defined]  # the caller saw that it is there
     moe = read_moe_config(values)
     _refuse_unused(moe)
@@ -38,7 +38,7 @@ def check_moe(config: Config, host: PluginHost) -> None:
 
 
 def check_dispatcher(moe: MoeConfig, host: PluginHost) -> None:
-    """The dispatcher is there, and its options are its own."""
+    """The dispatcher is registered, and accepts its options."""
     name = moe.moe_token_dispatcher_type
     spec = host.moe_dispatchers.get(name, key=f"{PREFIX}.moe_token_dispatcher_type")
     options = read_options(spec.config_type.load(), moe.moe_dispatcher_options)
@@ -47,7 +47,7 @@ def check_dispatcher(moe: MoeConfig, host: PluginHost) -> None:
 
 
 def _refuse_unused(moe: MoeConfig) -> None:
-    """A key that somebody wrote but nothing reads is an error."""
+    """A key that was set but that nothing reads is an error."""
     for key in sorted(moe.model_fields_set):
         field = type(moe).model_fields[key]
         extra: Any = field.json_schema_extra or {}
@@ -179,7 +179,7 @@ def check_shared_experts(moe: MoeConfig) -> None:
 
 
 def check_layout(moe: MoeConfig, config: Config) -> None:
-    """Experts divide over expert parallel ranks, their inner width over expert tensor parallel ones."""
+    """Experts are sharded over expert-parallel ranks, their inner width over expert-tensor-parallel ranks."""
     parallel = config.parallel
     expert_parallel = parallel.expert_model_parallel_size
     must_divide("parallel.expert_model_parallel_size", expert_parallel, f"{PREFIX}.num_experts", moe.num_experts)

@@ -1,4 +1,4 @@
-"""`mt moe`: the load of experts over a run."""
+"""`mt moe`: plots the expert load over a run."""
 
 from __future__ import annotations
 

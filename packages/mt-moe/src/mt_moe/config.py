@@ -1,4 +1,4 @@
-"""`model.moe`: the options of a mixture of experts, under Megatron's argument names. Imports no torch."""
+"""`model.moe`: the MoE options, under Megatron's argument names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 DEFAULT_COEFFICIENT = 1e-2
-"""Of a balance loss whose coefficient is not given."""
+"""Default coefficient of a load-balancing loss."""
 
 
 class MoeConfig(Section):
@@ -31,7 +31,7 @@ class MoeConfig(Section):
     """Inner width of an expert. Default: that of the dense feed-forward."""
     moe_grouped_gemm: Literal["auto", "loop", "grouped", "triton"] = "auto"
     """How the experts' matrices are multiplied: one product after another (loop), torch's grouped_mm (grouped) or a
-    Triton kernel. `auto` takes grouped on a GPU for the number formats and sizes that it serves, else loop."""
+    Triton kernel. `auto` takes grouped on a GPU for the dtypes and sizes that it serves, else loop."""
     moe_latent_size: PositiveInt | None = None
     """Experts work on tokens projected to this width, and their sum is projected back."""
 
@@ -118,7 +118,7 @@ class MoeConfig(Section):
 
 
 def read_moe_config(values: Mapping[str, Any]) -> MoeConfig:
-    """`model.moe` as its type. Raises ConfigError for unknown keys and wrong values."""
+    """Parse `model.moe` into its typed form. Raises ConfigError for unknown keys and wrong values."""
     try:
         return MoeConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Rows sent between ranks in uneven numbers, as autograd functions. Axes of one rank communicate nothing.
+"""All-to-all, all-gather and reduce-scatter of uneven row counts, as autograd functions.
 
-Gather and reduce-scatter of uneven pieces are written as all-to-alls: no rank sends or receives padding, and the
-sum is taken in the order of ranks.
+Axes of one rank communicate nothing. Gather and reduce-scatter of uneven sizes are implemented as all-to-alls: no
+padding is sent, and the sum is taken in rank order, so that it is deterministic.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def gather_counts(counts: Tensor, axis: Axis) -> Tensor:
 
 
 class AllToAll:
-    """One exchange along dimension 0: `wait(start(x))`, with room for other work between the two.
+    """An asynchronous all-to-all along dimension 0: `wait(start(x))`, with other work between the two.
 
-    send, receive: rows to and from each rank of the axis. The backward pass is the exchange the other way round,
-    started by wait and waited for by start, with the other work's backward pass between them.
+    send, receive: rows to and from each rank of the axis. The backward pass is the inverse all-to-all. The backward of
+    `wait` launches it and the backward of `start` waits for it, so it overlaps with the other work's backward pass.
     """
 
     def __init__(self, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> None:
         self.axis, self.send, self.receive = axis, list(send), list(receive)
         self.work: dist.Work | None = None
         self.under_way: tuple[Tensor, ...] = ()
-        """What leaves and the memory for what arrives, kept until both are done."""
+        """The send and the receive buffer, kept alive until the communication is done."""
 
     def start(self, x: Tensor) -> Tensor:
-        """[rows to send, ...] -> memory for [rows to receive, ...], not to be read before `wait`."""
+        """[rows to send, ...] -> receive buffer [rows to receive, ...], not to be read before `wait`."""
         return _Start.apply(x, self)
 
     def wait(self, arriving: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class AllToAll:
         return arriving
 
     def end(self) -> Tensor:
-        """What has arrived."""
+        """The received rows."""
         assert self.work is not None
         self.work.wait()
         _, arrived = self.under_way

@@ -34,7 +34,7 @@ RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 
 
 class MoeShape(FeedForwardShape, Protocol):
-    """What a mixture reads from the configuration of its model."""
+    """What an MoE layer reads from the configuration of its model."""
 
     @property
     def num_layers(self) -> int: ...
@@ -59,9 +59,9 @@ class Projection(LayoutModule):
 class MoeLayer(nn.Module):
     """[B, S, H] -> the same: for each token the weighted sum over its experts, and the shared experts.
 
-    The largest tensors are [tokens x top-k, H]; there is none of tokens x experts x hidden.
+    The largest tensors are [tokens x top-k, H]; no tensor has the shape [tokens, experts, hidden].
 
-    recompute: what is computed again in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
+    recompute: what is recomputed in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
     activation of the routed experts and its output.
     """
 
@@ -123,8 +123,8 @@ class MoeLayer(nn.Module):
         return routed if shared is None else routed + shared
 
     def _dispatch(self, tokens: Tensor, routing: Routing, x: Tensor) -> tuple[Dispatched, Tensor | None]:
-        """Tokens for this rank's experts, and what the shared experts make of x; with overlap they work while the
-        tokens are on their way."""
+        """Tokens for this rank's experts, and the shared experts' output for x; with overlap these run during
+        the dispatch communication."""
         if self.shared_experts is None:
             return self.dispatcher.dispatch(tokens, routing), None
         if self.overlapping is None:
@@ -155,7 +155,7 @@ def require_overlapping(dispatcher: Dispatcher, config: MoeConfig) -> Overlappin
 
 
 def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) -> Dispatcher:
-    """The dispatcher that the configuration names. Raises ConfigError for its options, PluginError for its name."""
+    """The configured dispatcher. Raises ConfigError for its options, PluginError for its name."""
     key = "model.moe.moe_token_dispatcher_type"
     spec = host.moe_dispatchers.get(config.moe_token_dispatcher_type, key=key)
     options = read_options(spec.config_type.load(), config.moe_dispatcher_options)
@@ -164,7 +164,7 @@ def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) 
 
 
 def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
-    """Triton's if asked for. Raises ConfigError where they cannot run."""
+    """The Triton implementations if configured. Raises ConfigError where they cannot run."""
     if not config.moe_permute_fusion:
         return RowKernels()
     if objection := triton_objection(ctx.device.type):
@@ -175,7 +175,7 @@ def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
 
 
 def build_moe(shape: MoeShape, environment: ModelEnvironment, layer: int) -> nn.Module:
-    """The mixture of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
+    """The MoE of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
     config = read_moe_config(shape.moe or {})
     if not layers_with_experts(config.moe_layer_freq, shape.num_layers)[layer]:
         return environment.feed_forward("dense", shape, layer)

@@ -1,7 +1,7 @@
-"""Tokens put in the order of their experts, and back. Shapes: n rows, each wanted m times, R = n m rows in order.
+"""Permutes tokens into the order of their experts, and back. Shapes: n rows, each copied m times, R = n m rows.
 
-`permute` copies each row to its m places, `unpermute` sums the m places of each row: one's backward pass is the
-other. Two primitives on rows do all of it, so that a kernel replaces them in one place.
+`permute` copies each row to its m positions, `unpermute` sums the m positions of each row: each is the backward pass
+of the other. Both use two primitives on rows, so that a kernel has to replace only these.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from mt_moe.routing.result import Routing
 
 GatherRows = Callable[[Tensor, Tensor, bool], Tensor]
-"""(x [n, H], rows [R], complete) -> x[rows]; where rows is -1, zeros. complete: no -1 is there."""
+"""(x [n, H], rows [R], complete) -> x[rows]; zeros where rows is -1. complete: no row is -1."""
 SumRows = Callable[[Tensor, Tensor, bool], Tensor]
-"""(y [R, H], places [n, m], complete) -> for each of n the sum of y at its places, in their order; -1 adds nothing"""
+"""(y [R, H], places [n, m], complete) -> for each of n the sum of y at its positions, in order; -1 adds nothing"""
 
 
 def gather_rows(x: Tensor, rows: Tensor, complete: bool) -> Tensor:
@@ -32,18 +32,18 @@ def sum_rows(y: Tensor, places: Tensor, complete: bool) -> Tensor:
         places = places % len(y)
     if places.shape[1] == 1:
         return y.index_select(0, places[:, 0])
-    # In one pass: sums in fp32 or wider, rounded once (bf16 ties on a CPU away from zero); no tensor of n x m x H.
+    # One pass: accumulated in fp32 or wider, rounded once (a CPU rounds bf16 ties away from zero); no [n, m, H] tensor.
     return F.embedding_bag(places, y, mode="sum")
 
 
 def _with_zero_row(x: Tensor) -> Tensor:
-    """Behind the others, where the index -1 finds it."""
+    """Appends a row, which the index -1 selects."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 @dataclass(frozen=True)
 class RowKernels:
-    """How the two primitives are computed."""
+    """The implementations of the two primitives."""
 
     gather: GatherRows = gather_rows
     sum: SumRows = sum_rows
@@ -51,8 +51,8 @@ class RowKernels:
 
 @dataclass(frozen=True)
 class Permutation:
-    """order: [R] int64, the wish (row * m + number of the copy) that stands in each place; -1: an empty place.
-    inverse: [n * m] int64, the place of each wish; -1: it has none. complete: there is no -1."""
+    """order: [R] int64, for each position the index (row * m + copy) that it holds; -1: an empty position.
+    inverse: [n * m] int64, the position of each (row, copy); -1: dropped. complete: there is no -1."""
 
     order: Tensor
     inverse: Tensor
@@ -102,12 +102,12 @@ def unpermute(y: Tensor, permutation: Permutation, copies: int = 1) -> Tensor:
 
 
 def permute_numbers(x: Tensor, permutation: Permutation) -> Tensor:
-    """One number for each wish [n, m] -> [R]."""
+    """One value for each copy [n, m] -> [R]."""
     return permute(x.reshape(-1, 1), Permutation(permutation.order, permutation.inverse, permutation.complete)).view(-1)
 
 
 def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
-    """Wishes in the order of their keys [n * m]; equal ones stay in theirs."""
+    """Stable argsort of the keys [n * m]."""
     order = keys.argsort(stable=True)
     return Permutation(order, inverse_of(order, len(keys)), kernels=kernels)
 
@@ -118,9 +118,9 @@ def inverse_of(order: Tensor, wishes: int) -> Tensor:
 
 
 def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, Tensor]:
-    """The kept choices in the order of experts, and within one of tokens; and how many rows each expert has [E].
+    """The kept choices sorted by expert, then by token; and the number of rows of each expert [E].
 
-    With padding every expert has `routing.padded_to` places, the last of which may be empty.
+    With padding every expert has `routing.padded_to` positions, the last of which may be empty.
     """
     if routing.kept is None and routing.padded_to is None:
         keys = routing.experts.flatten()
@@ -139,7 +139,7 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
 
 
 def _with_empty_places(order: Tensor, keys: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Each expert's rows at the start of `size` places."""
+    """Puts each expert's rows at the start of its `size` positions."""
     experts = keys[order]
     first = counts.cumsum(0) - counts
     places = torch.arange(len(order), device=order.device) - first[experts] + experts * size

@@ -1,4 +1,4 @@
-"""A picture of one number of every layer over the steps of a run: rows are layers, columns are steps. Plain SVG."""
+"""A heat map of one metric of every layer over the steps of a run: rows are layers, columns are steps. Plain SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOW, HIGH = (247, 246, 240), (158, 28, 56)
 
 @dataclass(frozen=True)
 class History:
-    """values[i][j]: the number of layer layers[i] at step steps[j]; None where it was not written."""
+    """values[i][j]: the metric of layer layers[i] at step steps[j]; None where it was not logged."""
 
     metric: str
     layers: Sequence[int]
@@ -64,7 +64,7 @@ def _entries(path: Path) -> Iterator[tuple[int, tuple[int, str], float]]:
 
 
 def draw(history: History) -> str:
-    """The picture as an SVG document."""
+    """The heat map as an SVG document."""
     history = _thinned(history)
     numbers = [value for row in history.values for value in row if value is not None]
     low, high = min(numbers), max(numbers)
@@ -88,7 +88,7 @@ def draw(history: History) -> str:
 
 
 def _thinned(history: History) -> History:
-    """At most MOST_COLUMNS steps, evenly chosen, with the first and the last."""
+    """At most MOST_COLUMNS steps, evenly spaced, including the first and the last."""
     count = len(history.steps)
     if count <= MOST_COLUMNS:
         return history

@@ -1,4 +1,4 @@
-"""Shared experts: a dense feed-forward that sees every token, beside the routed experts."""
+"""Shared experts: a dense feed-forward that is applied to every token, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mt_core.parallel.context import ParallelContext
 
 
 class SharedExperts(LayoutModule):
-    """linear_fc2(activation(linear_fc1(x))), with the gate times sigmoid(x gate_weight^T): [B, S, H] -> the same.
+    """linear_fc2(activation(linear_fc1(x))), times sigmoid(x gate_weight^T) if gated: [B, S, H] -> the same.
 
-    gate_weight: [1, H], replicated over tp. Several shared experts are one of their total width.
+    gate_weight: [1, H], replicated over tp. Several shared experts are one feed-forward of their total width.
     """
 
     gate_weight: Tensor | None

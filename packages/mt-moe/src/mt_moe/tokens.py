@@ -1,10 +1,10 @@
 """Which tokens of a micro-batch this rank routes: every token is routed by exactly one rank.
 
-Context and data parallel ranks hold different tokens. So do tensor parallel ranks under sequence parallelism;
-without it they hold the same ones, and each takes its share of them here. From then on all ranks of a pipeline
-stage hold different tokens, whatever the layout, and one rule serves all: the gradient of what every rank applies
-to its own tokens (the router) is summed over tp, cp and dp; that of an expert over the ranks that send to it,
-by dispatching, and then over edp.
+Context- and data-parallel ranks hold different tokens. So do tensor-parallel ranks under sequence parallelism;
+without it they hold the same tokens, and each takes its slice here. After that, all ranks of a pipeline stage hold
+different tokens in every layout, so that one rule is enough: the gradient of parameters that every rank applies
+to its own tokens (the router) is summed over tp, cp and dp; that of an expert over the ranks that send tokens to it,
+by the dispatcher, and then over edp.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class TokenShare:
     axes: tuple[Axis, ...]
 
     def sum(self, x: Tensor) -> Tensor:
-        """x summed over the ranks that share the micro-batch; each gets the gradient of its own part."""
+        """x summed over the ranks that share the micro-batch; each rank gets the gradient of its own term."""
         for axis in self.axes:
             x = reduce_from(x, axis)
         return x
 
 
 def divided_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
-    """Axes beside the data-parallel ones on which a parameter applied to each rank's tokens has partial gradients."""
+    """Axes, besides the data-parallel ones, over which the gradient of a parameter applied to each rank's tokens is
+    partial."""
     return ("tp",) if ctx.tp.size > 1 else ()
 
 
 def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
-    """x [B, S, H], S divided with sequence and context parallelism -> this rank's tokens."""
+    """x [B, S, H], S sharded with sequence and context parallelism -> this rank's tokens."""
     batch, length, _ = x.shape
     tokens = x.flatten(0, 1)
     sequence = torch.arange(batch, device=x.device).repeat_interleave(length)
@@ -72,8 +73,8 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def _piece(count: int, axis: Axis) -> tuple[int, int, int]:
-    """Of `count` tokens: this rank's first one, the size of a full share, and how many it has (the last ranks may
-    have fewer, or none)."""
+    """Of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the last
+    ranks may have fewer, or none)."""
     size = -(-count // axis.size)
     first = min(size * axis.rank, count)
     return first, size, min(size, count - first)

@@ -1,10 +1,10 @@
-"""A dense checkpoint as one with experts (Komatsuzaki et al., Sparse Upcycling, 2022; fine grains: He et al., 2024).
+"""Converts a dense checkpoint to MoE (Komatsuzaki et al., Sparse Upcycling, 2022; granularity: He et al., 2024).
 
-Every dense feed-forward becomes a mixture of E experts of width F / g. The F inner channels are cut into g shards, and
-experts stand in E / g groups of one expert for each shard. The router has one row for each group, repeated for its
-experts, so that a token that takes k experts takes k / g whole groups. Their weights add up to 1 over the k, thus to
-1 / g over the groups of each shard; with the weights scaled by g the sum over experts is the dense feed-forward's
-output, whatever the router says.
+Every dense feed-forward becomes an MoE of E experts of width F / g. The F inner channels are cut into g shards. The
+experts form E / g groups, each with one expert per shard. The router has one random row for each group, repeated for
+its experts, so that a token with k experts selects k / g whole groups. The weights sum to 1 over the k experts, thus to
+1 / g over the experts of each shard; the weights are scaled by g, so the sum over experts is the dense feed-forward's
+output for any router logits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Upcycling:
-    """num_experts: in every layer. granularity: dense width over an expert's. topk: experts of a token, a multiple of
+    """num_experts: in every layer. granularity: dense width over expert width. topk: experts of a token, a multiple of
     granularity; default: 2 granularity, at most num_experts. seed: of the routers' weights. moe: further keys of
     model.moe, such as losses."""
 
@@ -46,7 +46,7 @@ class Upcycling:
         return self.topk or min(2 * self.granularity, self.num_experts)
 
     def check(self, ffn_size: int) -> None:
-        """Raise ConfigError for numbers that do not fit one another."""
+        """Raise ConfigError for numbers that are inconsistent."""
         grain = self.granularity
         if self.num_experts < 1 or grain < 1:
             raise ConfigError(f"num_experts={self.num_experts} and granularity={grain} have to be at least 1")
@@ -79,7 +79,7 @@ class Upcycling:
         if self.granularity > 1:
             own["moe_router_topk_scaling_factor"] = float(self.granularity)
         if self.experts_of_token == 1:
-            # One softmax weight would be 1 without a gradient; a sigmoid would not be 1.
+            # The softmax of one logit is 1 and has no gradient; a sigmoid would not be 1.
             raise ConfigError("topk=1 leaves the router no weight that adds up to 1 and has a gradient; use 2 or more")
         if given := sorted({*own, "moe_router_topk_scaling_factor"} & set(self.moe)):
             raise ConfigError(f"model.moe.{given[0]}={self.moe[given[0]]} is what upcycling sets itself; leave it out")
@@ -101,14 +101,14 @@ ALLOWED: Mapping[str, Any] = {
     "moe_expert_capacity_factor": None,
     "moe_shared_expert_intermediate_size": None,
 }
-"""What has to stay at its default, or weights would not add up to 1, or something else would be added."""
+"""Options that have to be at their defaults: others would change the sum of the weights, or add other terms."""
 
 
 class UpcycledReader:
-    """A `mt_core.specs.CheckpointReader` of the new model over one of the dense model, a tensor at a time.
+    """A `mt_core.specs.CheckpointReader` of the MoE model over one of the dense model, one tensor at a time.
 
-    An optimizer's state belongs to the dense weights and is left out. Raises ConfigError for a model that cannot have
-    experts or has some, CheckpointError for a checkpoint without feed-forwards.
+    Optimizer state belongs to the dense weights and is dropped. Raises ConfigError for a model that cannot have experts
+    or already has some, CheckpointError for a checkpoint without feed-forwards.
     """
 
     def __init__(self, dense: CheckpointReader, upcycling: Upcycling, host: PluginHost) -> None:
@@ -148,13 +148,13 @@ class UpcycledReader:
         if name.endswith(".mlp.experts.linear_fc2.weight"):
             return self._repeated(torch.stack(tensor.chunk(self.upcycling.granularity, 1)))
         if name.endswith(".mlp.experts.linear_fc2.bias"):
-            # The g shards of a group add it once between them.
+            # The bias is added once by the g shards of a group together.
             grain = self.upcycling.granularity
             return self._repeated((tensor / grain).expand(grain, -1))
         return tensor
 
     def _named(self) -> Mapping[str, str]:
-        """Name in the new model -> the dense tensor that it comes from (for a router: that says its number format)."""
+        """Name in the MoE model -> the dense tensor it is derived from (for a router: the one that gives its dtype)."""
         found: dict[str, str] = {}
         for name in self.dense.shapes():
             if not name.startswith(MODEL):
@@ -191,7 +191,7 @@ class UpcycledReader:
         return shards.repeat(groups, *[1] * (shards.dim() - 1)).contiguous()
 
     def _router(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[E, H]: a random row for each group, which all its experts have."""
+        """[E, H]: a random row for each group, repeated for all its experts."""
         grain = self.upcycling.granularity
         generator = torch.Generator().manual_seed(stream_seed(self.upcycling.seed, name.removeprefix(MODEL)))
         rows = torch.randn(self.upcycling.num_experts // grain, self._hidden, generator=generator) * self._std

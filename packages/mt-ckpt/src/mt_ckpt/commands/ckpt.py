@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from mt_ckpt.contents import Entry, Opened
+    from mt_ckpt.convert.checksums import Checksums
     from mt_ckpt.difference import Difference
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average and thin out checkpoints.")
@@ -56,12 +57,15 @@ def inspect(
 def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
     """Read every tensor of a checkpoint; compare with its checksums, where it has any, and with its configuration."""
     from mt_ckpt.contents import open_any
+    from mt_ckpt.convert.checksums import read_checksums
     from mt_ckpt.locate import resolve_run
     from mt_ckpt.native.manifest import detect
 
     found = resolve_run(path)
     if loader in ("auto", "mt") and detect(found):
         typer.echo(_verify_every_byte(found))
+    elif (checksums := read_checksums(found)) is not None:
+        typer.echo(_verify_written_files(found, checksums, loader))
     else:
         typer.echo(_verify_every_tensor(open_any(found, load_plugins(), loader)))
 
@@ -80,6 +84,21 @@ def _verify_every_byte(checkpoint: Path) -> str:
         raise CheckpointError("\n".join(problems))
     num_files = len(manifest.sizes) + 1
     return f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {num_files} files, {format_bytes(num_bytes)})"
+
+
+def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
+    """Of a conversion's result in a format without checksums. Raises CheckpointError that names the changed files."""
+    from mt_ckpt.completeness import configuration_problems
+    from mt_ckpt.convert.checksums import CHECKSUMS, find_changes
+
+    with _progress() as progress:
+        bar = progress.add_task("verifying", total=checksums.num_bytes)
+        problems = find_changes(checksums, lambda done: progress.advance(bar, done))
+    problems = problems or configuration_problems(path, load_plugins(), loader)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    amount = f"{len(checksums.files)} files, {format_bytes(checksums.num_bytes)}"
+    return f"{path}: whole ({amount}): every byte is the one that was written, by the checksums of {CHECKSUMS}"
 
 
 def _verify_every_tensor(opened: Opened) -> str:
@@ -137,7 +156,7 @@ def prune(
     from mt_ckpt.retention import checkpoints_of, superfluous
     from mt_core.retention import remove
 
-    checkpoints = checkpoints_of(run)
+    checkpoints = checkpoints_of(run, load_plugins())
     removed = superfluous(checkpoints, keep_last, keep_every)
     for path in removed:
         if not dry_run:
@@ -184,7 +203,7 @@ def _chosen(paths: list[Path], last: int | None) -> list[Path]:
         return paths
     if len(paths) != 1:
         raise ConfigError(f"--last {last} takes one run directory, got {len(paths)} paths")
-    found = checkpoints_of(paths[0])
+    found = checkpoints_of(paths[0], load_plugins())
     if len(found) < last:
         raise ConfigError(f"--last {last}: {paths[0]} has {len(found)} checkpoints")
     return found[-last:]

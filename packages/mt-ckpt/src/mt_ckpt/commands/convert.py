@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -11,10 +12,11 @@ from rich.console import Console
 from mt_ckpt.sizes import format_bytes, parse_bytes
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions
+from mt_core.specs import ConvertOptions, VocabPadding
 
 if TYPE_CHECKING:
     from mt_ckpt.convert import Report
+    from mt_ckpt.convert.verify import Verification
 
 LoadDir = Annotated[
     Path, typer.Option(parser=as_path, metavar="PATH", help="The checkpoint, or a run directory for its latest one.")
@@ -24,6 +26,8 @@ SaveDir = Annotated[  # not a Path, which would make a local folder of an addres
 ]
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+TransformerImpl = Literal["transformer_engine", "local"]
+OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "none"]
 Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]
 
 
@@ -32,6 +36,10 @@ def convert(
     save_dir: SaveDir,
     saver: Saver,
     loader: Loader = "auto",
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of formats that do not say what their model is: its config.json."),
+    ] = None,
     target_tensor_parallel_size: Parallel = 1,
     target_pipeline_parallel_size: Parallel = 1,
     target_virtual_pipeline_parallel_size: Parallel = 1,
@@ -43,18 +51,45 @@ def convert(
     max_shard_size: Annotated[
         str | None, typer.Option(help="Of formats that cut by size, such as 5GB (the default of hf).")
     ] = None,
+    target_megatron_version: Annotated[
+        str | None, typer.Option(help="The Megatron-Core that is to load it, 0.8 to 0.19 or HEAD. Default: the newest.")
+    ] = None,
+    target_transformer_impl: Annotated[
+        TransformerImpl | None,
+        typer.Option(help="Whose layers Megatron has. Default: as the run had them, else transformer_engine."),
+    ] = None,
+    target_optimizer_format: Annotated[
+        OptimizerFormat | None,
+        typer.Option(help="Layout of megatron-dist's optimizer; none leaves it out. Default: fully_reshardable."),
+    ] = None,
     make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
+    ] = None,
+    vocab_padding: Annotated[
+        VocabPadding | None,
+        typer.Option(
+            help="Rows of padding, of formats that store them. Default: those of the source, others so that the loss "
+            "over them too is the model's."
+        ),
+    ] = None,
+    true_vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of ids, where the source counts rows of padding too, which are kept as such."),
     ] = None,
     trim_vocabulary: Annotated[
         bool, typer.Option("--trim-vocabulary", help="Drop rows beyond the vocab_size of the source's configuration.")
     ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(parser=as_path, metavar="DIR", help="Write the tokenizer of this folder, not the source's."),
+    ] = None,
     upcycle_experts: Annotated[
         int | None, typer.Option(min=2, help="Turn dense feed-forwards into mixtures of so many experts.")
     ] = None,
     granularity: Annotated[
         int, typer.Option(min=1, help="With --upcycle-experts: make each so much narrower, and use as many more.")
     ] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes that write at the same time (formats hf, mt).")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the result again; compare tensors, then both models' outputs.")
@@ -69,7 +104,11 @@ def convert(
         target_virtual_pipeline_parallel_size=target_virtual_pipeline_parallel_size,
         target_expert_parallel_size=target_expert_parallel_size,
         target_expert_tensor_parallel_size=target_expert_tensor_parallel_size,
+        target_megatron_version=target_megatron_version,
+        target_transformer_impl=target_transformer_impl,
+        target_optimizer_format=target_optimizer_format,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        vocab_padding=vocab_padding,
         dtype=dtype,
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
         upcycle_experts=upcycle_experts,
@@ -82,10 +121,14 @@ def convert(
             save_dir,
             saver=saver,
             loader=loader,
+            config=config,
             options=options,
             dry_run=dry_run,
             verify=verify,
             trim_vocabulary=trim_vocabulary,
+            tokenizer=tokenizer,
+            nproc=nproc,
+            true_vocab_size=true_vocab_size,
             host=load_plugins(),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -116,6 +159,7 @@ def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> lis
     )
     reason = report.optimizer_left_out
     unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
+    unread += _source_lines(report.read_from)
     if dry_run:
         return [f"nothing written; {saver} can hold it: {amount}", *unread]
     lines = [f"{save_dir}: written as {saver}: {amount}", *unread]
@@ -125,8 +169,31 @@ def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> lis
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
+        lines += _loss(checked)
         lines += [f"  model.{key}: {change}" for key, change in checked.changed_settings.items()]
+    if not report.has_tokenizer:
+        lines.append("without a tokenizer, since the source has none that can be read; --tokenizer DIR adds one")
     return lines
+
+
+def _source_lines(read_from: Mapping[str, Any]) -> list[str]:
+    if not read_from:
+        return []
+    lines = [f"the model is what {read_from['config']} says; its tensors have the names of {read_from['names']}"]
+    if read_from["left_out"]:
+        lines.append(f"not read: {', '.join(read_from['left_out'])}")
+    return lines
+
+
+def _loss(checked: Verification) -> list[str]:
+    loss = checked.loss
+    if loss is None:
+        return []
+    padding = f", {loss.num_padding_rows} rows of padding in its softmax" if loss.num_padding_rows else ""
+    return [
+        f"loss of a few tokens: {loss.source:.5f} of the source, {loss.target:.5f} as {loss.reader} computes it from "
+        f"the target ({loss.num_parameters:,} parameters{padding})"
+    ]
 
 
 def _outputs(number: int) -> str:

@@ -1,6 +1,6 @@
-"""What FP8 with delayed scaling keeps among the parameters: largest magnitudes of past steps.
+"""The amax histories of delayed FP8 scaling, which are stored among the parameters.
 
-They say how a run chooses its next scales and nothing of the model, which is the same without them.
+They determine a run's next scales. The model is the same without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from mt_core.specs import CheckpointReader
 
 HISTORY = ".fp8.amax_history"
-"""End of the name of a linear layer's history."""
+"""Suffix of the name of a linear layer's history."""
 Value = TypeVar("Value")
 
 
@@ -23,7 +23,7 @@ def histories_of(reader: CheckpointReader) -> list[str]:
 
 
 def without_histories(reader: CheckpointReader) -> CheckpointReader:
-    """The checkpoint as one of the model alone."""
+    """The checkpoint without histories."""
     return _WithoutHistories(reader) if histories_of(reader) else reader
 
 

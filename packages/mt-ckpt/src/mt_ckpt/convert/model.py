@@ -1,4 +1,4 @@
-"""What the configuration of a checkpoint says of its model."""
+"""The model that a checkpoint's configuration describes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKEND = "attention_backend"
 def model_config(source: CheckpointReader, host: PluginHost) -> Config:
     """The configuration of the checkpoint's model, the other sections at their defaults.
 
-    Raises CheckpointError when the checkpoint has none and ConfigError for one that cannot be.
+    Raises CheckpointError if the checkpoint has none, and ConfigError for an invalid one.
     """
     config = source.metadata.get("config")
     model = config.get("model") if isinstance(config, Mapping) else None
@@ -33,7 +33,7 @@ def model_config(source: CheckpointReader, host: PluginHost) -> Config:
 
 
 def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Module:
-    """The whole model in fp32 with uninitialized weights, attention computed by the plain backend."""
+    """The whole model in fp32 with uninitialized weights and the eager attention backend."""
     changes: dict[str, Any] = {BACKEND: "eager"} if BACKEND in type(config.model).model_fields else {}
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     ctx = ParallelContext(device=torch.device(device))
@@ -42,5 +42,5 @@ def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Mod
 
 
 def expected_parameters(config: Config, host: PluginHost) -> dict[str, ParameterLayout]:
-    """Canonical name -> layout of every parameter that the configuration makes. No memory is taken for values."""
+    """Canonical name -> layout of every parameter of the configuration. Allocates no memory for values."""
     return parameter_layouts(build_model(config, host, "meta"))

@@ -12,13 +12,23 @@ LAYOUT = {
     "target_expert_parallel_size": 1,
     "target_expert_tensor_parallel_size": None,
     "make_vocab_size_divisible_by": None,
+    "vocab_padding": None,
 }
-"""Options that say how tensors are cut and padded, and the value that asks for nothing."""
+"""Options for the sharding and padding of tensors, and their values without effect."""
+MEGATRON = ("target_megatron_version", "target_transformer_impl", "target_optimizer_format")
+"""Options of Megatron-Core's formats."""
+NOT_MEGATRON = "it is none of Megatron-Core's"
 
 
 def refuse_layout(saver: str, options: ConvertOptions) -> None:
-    """Raises ConfigError if the options ask for tensors that are cut or padded."""
+    """Raises ConfigError if the options ask for sharded or padded tensors."""
     refuse(saver, options, *LAYOUT, why="it holds whole tensors without padding")
+    refuse_megatron(saver, options, NOT_MEGATRON)
+
+
+def refuse_megatron(saver: str, options: ConvertOptions, why: str) -> None:
+    """Raises ConfigError for options that only Megatron-Core's formats have."""
+    refuse(saver, options, *MEGATRON, why=why)
 
 
 def refuse(saver: str, options: ConvertOptions, *names: str, why: str) -> None:

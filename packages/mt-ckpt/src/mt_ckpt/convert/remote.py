@@ -1,13 +1,15 @@
-"""Output of a conversion in an object store, which can neither rename nor append."""
+"""Output of a conversion to an object store, which can neither rename nor append."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mt_ckpt.convert.resumable import RECORD, Entry, finished_entries, new_entry, record_bytes
+from mt_ckpt.convert.checksums import CHECKSUMS, Parts, encode_checksums
+from mt_ckpt.convert.resumable import RECORD, Entry, checksums_of, finished_entries, new_entry, record_bytes
+from mt_ckpt.native.checksum import checksum
 from mt_core.errors import CheckpointError
 from mt_core.paths import children, remove_tree
 
@@ -18,13 +20,13 @@ class RemoteFolder:
     """What `ResumableFolder` is on a disk: files are made in `content`, in this machine's temporary directory, and sent
     to their place one by one. Small files are sent last, in the order in which they were written: the last of them is
     the one that makes it a checkpoint. Until then a record lies beside the files that were sent, by which another
-    process goes on; nothing keeps two processes from writing to one place at the same time.
+    process resumes; there is no lock against two processes that write to one place at the same time.
     """
 
-    def __init__(self, path: Any, key: str | None) -> None:
+    def __init__(self, path: Any, key: str | None, *, checksums: bool = True) -> None:
         """Raises CheckpointError when something else is at `path`, and OSError."""
         require_free_place(path)
-        self.path, self._key = path, key
+        self.path, self._key, self._checksums = path, key, checksums
         self._finished = self._begun()
         if not self._finished and self._record.exists():
             remove_tree(path)
@@ -35,15 +37,15 @@ class RemoteFolder:
         self.content = Path(self._local.name)
 
     def finished(self, name: str) -> Mapping[str, Any] | None:
-        """What `finish` was told of a file that has been sent, if it is there and of the same size, else None."""
+        """What `finish` recorded about a file that has been uploaded, if it exists with the same size, else None."""
         entry = self._finished.get(name)
         if entry is None or _size(self.path / name) != sum(num_bytes for num_bytes, _ in entry["parts"]):
             return None
         about: Mapping[str, Any] = entry["about"]
         return about
 
-    def finish(self, name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None = None) -> None:
-        """Send a file of `content`, remove it there and record it; arguments as of `ResumableFolder.finish`."""
+    def finish(self, name: str, parts: Parts, about: Mapping[str, Any] | None = None) -> None:
+        """Upload a file of `content`, delete it locally and record it; arguments as of `ResumableFolder.finish`."""
         self.path.fs.put_file(str(self.content / name), (self.path / name).path)
         (self.content / name).unlink()
         self._finished[name] = new_entry(name, parts, about)
@@ -54,12 +56,18 @@ class RemoteFolder:
         self._small[name] = data
 
     def commit(self, names: set[str]) -> None:
-        """Send the small files. Raises OSError."""
+        """Upload the small files. Raises OSError."""
         assert names == {*self._finished, *self._small}
-        for name, data in self._small.items():
+        for name, data in {**self._checksum_file(names), **self._small}.items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.path / name).write_bytes(data)
         self._record.unlink()
+
+    def _checksum_file(self, names: set[str]) -> dict[str, bytes]:
+        if not self._checksums:
+            return {}
+        small = {name: [(len(data), checksum(data))] for name, data in self._small.items()}
+        return {CHECKSUMS: encode_checksums(checksums_of(names, self._finished, small))}
 
     def close(self) -> None:
         self._local.cleanup()

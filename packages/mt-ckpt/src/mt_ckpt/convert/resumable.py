@@ -1,4 +1,4 @@
-"""A directory that is built file by file, gone on with after a kill, and renamed into place when it is whole.
+"""A directory that is built file by file, can be resumed after a kill, and is renamed into place when complete.
 
 It is built in `.mt-convert-<name>/content` beside its final place. `record.jsonl` in the same folder holds the
 key of the work (what is converted, how) and a line with checksums for each finished file. Another process that
@@ -11,10 +11,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_ckpt.convert.checksums import CHECKSUMS, Parts, encode_checksums
 from mt_ckpt.native.checksum import checksum, checksum_range
 from mt_ckpt.native.staging import sync_directory, write_file
 from mt_core.errors import CheckpointError
@@ -22,20 +23,22 @@ from mt_core.errors import CheckpointError
 PREFIX = ".mt-convert-"
 RECORD = "record.jsonl"
 Entry = dict[str, Any]
-"""A line of the record about a file: its name, its parts and what the saver wants to know of it later."""
+"""A line of the record about a file: its name, its parts and the saver's values."""
 
 
 class ResumableFolder:
-    """Made by `ResumableFolder(path, key)`; write into `content`, tell each file by `finish`, then `commit`.
+    """Made by `ResumableFolder(path, key)`; write into `content`, record each file by `finish`, then `commit`.
 
-    `key` says what the content is made of; None: nothing can be gone on with. `close` in any case. What was begun
-    stays for the next process unless it was committed.
+    `key` identifies the inputs; None: the work cannot be resumed. `close` in any case. Unfinished work
+    stays for the next process unless it was committed. checksums: whether a file of checksums of all others goes along,
+    since the format has none.
     """
 
-    def __init__(self, path: Path, key: str | None) -> None:
+    def __init__(self, path: Path, key: str | None, *, checksums: bool = True) -> None:
         """Raises CheckpointError when `path` is taken or another process is at work on it, and OSError."""
         require_free_folder(path)
         self.path = path
+        self._checksums, self._small = checksums, dict[str, Parts]()
         self._folder = path.parent / f"{PREFIX}{path.name}"
         self.content = self._folder / "content"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ class ResumableFolder:
             raise
 
     def finished(self, name: str) -> Mapping[str, Any] | None:
-        """What `finish` was told of a file in `content` whose bytes are still those, else None."""
+        """What `finish` recorded about a file in `content` whose bytes are unchanged, else None."""
         entry = self._finished.get(name)
         file = self.content / name
         if entry is None or not file.is_file():
@@ -60,25 +63,29 @@ class ResumableFolder:
             return None
         return entry["about"] if _intact(file, parts) else None
 
-    def finish(self, name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None = None) -> None:
+    def finish(self, name: str, parts: Parts, about: Mapping[str, Any] | None = None) -> None:
         """Record that a file is written and synced.
 
         parts: number of bytes and XXH3 checksum of what the file consists of, in order. about: JSON values that
         `finished` is to return.
         """
-        entry = new_entry(name, parts, about)
+        self._finished[name] = entry = new_entry(name, parts, about)
         with (self._folder / RECORD).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 
     def write_small(self, name: str, data: bytes) -> None:
-        """Write and sync a file that is not worth going on with."""
+        """Write and sync a file that is too small to be recorded for resuming."""
         (self.content / name).unlink(missing_ok=True)  # of a process that was killed
         write_file(self.content / name, data)
+        self._small[name] = [(len(data), checksum(data))]
 
     def commit(self, names: set[str]) -> None:
         """Rename the content, which has to consist of the files `names`, to the final path. Raises OSError."""
+        if self._checksums:
+            self.write_small(CHECKSUMS, encode_checksums(checksums_of(names, self._finished, self._small)))
+            names = {*names, CHECKSUMS}
         for file in [entry for entry in self.content.rglob("*") if entry.is_file()]:
             if str(file.relative_to(self.content)) not in names:
                 file.unlink()
@@ -105,13 +112,13 @@ class ResumableFolder:
         self.content.mkdir()
 
     def _write_record(self, key: str | None) -> None:
-        """The record anew, without what a killed process may have left at its end."""
+        """Rewrite the record, without a partial line that a killed process may have left at its end."""
         (self._folder / RECORD).unlink(missing_ok=True)
         write_file(self._folder / RECORD, record_bytes(key, self._finished))
         sync_directory(self._folder)
 
 
-def _intact(file: Path, parts: Sequence[tuple[int, str]]) -> bool:
+def _intact(file: Path, parts: Parts) -> bool:
     offset = 0
     for num_bytes, expected in parts:
         if checksum_range(file, offset, num_bytes, lambda num_bytes: None) != expected:
@@ -136,8 +143,13 @@ def work_key(*parts: Any) -> str:
     return checksum(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
-def new_entry(name: str, parts: Sequence[tuple[int, str]], about: Mapping[str, Any] | None) -> Entry:
+def new_entry(name: str, parts: Parts, about: Mapping[str, Any] | None) -> Entry:
     return {"name": name, "parts": list(parts), "about": dict(about or {})}
+
+
+def checksums_of(names: set[str], finished: Mapping[str, Entry], small: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The parts of each file."""
+    return {name: small[name] if name in small else finished[name]["parts"] for name in names}
 
 
 def record_bytes(key: str | None, finished: Mapping[str, Entry]) -> bytes:

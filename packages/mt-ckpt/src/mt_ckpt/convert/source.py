@@ -1,26 +1,37 @@
-"""The checkpoint that is converted, as its saver sees it: in the wanted number format, with what is read counted."""
+"""The source checkpoint as its saver sees it: in the requested dtype, with bytes read counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mt_ckpt.convert.resumable import work_key
+from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import CheckpointReader
+from mt_core.specs import CheckpointReader, FilePart
 
 MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 1 << 22
-"""Elements looked at together."""
+"""Elements checked at once."""
 Progress = Callable[[int, int], None]
 """(bytes read so far, bytes of all that will be read)"""
+
+
+class PartWriter(Protocol):
+    """Processes that write parts of the files at the same time (`mt_ckpt.convert.workers.Workers`)."""
+
+    def write(
+        self, folder: Path, parts: Sequence[FilePart], note_read: Callable[[str, int], None]
+    ) -> Iterator[tuple[FilePart, Any]]:
+        """Gives each part with what its writer returned, as they are written."""
+        ...
 
 
 class Source:
@@ -41,9 +52,13 @@ class Source:
         progress: Progress = lambda done, total: None,
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"--dtype {dtype}: not a number format of weights; it can be {', '.join(DTYPES)}")
+            raise ConfigError(f"--dtype {dtype}: not a dtype of weights; it can be {', '.join(DTYPES)}")
         self.identity = identity
         self.read_names: set[str] = set()
+        self.workers: PartWriter | None = None
+        """Other processes that write, if any."""
+        self.on_read: Callable[[str, int], None] = lambda name, num_bytes: None
+        """Called with each tensor that was read in this process, and its bytes."""
         self._reader, self._progress, self._done = reader, progress, 0
         self._infos = _infos(reader, DTYPES[dtype] if dtype else None, kept)
         self._shapes = {name: info.shape for name, info in self._infos.items()}
@@ -67,13 +82,23 @@ class Source:
     def read(self, name: str) -> Tensor:
         """One full tensor. Raises CheckpointError for a value that the wanted dtype cannot hold."""
         stored = self._reader.read(name)
+        num_bytes = stored.numel() * stored.element_size()
+        self.on_read(name, num_bytes)
+        self.note_read(name, num_bytes)
+        info = self._infos.get(name)
+        return stored if info is None else _as(name, stored, info.dtype)
+
+    def note_read(self, name: str, num_bytes: int) -> None:
+        """Count a tensor as read, here or in another process."""
         self.read_names.add(name)
-        self._done += stored.numel() * stored.element_size()
+        self._done += num_bytes
         if not name.startswith(MODEL):  # a saver reads the model, or everything
             self._total = self._totals[""]
         self._progress(self._done, max(self._done, self._total))
-        info = self._infos.get(name)
-        return stored if info is None else _as(name, stored, info.dtype)
+
+    def unconverted(self) -> list[str]:
+        """All names of the checkpoint, including those that are hidden here."""
+        return list(self._reader.shapes())
 
     def num_bytes(self, names: Collection[str]) -> int:
         """Bytes of tensors as they are written."""
@@ -105,7 +130,7 @@ def _infos(reader: CheckpointReader, dtype: torch.dtype | None, kept: Collection
         if info.dtype.is_floating_point and name.removeprefix(MODEL) not in kept
         else info
         for name, info in infos.items()
-        if name.startswith(MODEL)
+        if name.startswith((MODEL, PADDING + MODEL))
     }
 
 

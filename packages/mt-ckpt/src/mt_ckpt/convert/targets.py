@@ -1,4 +1,4 @@
-"""Where a conversion writes: a folder of this machine, or one of an object store."""
+"""Where a conversion writes: a local folder, or one in an object store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OutputFolder = ResumableFolder | RemoteFolder
 
 
 def target_path(save_dir: str | Path, saver: CheckpointSaverSpec) -> Path:
-    """Where to write, from the root on. Raises ConfigError for an address with a format that only disks take."""
+    """The absolute target. Raises ConfigError for the address of an object store in a format that needs a disk."""
     path = absolute(as_path(save_dir))
     if is_remote(path) and not saver.converts_to_addresses:
         raise ConfigError(
@@ -25,10 +25,13 @@ def target_path(save_dir: str | Path, saver: CheckpointSaverSpec) -> Path:
 
 
 def require_free(path: Path) -> None:
-    """Raises CheckpointError for a place that is taken."""
+    """Raises CheckpointError if the target exists."""
     (require_free_place if is_remote(path) else require_free_folder)(path)
 
 
-def output_folder(path: Path, key: str | None) -> OutputFolder:
-    """The folder that becomes `path`; key: says what it is made of, None: it is not gone on with after a kill."""
-    return RemoteFolder(path, key) if is_remote(path) else ResumableFolder(path, key)
+def output_folder(path: Path, key: str | None, *, checksums: bool = True) -> OutputFolder:
+    """The folder that becomes `path`; key: identifies its inputs, None: it cannot be resumed after a kill.
+
+    checksums: whether a file of checksums of all others goes along, since the format has none.
+    """
+    return (RemoteFolder if is_remote(path) else ResumableFolder)(path, key, checksums=checksums)

@@ -1,28 +1,28 @@
-"""Compares two checkpoints: every tensor bit for bit, then what their models compute."""
+"""Compares two checkpoints: every tensor bit for bit, then what their models compute, then the loss of the reader."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss
 from mt_ckpt.convert.source import MODEL
+from mt_ckpt.convert.token_inputs import token_inputs
+from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
-from mt_core.train.checkpointing import load_parameters
+from mt_core.train.checkpoint.state import load_parameters
 
-NUM_TOKENS = 8
-CHOOSING_HEAD = "multichoice_head"
-"""Canonical name of the head that gives a score to each of several texts."""
 BLOCK_BYTES = 1 << 24
 
 
@@ -32,20 +32,28 @@ class Verification:
 
     outputs: module outputs that are equal bit for bit; 0 for a model that takes something else than rows of token ids.
     changed_settings: keys of [model] that both families have and that differ in value, as "old -> new".
+    loss: None for a model whose output is no distribution over the vocabulary, and without the reader's program.
     """
 
     num_tensors: int
     num_outputs: int
     changed_settings: Mapping[str, str]
+    loss: ReaderLoss | None
 
 
-def verify_conversion(source: CheckpointReader, written: CheckpointReader, host: PluginHost) -> Verification:
-    """Raises CheckpointError that names the first tensors that differ, or the first module whose output does."""
+def verify_conversion(
+    source: CheckpointReader, written: CheckpointReader, path: Path, saver: str, host: PluginHost
+) -> Verification:
+    """path, saver: where and in which format `written` is.
+
+    Raises CheckpointError that names the first tensors that differ, or the first module whose output does, and for a
+    loss that the program computes otherwise that reads the format.
+    """
     num_tensors = _require_same_tensors(source, written)
     first, second = model_config(source, host), model_config(written, host)
     settings = changed_settings(first.model, second.model)
     num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
-    return Verification(num_tensors, num_outputs, settings)
+    return Verification(num_tensors, num_outputs, settings, reader_loss(source, written, path, saver, host))
 
 
 WHEN_UNSET = {"num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
@@ -68,9 +76,10 @@ def _effective(model: ModelConfig, key: str) -> Any:
 
 
 def _require_same_tensors(source: CheckpointReader, written: CheckpointReader) -> int:
-    """The number of tensors compared: the model's, and further ones that both sides have."""
+    """The number of tensors compared: the model's, and further ones that both sides have. Rows of padding may be others
+    in another layout; what they do is in the reader's loss."""
     there = written.shapes()  # all of the model, as the engine has checked
-    names = [name for name in source.shapes() if name in there]
+    names = [name for name in source.shapes() if name in there and not name.startswith(PADDING)]
     different = [f"{name} ({difference})" for name in names if (difference := _difference(name, source, written))]
     if different:
         more = f" and {len(different) - 8} more" if len(different) > 8 else ""
@@ -100,7 +109,7 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
     something else than rows of token ids.
     """
     model = build_model(config, host).eval()
-    inputs = _inputs(model, config.model.vocab_size or 1)
+    inputs = token_inputs(model, config.model.vocab_size or 1)
     if inputs is None:
         return {}
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
@@ -111,20 +120,6 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
     with torch.no_grad():
         model(**inputs)
     return found
-
-
-def _inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
-    """The same few ids for every input that must be given; None if something else must be given.
-
-    int64 [1, NUM_TOKENS], or [1, 2, NUM_TOKENS] for a model that chooses one of several texts.
-    """
-    parameters = inspect.signature(model.forward).parameters.values()
-    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    if not needed or not all(name.endswith("tokens") for name in needed):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 2, NUM_TOKENS) if hasattr(model, CHOOSING_HEAD) else (1, NUM_TOKENS)
-    return {name: torch.randint(0, vocab_size, shape, generator=generator) for name in needed}
 
 
 def _recorder(name: str, found: dict[str, Tensor]) -> Any:

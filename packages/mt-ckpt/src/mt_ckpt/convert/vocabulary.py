@@ -1,18 +1,23 @@
-"""Tables with rows beyond the vocabulary, as programs leave them that pad for their ranks."""
+"""Which rows of a checkpoint's vocabulary tables are ids, and which are padding for tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.source import MODEL
+from mt_ckpt.megatron.vocabulary_padding import PADDING
+from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 
 FLAG = "--trim-vocabulary"
+TRUE_SIZE = "--true-vocab-size"
 
 
 def padded_tables(
@@ -20,7 +25,7 @@ def padded_tables(
 ) -> dict[str, int]:
     """Parameter -> rows in the checkpoint, of those whose rows are the vocabulary's and that have more of them.
 
-    shapes: of the model's parameters. vocab_size: of its configuration, None for a model that reads no words.
+    shapes: of the model's parameters. vocab_size: of its configuration, None for a model without a vocabulary.
     """
     stored = reader.shapes()
     found = {name: tuple(stored[MODEL + name]) for name in shapes if MODEL + name in stored}
@@ -84,6 +89,88 @@ class _Trimmed:
     def read(self, name: str) -> Tensor:
         tensor = self._reader.read(name)
         return tensor[: self._vocab_size] if name in self._cut else tensor
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._reader.files()
+
+
+# -- another number of ids --------------------------------------------------------------------------
+
+
+def with_vocab_size(reader: CheckpointReader, vocab_size: int, host: PluginHost) -> CheckpointReader:
+    """The checkpoint as one of a model with so many ids: the rows beyond them are its padding, and the other way round.
+
+    Raises ConfigError for more rows than there are, and for a model without a vocabulary.
+    """
+    model = model_config(reader, host).model
+    old = getattr(model, "vocab_size", None)
+    if old is None:
+        raise ConfigError(f"{TRUE_SIZE} {vocab_size}: model.family={model.family} has no vocabulary; leave it out")
+    recounted = _Recounted(reader, vocab_size, vocabulary_tables(reader, host))
+    rows = old + recounted.num_padding_rows
+    if not 0 < vocab_size <= rows:
+        raise ConfigError(f"{TRUE_SIZE} {vocab_size}: the checkpoint has {rows} rows; it can be 1 to {rows}")
+    return recounted
+
+
+def vocabulary_tables(reader: CheckpointReader, host: PluginHost) -> list[str]:
+    """Parameters that have a row for each id: those whose shape follows the size of the vocabulary."""
+    model = dict(reader.metadata["config"]["model"])
+    first, second = (
+        expected_parameters(config_from_dict({"model": {**model, "vocab_size": size}}, host), host)
+        for size in (model["vocab_size"], model["vocab_size"] + 1)
+    )
+    return [name for name in first if first[name].shape != second[name].shape]
+
+
+def num_padding_rows(reader: CheckpointReader) -> int:
+    """Rows beside the vocabulary's, of a checkpoint that keeps them."""
+    return max((shape[0] for name, shape in reader.shapes().items() if name.startswith(PADDING + MODEL)), default=0)
+
+
+def _with_setting(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    config = metadata["config"]
+    return {**metadata, "config": {**config, "model": {**config["model"], "vocab_size": vocab_size}}}
+
+
+class _Recounted:
+    """A `mt_core.specs.CheckpointReader` with another boundary between vocabulary and padding."""
+
+    def __init__(self, reader: CheckpointReader, vocab_size: int, tables: Collection[str]) -> None:
+        self._reader, self._vocab_size = reader, vocab_size
+        self.num_padding_rows = num_padding_rows(reader)
+        stored = reader.shapes()
+        self._rows = {
+            name: shape[0] + stored.get(PADDING + name, (0,))[0]
+            for name, shape in stored.items()
+            if len(shape) and not name.startswith(PADDING) and any(name.endswith(f".{table}") for table in tables)
+        }
+        """Table, or a state of it -> all of its rows."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return _with_setting(self._reader.metadata, self._vocab_size)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = {name: tuple(shape) for name, shape in self._reader.shapes().items() if not name.startswith(PADDING)}
+        for name, rows in self._rows.items():
+            below = shapes[name][1:]
+            shapes[name] = (self._vocab_size, *below)
+            if rows > self._vocab_size:
+                shapes[PADDING + name] = (rows - self._vocab_size, *below)
+        return shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes = self._reader.dtypes()
+        return {name: dtypes[name.removeprefix(PADDING)] for name in self.shapes()}
+
+    def read(self, name: str) -> Tensor:
+        table = name.removeprefix(PADDING)
+        if table not in self._rows:
+            return self._reader.read(name)
+        parts = [self._reader.read(part) for part in (table, PADDING + table) if part in self._reader.shapes()]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole[: self._vocab_size] if name == table else whole[self._vocab_size :]
 
     def files(self) -> Mapping[str, bytes]:
         return self._reader.files()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.gguf.file import GGUFFile
+from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
+from mt_ckpt.hugging_face.tokenizer import tokenizer_config
 from mt_ckpt.meta.reader import neighbours_to_halves
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.config_map import require_known
@@ -43,8 +44,6 @@ IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 FREQUENCY_FACTORS = "rope_freqs.weight"
-GPT2_SPLITTING = ("gpt-2", "default")
-"""`tokenizer.ggml.pre` of vocabularies that split text as GPT-2 does."""
 
 
 def detect(path: Path) -> bool:
@@ -64,12 +63,12 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     external = _config(architecture, values, stored)
     tensors = _Renamed(stored, architecture, external)
     family, config = identify(external, tensors.infos, host)
-    files = _tokenizer_files(values)
+    files = tokenizer_files(values)
     metadata = {
         "iteration": 0,
         "config": {
             "model": config.model.model_dump(mode="json"),
-            "tokenizer": _tokenizer_config(files, config.model.vocab_size),
+            "tokenizer": tokenizer_config(file.parent, files, config.model.vocab_size),
         },
     }
     return HuggingFaceReader(tensors, family, config.model, metadata, files)
@@ -204,28 +203,3 @@ def _llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> T
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / factor + smooth))
     return torch.tensor(factors)
-
-
-# -- tokenizer --------------------------------------------------------------------------------------
-
-
-def _tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """GPT-2's two files, of a byte-level vocabulary that splits text as GPT-2 does; nothing of others.
-
-    The way in which a vocabulary of another kind splits text is known to llama.cpp by a name only.
-    """
-    tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
-    splitting = values.get("tokenizer.ggml.pre", "gpt-2")
-    if values.get("tokenizer.ggml.model") != "gpt2" or splitting not in GPT2_SPLITTING or not tokens or not merges:
-        return {}
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    return {
-        "vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
-        "merges.txt": ("#version: 0.2\n" + "\n".join(merges) + "\n").encode(),
-    }
-
-
-def _tokenizer_config(files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
-    if not files:
-        return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
-    return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}

@@ -16,6 +16,8 @@ from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
 
 FORMAT = "hf"
+PLAUSIBLE_LAYERS = 10_000
+"""More layers are believed when the checkpoint has as many tensors."""
 
 
 class Family(Protocol):
@@ -61,6 +63,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     that none knows or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
     kind, names = str(external.get("model_type")), list(names)
+    _check_layers(external, len(names))
     families, broken = _families(host)
     able = [family for family in families if kind in family.model_types]
     if not able:
@@ -72,6 +75,15 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     if len(able) == 1:
         return able[0], read_config(able[0], external, host)
     return _fitting(able, external, names, host)
+
+
+def _check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
+    """Raises ConfigError for a number of layers that the tensors cannot be of; listing their names would not end."""
+    for key, value in external.items():
+        if not isinstance(value, int | float) or not ("layers" in key or key == "n_layer"):
+            continue
+        if value > max(PLAUSIBLE_LAYERS, num_tensors):
+            raise ConfigError(f"config.json: {key}={value:g}, and the checkpoint has {num_tensors} tensors in all")
 
 
 def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
@@ -105,7 +117,8 @@ def _fitting(
             reasons[family.family] = error
         else:
             fitting.append((family, config))
-    meant = list(external.get("architectures") or ())[:1]
+    listed = external.get("architectures")
+    meant = listed[:1] if isinstance(listed, list) else []
     if fitting:
         return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
     best = next((f.family for f in able if meant and meant[0] in f.architectures.values()), able[0].family)

@@ -97,7 +97,7 @@ class HuggingFaceReader:
         rule = self._rules.get(name)
         if rule is None:
             raise CheckpointError(f"the checkpoint has no tensor {name}{did_you_mean(name, self._rules)}")
-        return rule.to_ours([self._read(source) for source in rule.sources])
+        return rule.import_value([self._read(source) for source in rule.sources])
 
     def files(self) -> Mapping[str, bytes]:
         return self._files
@@ -149,7 +149,7 @@ def _present_copies(copies: Mapping[str, str], stored: Mapping[str, str]) -> dic
 def _carried_out(name: str, rule: Rule, info_of: Callable[[str], TensorInfo]) -> TensorInfo:
     given = [info_of(source) for source in rule.sources]
     try:
-        (made,) = infer(lambda tensors: [rule.to_ours(tensors)], given)
+        (made,) = infer(lambda tensors: [rule.import_value(tensors)], given)
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{source} {list(info.shape)}" for source, info in zip(rule.sources, given, strict=True))
         raise CheckpointError(f"{shapes}: these shapes do not make {name} of this configuration: {error}") from None

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from mt_ckpt.convert.files import SafetensorsFiles, write_files
 from mt_ckpt.convert.model import model_config
 from mt_ckpt.convert.options import refuse_layout
 from mt_ckpt.convert.resumable import work_key
 from mt_ckpt.convert.targets import output_folder
-from mt_ckpt.hugging_face.family import Family, family_named
-from mt_ckpt.hugging_face.reader import CONFIG, MODEL
-from mt_ckpt.hugging_face.shapes import infer
-from mt_ckpt.hugging_face.tokenizer import GENERATION, files_to_write, generation_defaults, special_ids
-from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
+from mt_ckpt.hugging_face.family import family_named
+from mt_ckpt.hugging_face.outputs import Outputs
+from mt_ckpt.hugging_face.reader import CONFIG
+from mt_ckpt.hugging_face.tokenizer import (
+    DECODER_START,
+    GENERATION,
+    files_to_write,
+    generation_defaults,
+    special_ids,
+)
+from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
-from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 from mt_core.train.build import restore_tokenizer
@@ -36,65 +40,40 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     Raises ConfigError for options and models that the format cannot express, CheckpointError for tensors that are not
     the model's, and OSError. Only the model is written; the format has no place for an optimizer.
     """
-    refuse_layout("hf", options)
-    config = model_config(source, host)
-    family = family_named(config.model.family, host)
-    external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
-    tensors = _Outputs(source, family, config.model)
-    shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
-    small = _small_files(source, external, tensors, shards, host)
+    made = _plan(source, options, host)
+    shards = made.files.files
+    small = _small_files(source, made.config, made.tensors, shards, host)
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
     with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
-        for name, shard in shards.items():
-            if folder.finished(name) is None:
-                infos = align(shard)
-                folder.finish(name, write_safetensors(folder.content / name, infos, tensors.values(infos)))
+        write_files(folder, made.files, source)
         for name, data in small.items():
             folder.write_small(name, data)
         folder.commit({*shards, *small})
 
 
+def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> SafetensorsFiles:
+    """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
+    return _plan(source, options, host).files
+
+
 @dataclass(frozen=True)
-class _Output:
-    """One external tensor: which of the parts that `rule` makes of a canonical one."""
+class _Plan:
+    """config: the contents of config.json."""
 
-    rule: Rule
-    part: int
-
-
-class _Outputs:
-    """External tensors computed from canonical ones, one canonical one at a time."""
-
-    def __init__(self, source: CheckpointReader, family: Family, model: Any) -> None:
-        self._source = source
-        names = family.name_map(model)
-        ours = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
-        names.check(ours, [name for rule in names.rules for name in rule.sources])
-        self._outputs: dict[str, _Output] = {}
-        infos: dict[str, TensorInfo] = {}
-        rules = {rule.ours: rule for rule in names.rules}
-        shapes, dtypes = source.shapes(), source.dtypes()
-        for rule in [rules[name] for name in ours]:  # layer after layer, as the source has them
-            given = TensorInfo(tuple(shapes[MODEL + rule.ours]), dtypes[MODEL + rule.ours])
-            for part, (name, info) in enumerate(_parts(rule, given)):
-                infos[name], self._outputs[name] = info, _Output(rule, part)
-        self.infos: Mapping[str, TensorInfo] = infos
-
-    def values(self, names: Mapping[str, TensorInfo]) -> Iterator[Tensor]:
-        """The tensors `names` in their order. Parts of one canonical tensor that follow one another cost one read."""
-        ours: str | None = None
-        parts: list[Tensor] = []
-        for name in names:
-            output = self._outputs[name]
-            if output.rule.ours != ours:
-                parts = []  # before the next is read
-                ours = output.rule.ours
-                parts = list(output.rule.to_theirs(self._source.read(MODEL + ours)))
-            yield parts[output.part]
+    config: dict[str, Any]
+    tensors: Outputs
+    files: SafetensorsFiles
 
 
-def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    return zip(rule.sources, infer(lambda tensors: rule.to_theirs(tensors[0]), [given]), strict=True)
+def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> _Plan:
+    refuse_layout("hf", options)
+    config = model_config(source, host)
+    family = family_named(config.model.family, host)
+    external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
+    tensors = Outputs(source, family, config.model)
+    shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
+    files = SafetensorsFiles({name: align(shard) for name, shard in shards.items()}, tensors.values, tensors.made_of)
+    return _Plan(external, tensors, files)
 
 
 def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
@@ -109,13 +88,14 @@ def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
 def _small_files(
     source: CheckpointReader,
     external: Mapping[str, Any],
-    tensors: _Outputs,
+    tensors: Outputs,
     shards: Mapping[str, Mapping[str, TensorInfo]],
     host: PluginHost,
 ) -> dict[str, bytes]:
     files = files_to_write(source.files(), source.metadata["config"].get("tokenizer") or {})
     if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
-        files[GENERATION] = generation_defaults(ids)
+        start = {DECODER_START: ids.get("bos_token_id", external[DECODER_START])} if DECODER_START in external else {}
+        files[GENERATION] = generation_defaults({**ids, **start})
     files[CONFIG] = _json({**external, "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
@@ -139,7 +119,7 @@ def _ids_of_tokenizer(source: CheckpointReader, host: PluginHost) -> dict[str, i
 
 
 def _dtype_name(infos: Mapping[str, TensorInfo]) -> str:
-    """The number format of most weights."""
+    """The dtype of most weights."""
     amounts: dict[str, int] = {}
     for info in infos.values():
         name = str(info.dtype).removeprefix("torch.")

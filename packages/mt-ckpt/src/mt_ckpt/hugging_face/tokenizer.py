@@ -21,13 +21,15 @@ FILES = (
 )
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DECODER_START = "decoder_start_token_id"
+"""Of encoder-decoder models: the id with which the decoder begins."""
 
 
 def read_tokenizer_files(path: Path, external: Mapping[str, Any]) -> dict[str, bytes]:
     """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file)."""
     files = {name: (path / name).read_bytes() for name in (*FILES, GENERATION) if (path / name).is_file()}
     if GENERATION not in files:
-        ids = {key: external[key] for key in SPECIAL_IDS if external.get(key) is not None}
+        ids = {key: external[key] for key in (*SPECIAL_IDS, DECODER_START) if external.get(key) is not None}
         if ids:
             files[GENERATION] = generation_defaults(ids)
     if "spiece.model" in files:  # mt's name for every SentencePiece model
@@ -85,9 +87,11 @@ def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> 
 
 
 def special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """bos_token_id, eos_token_id and pad_token_id as the defaults of generation have them; None where they do not."""
+    """bos_token_id, eos_token_id and pad_token_id as the defaults of generation have them, None where they do not;
+    and decoder_start_token_id, if they have it."""
     try:
         stored = json.loads(files.get(GENERATION, b"{}"))
     except ValueError:
         stored = {}
-    return {key: stored.get(key) for key in SPECIAL_IDS}
+    start = stored.get(DECODER_START)
+    return {**{key: stored.get(key) for key in SPECIAL_IDS}, **({} if start is None else {DECODER_START: start})}

@@ -1,1 +1,1 @@
-"""Megatron-Core's checkpoints in the `torch` format: a file for each tensor-, pipeline- and expert-parallel rank."""
+"""Megatron-Core's checkpoints in the `torch` format: one file per tensor-, pipeline- and expert-parallel rank."""

@@ -1,4 +1,4 @@
-"""What becomes of every argument of Megatron's: it is read, has to have one value, or is ignored for a reason.
+"""How every argument of Megatron is handled: it is read, has to have one value, or is ignored for a reason.
 
 The reasons are for arguments that change neither what the stored tensors are nor what the model computes with them. An
 argument that is in none of the tables is of a newer version; it is kept, and named in the metadata.
@@ -73,7 +73,7 @@ READ = (
     ),
     *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_num_heads", "hybrid_attention_ratio"),
     *("hybrid_mlp_ratio", "make_vocab_size_divisible_by", "transformer_impl"),
-    # mixtures of experts
+    # MoE
     *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
@@ -101,7 +101,7 @@ READ = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""Arguments that say what the model is, how its tensors are divided, or what our other sections say too."""
+"""Arguments that define the model or the sharding of its tensors, or that our other sections have too."""
 
 IGNORED: Mapping[str, tuple[str, ...]] = {
     "how work is shared, sent and overlapped; the tensors themselves show how they were divided": (

@@ -1,4 +1,4 @@
-"""Megatron's arguments, which travel in its checkpoints.
+"""Megatron's arguments, which its checkpoints contain.
 
 All of them are kept as they are in the reader's metadata under `megatron.args`. What they mean for the model is in
 `families`, what they say of the run in `run_arguments`, and `argument_list` knows every one of them.
@@ -57,7 +57,7 @@ class Arguments:
 
 
 def params_dtype(args: Arguments) -> torch.dtype:
-    """Of the weights while they are trained."""
+    """The dtype of the weights in training."""
     given = args.values.get("params_dtype")
     if isinstance(given, torch.dtype):
         return given

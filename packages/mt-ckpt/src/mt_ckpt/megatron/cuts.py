@@ -1,7 +1,7 @@
-"""Parameters that our model has whole on every tensor-parallel rank, and Megatron cuts by rows.
+"""Parameters that our model replicates on every tensor-parallel rank, and Megatron shards by rows.
 
-The ways down to the latents of latent attention are cut by Megatron's own layers and by its older ones of Transformer
-Engine; newer ones have them whole. The matrix in front of a depth of multi-token prediction is cut by all.
+The down projections of latent attention are sharded by Megatron's own layers and by its older ones of Transformer
+Engine; newer ones replicate them. The input projection (eh_proj) of an MTP depth is sharded by all.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mt_ckpt.megatron.versions import Conventions
 from mt_core.nn.layout import ParameterLayout, Split
 
 DOWN = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 MERGING = (".eh_proj.weight",)
 
 
-def as_written(layouts: Mapping[str, ParameterLayout], *, local: bool) -> dict[str, ParameterLayout]:
-    """Layouts as Megatron-Core 0.19 cuts them. local: with Megatron's own layers."""
-    cut = (*DOWN, *MERGING) if local else MERGING
+def as_written(
+    layouts: Mapping[str, ParameterLayout], version: Conventions, *, local: bool
+) -> dict[str, ParameterLayout]:
+    """Layouts as a version of Megatron-Core shards them. local: with Megatron's own layers."""
+    cut = MERGING if version.latent_projections_whole and not local else (*DOWN, *MERGING)
     return {name: by_rows(layout) if name.endswith(cut) else layout for name, layout in layouts.items()}
 
 

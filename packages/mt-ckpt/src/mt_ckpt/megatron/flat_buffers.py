@@ -1,4 +1,4 @@
-"""Where a parameter stands in the flat buffers of Megatron's distributed optimizer.
+"""Offsets of parameters in the flat buffers of Megatron's distributed optimizer.
 
 A model part keeps its parameters in one buffer, in the reverse of the order in which they were made, each beginning at
 a multiple of 64 elements. The buffer is cut into buckets, which end at a multiple of 128 and of the data-parallel size.
@@ -29,7 +29,7 @@ class Bucketing:
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """alone: it has a bucket for itself, as a matrix has that two pipeline stages share."""
+    """alone: it has its own bucket, as a matrix that two pipeline stages share."""
 
     name: str
     numel: int
@@ -59,8 +59,8 @@ def bucketing(args: Arguments, stage: int, part: int) -> Bucketing:
 
 
 def shared_matrices(args: Arguments) -> frozenset[str]:
-    """The parameters that the first and the last pipeline stage both have, each in a bucket of its own: tied matrices,
-    and with multi-token prediction, for which the last stage embeds tokens, the word vectors."""
+    """The parameters that the first and the last pipeline stage both have, each in a separate bucket: tied matrices,
+    and with multi-token prediction, for which the last stage embeds tokens, the token embeddings."""
     if args.pipeline_parallel == 1:
         return frozenset()
     predicts = bool(args.get("mtp_num_layers", 0))
@@ -91,6 +91,11 @@ def buckets_of(parameters: Sequence[FlatParameter], cut: Bucketing) -> list[Buck
     if first:
         close()
     return buckets
+
+
+def padded_numel(bucket: Bucket, cut: Bucketing) -> int:
+    """With the padding at its end."""
+    return _up(bucket.numel, cut.alignment)
 
 
 def _up(number: int, multiple: int) -> int:

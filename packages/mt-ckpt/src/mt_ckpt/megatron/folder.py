@@ -31,12 +31,12 @@ class RankSuffix:
 
 
 def iteration_name(iteration: int) -> str:
-    """The folder of an iteration; weights that no training step belongs to are a release."""
+    """The folder of an iteration; weights without an iteration are a release."""
     return f"iter_{iteration:07d}" if iteration else RELEASE
 
 
 def rank_name(tensor: int, pipeline: int | None, expert: int | None) -> str:
-    """None: that axis is not divided."""
+    """None: not sharded over that axis."""
     others = [f"_{number:03d}" for number in (pipeline, expert) if number is not None]
     return f"mp_rank_{tensor:02d}{''.join(others)}"
 
@@ -94,7 +94,7 @@ def mentions_legacy_names(file: Path) -> bool:
 
 
 def _mentions(file: Path, word: bytes) -> bool:
-    """Whether a word is in the pickle of a rank's file, at its beginning. Nothing is unpickled."""
+    """Whether a string is in the pickle of a rank's file, near its beginning. Nothing is unpickled."""
     try:
         return word in pickled_text(file, _SCANNED_BYTES)
     except (CheckpointError, OSError):

@@ -8,7 +8,7 @@ from typing import Any
 from mt_ckpt.megatron.argument_list import unknown_arguments
 from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.run_arguments import run_sections
-from mt_ckpt.pickles.inert import plain
+from mt_ckpt.pickles.inert_objects import plain
 from mt_core.errors import ConfigError
 
 KEY = "megatron"

@@ -23,7 +23,7 @@ BACKEND = "attention_backend"
 
 @dataclass(frozen=True)
 class Grid:
-    """How a pipeline stage is divided: over tensor-parallel ranks, and its experts over `ep` and `etp` ranks.
+    """How a pipeline stage is sharded: over tensor-parallel ranks, and its experts over `ep` and `etp` ranks.
 
     A process has a place on each axis: process r of a stage has tensor rank r mod tp, expert tensor rank r mod etp,
     expert rank (r div etp) mod ep.
@@ -55,7 +55,7 @@ class Grid:
         return ParallelContext(axes={name: Axis(sizes[name], (place or {}).get(name, 0)) for name in AXES})
 
     def combinations(self, layout: ParameterLayout) -> Iterator[Mapping[AxisName, int]]:
-        """Ranks on the axes that divide a parameter, in the order that `ParameterLayout.gather` takes."""
+        """Ranks on the axes that shard a parameter, in the order that `ParameterLayout.gather` takes."""
         ctx = self.context()
         axes = [split.axis for split in layout.splits]
         for ranks in product(*(range(ctx.axis(axis).size) for axis in axes)):
@@ -79,7 +79,8 @@ def layouts_of(config: Config, host: PluginHost, vocab_size: int) -> dict[str, P
 
 
 def require_divisible(layouts: Mapping[str, ParameterLayout], grid: Grid, asked: Mapping[AxisName, str]) -> None:
-    """Raises ConfigError when a parameter cannot be cut over the grid. asked: axis -> the option that set its size."""
+    """Raises ConfigError for a parameter that cannot be sharded over the grid. asked: axis -> the option of its
+    size."""
     ctx = grid.context()
     for name, layout in layouts.items():
         sizes = [layout.padded.get(dim, size) for dim, size in enumerate(layout.shape)]

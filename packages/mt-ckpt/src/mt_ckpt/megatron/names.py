@@ -11,21 +11,28 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mt_ckpt.megatron.versions import Conventions
+
 EXTRA_STATE = "_extra_state"
-"""Of Transformer Engine's FP8 scaling; holds no weight."""
-FUSED_NORMS: Mapping[str, str] = {
-    "self_attention.linear_qkv": "input_layernorm",
+"""Extra state of Transformer Engine's FP8 scaling; holds no weight."""
+LATENT_NORMS: Mapping[str, str] = {
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+}
+FUSED_NORMS: Mapping[str, str] = {
+    "self_attention.linear_qkv": "input_layernorm",
+    **LATENT_NORMS,
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "mixer.in_proj": "norm",
 }
 """Linear layer -> the norm before it, which Transformer Engine's layers, and torch_dist whatever the layers, keep as
 the linear layer's `layer_norm_weight` and `layer_norm_bias`."""
-DUPLICATES: Mapping[str, str] = {
-    "position_embeddings.weight": "embedding.position_embeddings.weight",
+POSITION_DUPLICATES: Mapping[str, str] = {"position_embeddings.weight": "embedding.position_embeddings.weight"}
+OUTPUT_DUPLICATES: Mapping[str, str] = {
+    "lm_head.output_layer.weight": "output_layer.weight",
     "lm_head.output_layer.bias": "output_layer.bias",
 }
+DUPLICATES: Mapping[str, str] = {**POSITION_DUPLICATES, **OUTPUT_DUPLICATES}
 """What Megatron's T5 stores twice -> the name that stays."""
 RENAMED: Mapping[str, str] = {
     "decoder.final_norm.weight": "decoder.final_layernorm.weight",
@@ -36,6 +43,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERTS = ".mlp.experts."
 MTP = "mtp.layers."
 BEFORE_MLP = "pre_mlp_layernorm"
+CONVOLUTION, PREDICTION = ".mixer.conv1d.", ".mtp_model_layer."
+DIST_RENAMED: Mapping[str, str] = {PREDICTION: ".transformer_layer."}
+"""`Style.renamed` of the `torch_dist` format, the same in all versions."""
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
 _STEM = re.compile(r"^(?:(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.")
 _OLDER = (
@@ -82,12 +92,15 @@ class Style:
 
     fused: norms stand under the linear layers behind them: where such a layer is ("beside"), even in layers whose
     feed-forward is experts ("always"), or not at all ("never"). hybrid: the model is one of those with Mamba layers.
-    parameters: all, canonical.
+    parameters: all, canonical. apart: norms that no linear layer has, however others are. renamed: part of a canonical
+    name -> part of the stored one.
     """
 
     fused: Literal["never", "beside", "always"]
     hybrid: bool
     parameters: Collection[str] = field(repr=False)
+    apart: Collection[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     _norms: Mapping[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +111,8 @@ class Style:
         modules = {name.rpartition(".")[0] for name in self.parameters}
         for stem in {match[0] for name in self.parameters if (match := _STEM.match(name))}:
             for linear, norm in FUSED_NORMS.items():
+                if norm in self.apart:
+                    continue
                 experts = norm == BEFORE_MLP and self.fused == "always" and f"{stem}mlp.router" in modules
                 if stem + norm in modules and (experts or stem + linear in modules):
                     yield stem + norm, stem + linear
@@ -106,8 +121,29 @@ class Style:
         """The name in the file, the layer's number as it is."""
         module, _, leaf = name.rpartition(".")
         if module in self._norms:
-            return f"{self._norms[module]}.layer_norm_{leaf}"
-        return _HYBRID.get(name, name) if self.hybrid else name
+            name = f"{self._norms[module]}.layer_norm_{leaf}"
+        elif self.hybrid:
+            name = _HYBRID.get(name, name)
+        for canonical, stored in self.renamed.items():
+            name = name.replace(canonical, stored)
+        return name
+
+
+def torch_renamed(version: Conventions) -> Mapping[str, str]:
+    """`Style.renamed` of the `torch` format."""
+    return {CONVOLUTION: f".mixer.{version.convolution}", PREDICTION: f".{version.prediction_layer}."}
+
+
+def duplicates(version: Conventions, *, distributed: bool) -> Mapping[str, str]:
+    """What a version's T5 stores twice, in `torch_dist` or in `torch`."""
+    positions = POSITION_DUPLICATES if version.position_table_twice else {}
+    outputs = OUTPUT_DUPLICATES if version.output_bias_twice or not distributed else {}
+    return {**positions, **outputs}
+
+
+def norms_apart(version: Conventions) -> Collection[str]:
+    """`Style.apart` of a version."""
+    return () if version.latent_norms_fused else tuple(LATENT_NORMS.values())
 
 
 def layer_of(name: str) -> tuple[str, int] | None:

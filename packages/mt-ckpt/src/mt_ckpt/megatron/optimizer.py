@@ -28,7 +28,7 @@ MAIN, STEP = "main", "step"
 FLAT_STATES: Mapping[str, str] = {"param": MAIN, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 LAYER_WISE = "layer_wise_optimizer_*.pt"
 COMPARED_ELEMENTS = 1 << 16
-"""Parameters up to this size are compared with their fp32 copies, which shows whether buffers are understood."""
+"""Parameters up to this size are compared with their fp32 copies, to check the assumed layout of the buffers."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,34 @@ def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout])
 
 
 def _is_copy(name: str, iteration: Iteration) -> bool:
-    """The output matrix of a last stage that is a copy of the word vectors."""
+    """The LM head of a last stage that is a copy of the token embeddings."""
     return name == OUTPUT and not iteration.args.untied
 
 
+def _is_of_experts(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("is_expert_parallel", group.get("is_expert", False)))
+
+
+def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Without the second of two names of one parameter, as Megatron's T5 has them."""
+    found: dict[tuple[str, int | None], Parameter] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.name, parameter.expert), parameter)
+    return list(found.values())
+
+
 class _RankOptimizer:
-    """The optimizers of one rank: one, or one for the dense parameters and one for the experts'."""
+    """The optimizers of one rank: one, or one each for dense and expert parameters."""
 
     def __init__(self, file: RankFile, iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> None:
         self._file, self._args = file, iteration.args
         self._shared = shared_matrices(iteration.args)
         trained = {name for name, layout in layouts.items() if layout.trained} | {OUTPUT}
-        self._parts = [[p for p in part if p.name in trained] for part in file.parts]
+        self._parts = [_once(p for p in part if p.name in trained) for part in file.parts]
         stored = file.value.get("optimizer")
         self._optimizers = [entry for entry in (stored if isinstance(stored, list) else [stored]) if entry]
+        groups = [group for entry in self._optimizers for group in _inner(entry).get("param_groups", [])]
+        self._experts_apart = len(self._optimizers) > 1 or any(_is_of_experts(group) for group in groups)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         for optimizer in self._optimizers:
@@ -125,14 +139,14 @@ class _RankOptimizer:
     def _members(self, group: Mapping[str, Any], count: int) -> list[Parameter]:
         """The parameters of a group, by the rules with which Megatron makes groups."""
         decayed = group["wd_mult"] != 0 if "wd_mult" in group else group.get("weight_decay", 0.0) != 0
-        of_experts = bool(group.get("is_expert_parallel", group.get("is_expert", False)))
+        of_experts = _is_of_experts(group)
         decoupled = group.get("is_decoupled_lr", False) if self._args.get("decoupled_lr") else None
         members = [
             p
             for part in self._parts
             for p in part
             if _decays(p) == decayed
-            and (p.expert is not None) == of_experts
+            and self._is_apart(p) == of_experts
             and (decoupled is None or (p.name in (EMBEDDING, OUTPUT)) == decoupled)
         ]
         if len(members) != count:
@@ -142,12 +156,16 @@ class _RankOptimizer:
             )
         return members
 
+    def _is_apart(self, parameter: Parameter) -> bool:
+        """Whether it is an expert's that has groups for itself: with expert parallel ranks only."""
+        return self._experts_apart and parameter.expert is not None
+
     # -- flat buffers --------------------------------------------------------------------------------
 
     def _of_buffers(self, file: Path) -> Iterator[tuple[str, Entry]]:
         content = open_torch_file(file).value
         optimizers = content if isinstance(content, list) else [content]
-        kinds: list[Callable[[Parameter], bool]] = [lambda p: p.expert is None, lambda p: p.expert is not None]
+        kinds: list[Callable[[Parameter], bool]] = [lambda p: not self._is_apart(p), self._is_apart]
         present = [kind for kind in kinds if any(kind(p) for part in self._parts for p in part)]
         optimizers = [entry for entry in optimizers if entry]
         if len(optimizers) != len(present):

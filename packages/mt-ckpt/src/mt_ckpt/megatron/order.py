@@ -1,4 +1,4 @@
-"""Which parameters a pipeline stage has, in the order in which Megatron's modules make them.
+"""Which parameters a pipeline stage has, in the order in which Megatron's modules create them.
 
 The order decides what the numbers in an optimizer's state and the places in its flat buffers mean.
 """
@@ -41,19 +41,31 @@ LAYER = (
     "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
-    "mixer.conv1d",
     "mixer",
     "mixer.in_proj",
+    "mixer.conv1d",
     "mixer.norm",
     "mixer.out_proj",
     "norm",
 )
-"""Modules of a layer. A mixer's convolution is made of parameters of its own."""
-PREDICTION = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
-"""Modules of a depth of multi-token prediction."""
+"""Modules of a layer."""
+PREDICTION = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
+"""Modules of an MTP depth."""
 AFTER_LAYERS = ("lm_head.dense", "lm_head.layer_norm", "output_layer", "binary_head", "pooler.dense")
-LEAVES = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "dt_bias", "A_log", "D", "softmax_offset")
-"""Parameters of a module."""
+LEAVES = (
+    "conv1d_weight",
+    "conv1d_bias",
+    "layer_norm_weight",
+    "layer_norm_bias",
+    "weight",
+    "bias",
+    "dt_bias",
+    "A_log",
+    "D",
+    "softmax_offset",
+)
+"""Parameters of a module. The convolution of a mixer is a module of older versions, and two parameters of newer ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[s
     """The parameters of each run, in no order: an equal number of layers each. Raises ConfigError when they are not.
 
     On the last of several runs the matrix that it shares with the first is called as the output's, see `has_copy`; with
-    multi-token prediction, which embeds tokens too, the last run has the word vectors as such.
+    multi-token prediction, which embeds tokens too, the last run has the token embeddings as such.
     """
     stacks = {found[0]: 0 for name in parameters if (found := layer_of(name))}
     for name in parameters:
@@ -103,7 +115,7 @@ def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[s
 
 
 def has_copy(parameters: Collection[str], pipeline: Pipeline) -> bool:
-    """Whether the last run keeps a copy of the word vectors, as its output matrix."""
+    """Whether the last run keeps a copy of the token embeddings, as its LM head."""
     return pipeline.runs > 1 and EMBEDDING in parameters and OUTPUT not in parameters
 
 

@@ -1,4 +1,4 @@
-"""What ranks hold of parameters, and how their pieces are read as canonical tensors."""
+"""The ranks' shards of parameters, read as canonical tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FlatPart:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that the file holds once for many parameters."""
+    """A scalar that the file holds once for many parameters."""
 
     value: float
     shape: tuple[int, ...] = ()
@@ -115,6 +115,26 @@ class Gathered:
         return cropped(whole, self.shape)
 
 
+@dataclass(frozen=True)
+class RowsBeyond:
+    """Rows of a table from `first` on: the padding of its vocabulary."""
+
+    whole: Piece
+    first: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *others = self.whole.shape
+        return (rows - self.first, *others)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    def read(self) -> Tensor:
+        return self.whole.read()[self.first :].contiguous()
+
+
 def cropped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The first rows of a table whose padding is left out."""
     for dim, size in enumerate(shape):
@@ -145,7 +165,7 @@ def hold(entries: Iterable[Entry]) -> dict[str, list[Held]]:
 
 
 def choose(layout: ParameterLayout, grid: Grid, held: Iterable[Held]) -> list[Piece] | None:
-    """One piece for each combination of ranks that a parameter is divided over; None when one is missing."""
+    """One shard for each combination of ranks that a parameter is sharded over; None if one is missing."""
     holders = list(held)
     chosen: list[Piece] = []
     for ranks in grid.combinations(layout):

@@ -13,7 +13,7 @@ from mt_ckpt.megatron.folder import RANK_FILE, RankSuffix, find_iteration, rank_
 from mt_ckpt.megatron.model import Grid, offsets_of
 from mt_ckpt.megatron.names import StoredName
 from mt_ckpt.megatron.pieces import Entry, Piece
-from mt_ckpt.pickles.inert import Inert
+from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_core.errors import CheckpointError
 from mt_core.parallel.context import AxisName

@@ -55,16 +55,15 @@ class Naming:
                 yield RankEntry(name, local, expert)
 
 
-def extra_states(entries: Iterable[RankEntry], *, has_output: bool) -> list[str]:
-    """Keys that every linear layer has beside its parameters; None is stored under them without FP8."""
+def extra_states(entries: Iterable[RankEntry], heads: Iterable[str]) -> list[str]:
+    """Keys that every linear layer has beside its parameters; None is stored under them without FP8. heads: further
+    layers, whose parameters may be another's."""
     modules = []
     for entry in entries:
         module, _, leaf = entry.stored.rpartition(".")
         if leaf.startswith(("weight", "bias")) and is_linear(module):
             modules.append(module)
-    if has_output:
-        modules.append("output_layer")
-    return [f"{module}.{names.EXTRA_STATE}" for module in dict.fromkeys(modules)]
+    return [f"{module}.{names.EXTRA_STATE}" for module in dict.fromkeys([*modules, *heads])]
 
 
 def is_linear(module: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_siz
 from mt_ckpt.megatron.model import layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT
 from mt_ckpt.megatron.optimizer import STEP, OptimizerState, read_optimizer
-from mt_ckpt.megatron.pieces import Gathered, Held, Number, choose, hold
+from mt_ckpt.megatron.pieces import Gathered, Held, Number, RowsBeyond, choose, hold
 from mt_ckpt.megatron.rank_files import Iteration, open_iteration
+from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.pickles.torch_file import StoredTensor, tensors_in
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.nn.layout import ParameterLayout
@@ -55,10 +57,10 @@ class MegatronReader:
     ) -> None:
         self.folder = iteration.folder
         weights = _weights(iteration)
-        refuse_images(iteration.folder, weights)
+        refuse_images(iteration.folder, weights, host)
         padded = _padded_vocab_size(iteration, weights)
         true = true_vocab_size(iteration.args, padded, vocab_size)
-        section = model_section(iteration.args, weights.keys(), true)
+        section = model_section(iteration.args, weights.keys(), true, host)
         config = load_model_config(section, host)
         self._iteration = iteration
         self._stored = {
@@ -67,11 +69,12 @@ class MegatronReader:
         }
         self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
         require_same_names(iteration.folder, self._stored, weights)
-        self._tensors: dict[str, Gathered | Number] = {
+        self._tensors: dict[str, Gathered | Number | RowsBeyond] = {
             MODEL + name: self._gathered(name, weights[name]) for name in self._stored
         }
         optimizer = read_optimizer(iteration, self._stored)
         self._add_optimizer(optimizer)
+        self._add_padding()
         self.metadata: dict[str, Any] = metadata_of(iteration.args, iteration.common, section)
         if optimizer.left_out is not None:
             self.metadata[KEY][LEFT_OUT] = optimizer.left_out
@@ -106,6 +109,13 @@ class MegatronReader:
                 )
         return Gathered(layout, grid, pieces, self._shapes[name])
 
+    def _add_padding(self) -> None:
+        """Padding rows of the vocabulary, which Megatron trains like all others."""
+        for name, tensor in list(self._tensors.items()):
+            if isinstance(tensor, Gathered) and tensor.shape != tensor.layout.shape:
+                whole = replace(tensor, shape=tensor.layout.shape)
+                self._tensors[PADDING + name] = RowsBeyond(whole, tensor.shape[0])
+
     def _add_optimizer(self, optimizer: OptimizerState) -> None:
         for state, entries in optimizer.entries.items():
             for name, held in hold(entries).items():
@@ -116,7 +126,7 @@ class MegatronReader:
 
 
 def _weights(iteration: Iteration) -> dict[str, list[Held]]:
-    """Without the last stage's copy of the word vectors, and without what follows from the configuration."""
+    """Without the last stage's copy of the token embeddings, and without what follows from the configuration."""
     held = hold(entry for entry in iteration.weights() if not entry.name.endswith(DERIVED))
     if not iteration.args.untied:
         held.pop(OUTPUT, None)

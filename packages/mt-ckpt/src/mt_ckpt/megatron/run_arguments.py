@@ -108,7 +108,7 @@ def _train(args: Arguments) -> dict[str, Any]:
 
 
 def _precision(args: Arguments) -> dict[str, Any]:
-    """Keys that the number format makes use of."""
+    """Keys that the dtype makes use of."""
     dtype = DTYPE_NAMES.get(params_dtype(args), "fp32")
     section: dict[str, Any] = {"dtype": dtype}
     if dtype != "fp32":

@@ -1,6 +1,6 @@
 """Writes a checkpoint in Megatron-Core's `torch` format, for any tensor, pipeline and expert parallel sizes.
 
-Random streams are not written: Megatron is told so by --no-load-rng, and a checkpoint without an optimizer's state is
+RNG states are not written: load with --no-load-rng; a checkpoint without an optimizer's state is
 loaded with --no-load-optim (or both by --finetune).
 """
 
@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
+from mt_ckpt.convert.options import refuse
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.megatron.folder import OPTIMIZER_FILE, RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
 from mt_ckpt.megatron.metadata import KEY
-from mt_ckpt.megatron.names import DUPLICATES, EXPERTS
+from mt_ckpt.megatron.names import EXPERTS, duplicates
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.rank_plan import Naming, RankEntry, extra_states
-from mt_ckpt.megatron.target import DISTRIBUTED, Plan, plan
+from mt_ckpt.megatron.target import DISTRIBUTED, NO_OPTIMIZER, Plan, plan
 from mt_ckpt.megatron.write_flat import FlatRank, write_flat
 from mt_ckpt.megatron.write_optimizer import groups_value, optimizer_groups, optimizer_value, scheduler_value
 from mt_ckpt.megatron.written_file import WrittenFile
@@ -40,8 +41,11 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     its optimizer as flat buffers beside it. Raises ConfigError for options and models that
     Megatron cannot have, CheckpointError for tensors that are not the model's, and OSError.
     """
+    if options.target_optimizer_format not in (None, NO_OPTIMIZER):
+        why = "the optimizer's state is in files of ranks"
+        refuse("megatron", options, "target_optimizer_format", why=f"{why}; only none is an option of it")
     made = plan(source, options, host, "torch")
-    save_ranks(path, made, options, host, _core_model)
+    save_ranks(path, made, options, host, core_model)
 
 
 @dataclass
@@ -139,10 +143,7 @@ def _write_optimizers(
 
 
 def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -> None:
-    grouped = bool(made.args.get("moe_grouped_gemm", False)) and not made.local
-    naming = Naming(made.style("never" if made.local else "beside"), grouped)
-    run = made.runs[made.target.pipeline.run(stage, part)]
-    entries = list(naming.entries(run, _experts_of_a_rank(made)))
+    entries = part_entries(made, stage, part)
     by_name: dict[str, list[RankEntry]] = {}
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
@@ -151,6 +152,18 @@ def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -
     for name, members in by_name.items():
         for state in (None, *_states_beside(made, name)):
             _write_tensor(ranks, made, part, name, members, state)
+
+
+def part_entries(made: Plan, stage: int, part: int) -> list[RankEntry]:
+    """The parameters of a model part, in order."""
+    naming = Naming(made.torch_style(), _has_grouped_experts(made))
+    run = made.runs[made.target.pipeline.run(stage, part)]
+    return list(naming.entries(run, _experts_of_a_rank(made)))
+
+
+def _has_grouped_experts(made: Plan) -> bool:
+    """A hybrid model's experts are grouped, whatever the arguments say, since its layers are those of one module."""
+    return not made.local and (made.hybrid or bool(made.args.get("moe_grouped_gemm", False)))
 
 
 def _states_beside(made: Plan, name: str) -> list[str]:
@@ -201,7 +214,7 @@ def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model
 def _optimizer(rank: RankParts, made: Plan) -> Any:
     options = made.source.metadata["config"].get("optimizer", {})
     if made.distributed:
-        return groups_value(optimizer_groups(made.layouts, options, made.step()))
+        return groups_value(optimizer_groups(made.layouts, options, made.step(), experts_apart=made.experts_apart))
     members = [
         (entry, rank.dims[part, entry.stored], {state: call for state, call in states.items() if state is not None})
         for part, entries in enumerate(rank.parts)
@@ -209,13 +222,17 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
         if made.trained(entry.name) and (states := rank.encoded[part, entry.stored])
     ]
     updates = made.step()
-    return optimizer_value(members, options, lambda: rank.writer.add(torch.tensor(updates)))
+    return optimizer_value(
+        members, options, lambda: rank.writer.add(torch.tensor(updates)), experts_apart=made.experts_apart
+    )
 
 
-def _core_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
-    """Megatron-Core's state dictionary."""
+def core_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
+    """Megatron-Core's state dictionary: parameters, those that have two names, and None for FP8 states."""
     items: dict[str, Any] = dict(weights)
-    if made.config.model.family == "t5":
-        items |= {again: weights[once] for again, once in DUPLICATES.items() if once in weights}
-    has_output = last and made.config.model.family != "t5"
-    return OrderedItems({**items, **dict.fromkeys(extra_states(entries, has_output=has_output))})
+    is_t5 = made.config.model.family == "t5"
+    if is_t5:
+        twice = duplicates(made.version, distributed=False)
+        items |= {again: weights[once] for again, once in twice.items() if once in weights}
+    heads = ("output_layer", *(("lm_head.output_layer",) if is_t5 else ())) if last else ()
+    return OrderedItems({**items, **dict.fromkeys(extra_states(entries, heads))})

@@ -1,4 +1,4 @@
-"""What a conversion into one of Megatron's formats is going to write, checked before anything is written."""
+"""What a conversion to one of Megatron's formats will write, validated before anything is written."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.families.choice import require_writable
 from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_divisible
-from mt_ckpt.megatron.names import EMBEDDING, OUTPUT, Style
+from mt_ckpt.megatron.names import DIST_RENAMED, EMBEDDING, OUTPUT, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.order import Pipeline, split_layers
 from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron.versions import Conventions, conventions, parse_version, require_known
+from mt_ckpt.megatron.vocabulary_padding import Padding, choose_padding
 from mt_ckpt.megatron.write_arguments import Target, carried_arguments, megatron_arguments, uses_fused_norms
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
@@ -26,7 +27,10 @@ from mt_core.parallel.context import AxisName
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 
+Fused = Literal["never", "beside", "always"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_OPTIMIZER = "none"
+"""An option's value: the optimizer's state is left out."""
 DISTRIBUTED = "use_distributed_optimizer"
 """Argument of Megatron's, and key of [parallel]."""
 OPTIONS: Mapping[AxisName, str] = {
@@ -50,6 +54,7 @@ class Plan:
     runs: list[list[str]]
     args: Mapping[str, Any]
     states: tuple[str, ...]
+    padding: Padding
 
     @property
     def distributed(self) -> bool:
@@ -59,12 +64,35 @@ class Plan:
         return bool(self.states) and bool(carried.get(DISTRIBUTED) or parallel.get(DISTRIBUTED))
 
     @property
+    def experts_apart(self) -> bool:
+        """Whether the experts have an optimizer for themselves: Megatron makes one with expert parallel ranks only."""
+        return self.target.grid.ep > 1
+
+    @property
     def local(self) -> bool:
         """Whether the names are those of Megatron's own layers."""
         return not uses_fused_norms(self.args)
 
-    def style(self, fused: Literal["never", "beside", "always"]) -> Style:
-        return Style(fused, bool(self.args["is_hybrid_model"]), self.layouts)
+    @property
+    def version(self) -> Conventions:
+        """The conventions of the Megatron-Core version that the files are for."""
+        return self.target.version
+
+    @property
+    def hybrid(self) -> bool:
+        return bool(self.args["is_hybrid_model"])
+
+    def torch_style(self) -> Style:
+        """Names of the `torch` format, in which the modules list their parameters."""
+        fused: Fused = "never" if self.local else "beside"
+        return Style(fused, self.hybrid, self.layouts, norms_apart(self.version), torch_renamed(self.version))
+
+    def dist_style(self) -> Style:
+        """Names of the `torch_dist` format: Transformer Engine's, whatever the layers; but latent attention's and those
+        of hybrid models have no such mapping."""
+        unmapped = self.hybrid or bool(self.args["multi_latent_attention"])
+        fused: Fused = "beside" if not self.local else "never" if unmapped else "always"
+        return Style(fused, self.hybrid, self.layouts, norms_apart(self.version), DIST_RENAMED)
 
     @property
     def iteration(self) -> int:
@@ -75,25 +103,28 @@ class Plan:
         return name not in self.layouts or self.layouts[name].trained
 
     def source_of(self, name: str) -> str:
-        """The parameter of the source: of a last stage's copy of the word vectors, these."""
+        """The parameter of the source: of a last stage's copy of the token embeddings, these."""
         return EMBEDDING if name == OUTPUT and name not in self.layouts else name
 
     def layout_of(self, name: str) -> ParameterLayout:
         return self.layouts[self.source_of(name)]
 
     def read(self, name: str, state: str | None = None) -> Tensor:
-        """A parameter or a state of its shape, the vocabulary padded with zeros. The copy ("main") of weights that are
-        fp32 is the weights."""
+        """A parameter or a state of its shape, the vocabulary padded. The copy ("main") of weights that are fp32 is the
+        weights."""
         whole = state is None or (state == MAIN and not self.rounded(name))
-        stored = self.source.read(MODEL + name if whole else f"{OPTIMIZER}{state}.{name}")
-        return _padded(stored, self.layouts[name].shape)
+        stored = MODEL + name if whole else f"{OPTIMIZER}{state}.{name}"
+        shape = self.layouts[name].shape
+        if tuple(self.source.shapes()[stored]) == shape:
+            return self.source.read(stored)
+        return self.padding.pad(self.source, stored, name, state, shape[0])
 
     def rounded(self, name: str) -> bool:
-        """Whether a parameter is of 16 bits, so that the optimizer has an fp32 copy of it."""
+        """Whether a parameter is 16-bit, so that the optimizer has fp32 master weights of it."""
         return _rounded(self.source, name)
 
     def step(self) -> float:
-        """Updates that the optimizer has made."""
+        """Number of optimizer steps."""
         name = next((name for name in self.source.shapes() if name.startswith(f"{OPTIMIZER}step.")), None)
         return float(self.source.read(name)) if name else float(self.iteration)
 
@@ -102,7 +133,8 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     """Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
     model's."""
     config = load_model_config(_section(source), host)
-    require_writable(config.model.family)
+    require_writable(config.model.family, host)
+    version = conventions(parse_version(options.target_megatron_version))
     pipeline = _pipeline(options)
     etp = options.target_expert_tensor_parallel_size
     tp = options.target_tensor_parallel_size
@@ -113,13 +145,15 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     whole = layouts_of(config, host, padded)
     stored = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
     require_same_names("the source", whole, stored)
-    target = Target(grid, pipeline, padded, multiple, _dtype(source))
-    args = megatron_arguments(config, source.metadata, target, whole, ckpt_format)
-    layouts = as_written(whole, local=not uses_fused_norms(args))
+    target = Target(grid, pipeline, padded, multiple, _dtype(source), version, options.target_transformer_impl)
+    args = megatron_arguments(config, source.metadata, target, whole, ckpt_format, host)
+    require_known(args, version.version)
+    layouts = as_written(whole, version, local=not uses_fused_norms(args))
     _require_experts(grid, layouts)
     require_divisible(layouts, grid, OPTIONS)
-    states = _states(source, layouts, target.dtype)
-    return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states)
+    states = () if options.target_optimizer_format == NO_OPTIMIZER else _states(source, layouts, target.dtype)
+    padding = choose_padding(source, layouts, options.vocab_padding)
+    return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states, padding)
 
 
 def _section(source: CheckpointReader) -> Mapping[str, Any]:
@@ -145,7 +179,7 @@ def _require_experts(grid: Grid, layouts: Mapping[str, ParameterLayout]) -> None
 
 
 def _dtype(source: CheckpointReader) -> torch.dtype:
-    """The number format of most weights."""
+    """The dtype of most weights."""
     counts: dict[torch.dtype, int] = {}
     for name, dtype in source.dtypes().items():
         if name.startswith(MODEL):
@@ -171,10 +205,3 @@ def _states(source: CheckpointReader, layouts: Mapping[str, ParameterLayout], dt
 
 def _rounded(source: CheckpointReader, name: str) -> bool:
     return source.dtypes()[f"{MODEL}{name}"] != torch.float32
-
-
-def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    widths = [wide - narrow for narrow, wide in zip(reversed(tensor.shape), reversed(shape), strict=True)]
-    return F.pad(tensor, [number for width in widths for number in (0, width)])

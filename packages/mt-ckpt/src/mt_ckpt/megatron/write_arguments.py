@@ -19,39 +19,65 @@ from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.model import Grid
 from mt_ckpt.megatron.order import Pipeline
 from mt_ckpt.megatron.run_arguments import run_arguments
+from mt_ckpt.megatron.versions import Conventions
 from mt_core.config.schema import Config
+from mt_core.plugins import PluginHost
 
 LOCAL, FUSED = "local", "transformer_engine"
+ADDS_POSITIONS = "add_position_embedding"
 
 
 @dataclass(frozen=True)
 class Target:
-    """How the written checkpoint is divided, and in which number format."""
+    """How the written checkpoint is sharded, in which dtype, and for which Megatron-Core version.
+
+    transformer_impl: whose layers' names it has; None: those of the run that the source came from, else Transformer
+    Engine's.
+    """
 
     grid: Grid
     pipeline: Pipeline
     padded_vocab_size: int
     vocab_divisible_by: int
     dtype: torch.dtype
+    version: Conventions
+    transformer_impl: str | None = None
 
 
 def megatron_arguments(
-    config: Config, metadata: Mapping[str, Any], target: Target, parameters: Collection[str], ckpt_format: str
+    config: Config,
+    metadata: Mapping[str, Any],
+    target: Target,
+    parameters: Collection[str],
+    ckpt_format: str,
+    host: PluginHost,
 ) -> dict[str, Any]:
     """The attributes of the Namespace. metadata: of the source; arguments that came from Megatron are kept.
 
     Raises ConfigError for a model that Megatron does not have.
     """
     kept = carried_arguments(metadata)
+    model = model_arguments(config, parameters, kept, host)
     return {
         "transformer_impl": FUSED,
-        "seq_length": config.data.seq_length,
+        "seq_length": min(config.data.seq_length, model["max_position_embeddings"]),
+        ADDS_POSITIONS: True,  # unless a run said --no-position-embedding: of every model, whatever its positions
         **kept,
         **run_arguments(metadata),
-        **model_arguments(config, parameters, kept),
+        **model,
+        **_hybrid(model, target.version),
+        **({"transformer_impl": target.transformer_impl} if target.transformer_impl else {}),
         **_layout(config, target),
         "ckpt_format": ckpt_format,
     }
+
+
+def _hybrid(model: Mapping[str, Any], version: Conventions) -> dict[str, Any]:
+    """Which layers a hybrid model has, as a version says it."""
+    if not model["is_hybrid_model"]:
+        return {}
+    patterns = dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"))
+    return {**patterns, version.pattern_argument: model["hybrid_layer_pattern"], "spec": [*version.layer_specification]}
 
 
 def carried_arguments(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +122,8 @@ def _layout(config: Config, target: Target) -> dict[str, Any]:
         "account_for_loss_in_pipeline_split": False,
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": grid.etp,
+        "tensor_parallel_num_weight_shards": None,
+        "expert_tensor_parallel_num_weight_shards": None,
         "context_parallel_size": 1,
         "data_parallel_size": stage // grid.tp,
         "world_size": stage * pipeline.stages,

@@ -63,7 +63,7 @@ def write_flat(made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequenc
 
 
 def _belongs(made: Plan, entry: RankEntry, of_experts: bool) -> bool:
-    return made.trained(entry.name) and (entry.expert is not None) == of_experts
+    return made.trained(entry.name) and (made.experts_apart and entry.expert is not None) == of_experts
 
 
 def _buffers(
@@ -76,11 +76,11 @@ def _buffers(
         written = {stored: _write_state(made, ranks, layout, state) for stored, state in FLAT_STATES.items()}
         for rank, value in enumerate(values):
             states = {stored: calls[rank] for stored, calls in written.items()}
-            value[number] = {_dtypes(made): {**states, "numel_unpadded": layout.numel}}
+            value[number] = {buffer_dtypes(made): {**states, "numel_unpadded": layout.numel}}
     return values
 
 
-def _dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
+def buffer_dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
     """Of the parameters and of their gradients in the buffers."""
     dtype = made.target.dtype
     accumulated = made.args.get("accumulate_allreduce_grads_in_fp32", dtype == torch.bfloat16)

@@ -47,11 +47,11 @@ def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) 
 
 
 def optimizer_groups(
-    layouts: Mapping[str, ParameterLayout], options: Mapping[str, Any], step: float
+    layouts: Mapping[str, ParameterLayout], options: Mapping[str, Any], step: float, *, experts_apart: bool
 ) -> list[dict[str, Any]]:
     """The groups of a distributed optimizer, dense ones first; their parameters are not listed."""
     kinds = {
-        (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts)
+        (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts and experts_apart)
         for name, layout in layouts.items()
         for of_experts in [EXPERTS in name]
         if layout.trained
@@ -70,14 +70,21 @@ def groups_value(groups: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def optimizer_value(
-    members: Sequence[tuple[RankEntry, int, Written]], options: Mapping[str, Any], step: Callable[[], Any]
+    members: Sequence[tuple[RankEntry, int, Written]],
+    options: Mapping[str, Any],
+    step: Callable[[], Any],
+    *,
+    experts_apart: bool,
 ) -> Any:
     """The value under `optimizer`: a dictionary, or one for dense parameters and one for the experts'.
 
     members: each parameter with its number of dimensions in the file and its states. step: makes the encoded number of
-    updates, a tensor for each parameter.
+    updates, a tensor for each parameter. experts_apart: as Megatron does with expert parallel ranks.
     """
-    kinds = [[m for m in members if (m[0].expert is not None) == of_experts] for of_experts in (False, True)]
+    kinds = [
+        [m for m in members if (experts_apart and m[0].expert is not None) == of_experts]
+        for of_experts in (False, True)
+    ]
     made = [_one(kind, options, step, of_experts=bool(i)) for i, kind in enumerate(kinds) if kind]
     return made[0] if len(made) == 1 else made
 

@@ -1,4 +1,4 @@
-"""A new file, whose checksum is taken while it is written."""
+"""A new file, whose checksum is computed while it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds beside tensors: arguments, iteration, schedule, the optimizer's groups."""
+"""The non-tensor part of a distributed checkpoint: arguments, iteration, schedule, optimizer groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt.megatron.folder import find_iteration
+from mt_ckpt.megatron.versions import Conventions, all_conventions
 from mt_ckpt.megatron_dist.index import METADATA_FILE, Index
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core.errors import CheckpointError
@@ -40,6 +41,12 @@ def require_backend(folder: Path) -> None:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("sharded_backend") != BACKEND["sharded_backend"]:
         raise CheckpointError(f"{file}: sharded_backend is not torch_dist: {found}")
+
+
+def newest_that_writes(folder: Path) -> Conventions:
+    """What the version that wrote a folder can have been, as far as the folder tells."""
+    with_file = (folder / COMMON_FILE).is_file()
+    return next(rules for rules in all_conventions() if rules.common_file == with_file)
 
 
 def read_common(index: Index) -> Mapping[str, Any]:

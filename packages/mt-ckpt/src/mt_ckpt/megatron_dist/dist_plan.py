@@ -1,23 +1,34 @@
-"""The items of a distributed checkpoint: chunks of tensors and pickled objects, divided over data files."""
+"""The items of a distributed checkpoint: chunks of tensors and pickled objects, distributed over data files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mt_ckpt.megatron.names import EXPERTS, EXTRA_STATE, Style, layer_counts
+from mt_ckpt.megatron.names import EXPERTS, EXTRA_STATE, MTP, POSITION_DUPLICATES, Style, duplicates, layer_counts
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.rank_plan import is_linear
 from mt_ckpt.megatron.target import Plan
+from mt_ckpt.megatron.versions import shown
+from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, FULLY_RESHARDABLE, FlatRankPlan, flat_plans
 from mt_ckpt.megatron_dist.keys import Place, are_alike, place_of
-from mt_ckpt.megatron_dist.sections import Rows, rows_of
+from mt_ckpt.megatron_dist.sections import Rows, require_one_rank, rows_of, whole
 from mt_ckpt.megatron_dist.write_index import WrittenTensor
+from mt_core.parallel.context import ParallelContext
 
 STATE_KEYS = {MAIN: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+ATTENTION_OUTPUT = "linear_proj"
+HEADS: Mapping[str, tuple[str, ...]] = {
+    "bert": ("output_layer",),
+    "t5": ("lm_head.output_layer", "output_layer"),
+    "mamba": ("output_layer",),
+    "hybrid": ("output_layer",),
+}
+"""Family -> layers outside of the stacks whose (empty) FP8 states its model looks for; a GPT's drops its own."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Source:
 @dataclass(frozen=True)
 class ChunkItem:
     """One chunk: the part of `source` with the number `expert`, or some of its rows, at `offsets` of the tensor
-    `key`."""
+    `key`. rank: it is the part of this rank instead, laid out flat, with zeros behind it."""
 
     key: str
     source: Source
@@ -40,40 +51,72 @@ class ChunkItem:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     num_bytes: int
+    rank: ParallelContext | None = None
 
 
 @dataclass(frozen=True)
 class DistPlan:
+    """objects: key -> what is pickled, in a list of one."""
+
     tensors: dict[str, WrittenTensor]
     chunks: list[ChunkItem]
-    objects: list[str]
+    objects: dict[str, Any]
 
 
-def dist_plan(made: Plan) -> DistPlan:
-    """Layers that are all alike are stacked; a chunk is a layer's tensor, or an expert's."""
-    stacked = not made.args["is_hybrid_model"] and are_alike(made.layouts)
-    style, counts = _style(made), layer_counts(made.layouts)
+def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
+    """Layers that are all alike are stacked; a chunk is a layer's tensor, or an expert's.
+
+    optimizer_format: of the optimizer's state, `flat_plan.DP_RESHARDABLE` or `flat_plan.FULLY_RESHARDABLE`.
+    """
+    if not made.version.mixer_sections:
+        require_one_rank(made.layouts, made.target.grid.tp, shown(made.version.version))
+    stacked = not made.hybrid and are_alike(made.layouts)
+    flat = made.states and optimizer_format == DP_RESHARDABLE
+    states = () if flat else _states(made)
+    style, counts = made.dist_style(), layer_counts(made.layouts)
     tensors: dict[str, WrittenTensor] = {}
     chunks: list[ChunkItem] = []
     for name, layout in made.layouts.items():
         place = place_of(name, style, stacked=stacked)
         front = (counts[name.split(".")[0]],) if place.layer is not None else ()
-        for state in (None, *(_states(made) if made.trained(name) else ())):
+        for state in (None, *(states if made.trained(name) else ())):
             prefix = "" if state is None else f"optimizer.state.{STATE_KEYS[state]}."
             dtype = torch.float32 if state is not None else made.source.dtypes()[f"model.{name}"]
-            for rows in rows_of(name, layout):
+            for rows in rows_of(name, layout) if made.version.mixer_sections else [whole(layout)]:
                 key = f"{prefix}{place.key}" + (f".{rows.section}" if rows.section else "")
                 shape = (rows.count, *layout.shape[1:]) if rows.section else layout.shape
                 tensors[key] = WrittenTensor((*front, *shape), dtype)
                 chunks += _chunks(key, Source(name, state), place, shape, rows, dtype)
-    return DistPlan(tensors, chunks, list(_extra_states(made, style, stacked, counts)))
+    planned = DistPlan(tensors, chunks, dict.fromkeys(_extra_states(made, style, stacked, counts)))
+    _add_duplicates(planned, made)
+    for rank in flat_plans(made) if flat else ():
+        _add_flat(planned, rank)
+    return planned
 
 
-def _style(made: Plan) -> Style:
-    """Keys are Transformer Engine's, whatever the layers; but those of latent attention have no such mapping."""
-    if not made.local:
-        return made.style("beside")
-    return made.style("never" if made.args["multi_latent_attention"] else "always")
+def _add_duplicates(planned: DistPlan, made: Plan) -> None:
+    """What T5 has under two names is two tensors. The optimizer's state of it is one, under the later name."""
+    if made.config.model.family != "t5":
+        return
+    for again, once in duplicates(made.version, distributed=True).items():
+        for number, chunk in enumerate(planned.chunks[:]):
+            if chunk.source.name != once:
+                continue
+            copy = replace(chunk, key=chunk.key.replace(once, again))
+            if chunk.source.state is None:
+                planned.tensors[copy.key] = planned.tensors[chunk.key]
+                planned.chunks.append(copy)
+            elif again in POSITION_DUPLICATES:
+                planned.tensors[copy.key] = planned.tensors.pop(chunk.key)
+                planned.chunks[number] = copy
+
+
+def _add_flat(planned: DistPlan, rank: FlatRankPlan) -> None:
+    planned.tensors.update({key: WrittenTensor((numel,), torch.float32) for key, numel in rank.sizes.items()})
+    planned.objects.update(rank.objects)
+    for item in rank.items:
+        source, rows, size = Source(item.name, item.state), Rows(None, 0, 0), item.numel * torch.float32.itemsize
+        planned.chunks.append(ChunkItem(item.key, source, None, rows, (item.first,), (item.numel,), size, item.rank))
 
 
 def _states(made: Plan) -> tuple[str, ...]:
@@ -104,15 +147,29 @@ def _extra_states(made: Plan, style: Style, stacked: bool, counts: Mapping[str, 
         if not is_linear(module) or module == "output_layer" or module in seen:
             continue
         seen.add(module)
-        place = place_of(f"{module}.{EXTRA_STATE}", style, stacked=stacked)
-        layers = [(place.layer, counts[name.split(".")[0]])] if place.layer is not None else []
         experts = layout.shape[0] if EXPERTS in name else 0
-        for expert in range(max(experts, 1)):
-            axes = [*layers, *([(expert, experts)] if experts else [])] or [(0, 1)]
-            offsets, sizes = (".".join(str(axis[i]) for axis in axes) for i in (0, 1))
-            yield f"{place.key}/shard_{offsets}_{sizes}"
-    if made.config.model.family == "bert":
-        yield f"output_layer.{EXTRA_STATE}/shard_0_1"
+        yield from _state_shards(place_of(f"{module}.{EXTRA_STATE}", style, stacked=stacked), counts, experts)
+        stem, _, leaf = module.rpartition(".")
+        if leaf == ATTENTION_OUTPUT and _has_attention_state(made, module):
+            state = f"{stem}.core_attention.{EXTRA_STATE}"
+            yield from _state_shards(place_of(state, style, stacked=stacked), counts, 0)
+    family = made.config.model.family
+    for layer in HEADS.get(family, ()) if family != "t5" or made.version.output_bias_twice else ():
+        yield f"{layer}.{EXTRA_STATE}/shard_0_1"
+
+
+def _has_attention_state(made: Plan, module: str) -> bool:
+    version = made.version
+    in_version = version.prediction_attention_state if module.startswith(MTP) else version.attention_state
+    return in_version and not made.local
+
+
+def _state_shards(place: Place, counts: Mapping[str, int], experts: int) -> Iterator[str]:
+    layers = [(place.layer, counts[place.key.split(".")[0]])] if place.layer is not None else []
+    for expert in range(max(experts, 1)):
+        axes = [*layers, *([(expert, experts)] if experts else [])] or [(0, 1)]
+        offsets, sizes = (".".join(str(axis[i]) for axis in axes) for i in (0, 1))
+        yield f"{place.key}/shard_{offsets}_{sizes}"
 
 
 def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkItem]]:
@@ -128,12 +185,13 @@ def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkIt
     return groups
 
 
-def common_optimizer(groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """The part of the common state that names the groups; their state is in the tensors `optimizer.state.*`."""
+def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dict[Any, Any]:
+    """The part of the common state that says how the optimizer's state is stored, and names the groups where that is
+    in the tensors `optimizer.state.*`."""
+    if optimizer_format == DP_RESHARDABLE:
+        return {"param_state_sharding_type": DP_RESHARDABLE}
     kinds = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
     made_of = [
-        {"optimizer": {"param_groups": kind}, "param_state_sharding_type": "fully_reshardable"}
-        for kind in kinds
-        if kind
+        {"optimizer": {"param_groups": kind}, "param_state_sharding_type": FULLY_RESHARDABLE} for kind in kinds if kind
     ]
     return made_of[0] if len(made_of) == 1 else dict(enumerate(made_of))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.pickles.inert import Inert
+from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.storages import Extent
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.pickles.unpickler import SafeUnpickler
@@ -39,7 +39,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it begins and its sizes, in elements."""
+    """A slice of a tensor: its offsets and sizes, in elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class ChunkedTensor:
         return self.read_box((0,) * len(self.shape), self.shape)
 
     def read_box(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
-        """Elements [begin, end) in every dimension. Only chunks that reach into the box are read."""
+        """Elements [begin, end) in every dimension. Only overlapping chunks are read."""
         target = torch.empty([high - low for low, high in zip(begin, end, strict=True)], dtype=self.dtype)
         for chunk in self.chunks:
             low = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]

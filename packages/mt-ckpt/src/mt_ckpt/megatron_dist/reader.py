@@ -17,14 +17,15 @@ from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_siz
 from mt_ckpt.megatron.model import layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING
 from mt_ckpt.megatron.optimizer import MAIN, STEP
-from mt_ckpt.megatron.pieces import Entry, Number, Piece, cropped, hold
+from mt_ckpt.megatron.pieces import Entry, Number, Piece, RowsBeyond, cropped, hold
 from mt_ckpt.megatron.rank_files import namespace_attributes
 from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.megatron_dist.common import read_common, require_backend
 from mt_ckpt.megatron_dist.index import METADATA_FILE, Index, read_index
 from mt_ckpt.megatron_dist.keys import entries_of, parse
 from mt_ckpt.megatron_dist.reshardable import flat_optimizer, has_flat_optimizer, reason_not_read
-from mt_ckpt.megatron_dist.sections import pack
+from mt_ckpt.megatron_dist.sections import pack, require_sections
 from mt_ckpt.pickles.torch_file import StoredTensor
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.plugins import PluginHost
@@ -63,12 +64,13 @@ class DistReader:
         common = read_common(index)
         args = Arguments(namespace_attributes(common, index.folder), index.folder)
         weights, states = _sorted_tensors(index)
-        refuse_images(index.folder, weights)
+        refuse_images(index.folder, weights, host)
+        require_sections(index.folder, weights, args.tensor_parallel)
         if EMBEDDING not in weights:
             raise CheckpointError(f"{index.folder}: has no {EMBEDDING}")
         padded = weights[EMBEDDING].shape[0]
         true = true_vocab_size(args, padded, vocab_size)
-        section = model_section(args, weights.keys(), true)
+        section = model_section(args, weights.keys(), true, host)
         config = load_model_config(section, host)
         self._stored = layouts_of(config, host, padded)
         self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
@@ -85,6 +87,7 @@ class DistReader:
             if piece.dtype == torch.float32:
                 states.get(MAIN, {}).pop(name, None)  # the copy of fp32 weights is the weights themselves
         self._add_optimizer(states, step)
+        self._add_padding()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -109,6 +112,12 @@ class DistReader:
                 f"{self.folder}: {name} has shape {list(piece.shape)}, by the args it is {list(expected)}"
             )
         return Cropped(piece, self._shapes[name])
+
+    def _add_padding(self) -> None:
+        """Padding rows of the vocabulary, which Megatron trains like all others."""
+        for name, tensor in list(self._tensors.items()):
+            if isinstance(tensor, Cropped) and tensor.shape != tuple(tensor.piece.shape):
+                self._tensors[PADDING + name] = RowsBeyond(tensor.piece, tensor.shape[0])
 
     def _add_optimizer(self, states: Mapping[str, Mapping[str, Piece]], step: float | None) -> None:
         for state, pieces in states.items():
@@ -137,7 +146,7 @@ def _sorted_tensors(index: Index) -> tuple[dict[str, Piece], dict[str, dict[str,
 
 
 def _step(common: Mapping[str, Any], index: Index) -> float | None:
-    """Updates done: a number of all parameters, or of each group."""
+    """Number of optimizer steps: one for all parameters, or one per group."""
     optimizer = common.get("optimizer")
     candidates = list(optimizer) if isinstance(optimizer, list) else [optimizer]
     candidates += [index.objects[key].value() for key in index.objects if key.startswith("optimizer.distributed.")]

@@ -1,6 +1,6 @@
 """The optimizer's state as flat buckets (`dp_reshardable`, Megatron's default), tied to the parameters' names.
 
-Each rank of tensor and pipeline parallelism has buckets of its own, which hold what `mt_ckpt.megatron.flat_buffers`
+Each rank of tensor and pipeline parallelism has separate buckets, which hold what `mt_ckpt.megatron.flat_buffers`
 describes. The files do not name the parameters, so their order is that in which Megatron makes them.
 """
 
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of, shared_matrices
 from mt_ckpt.megatron.model import Grid
-from mt_ckpt.megatron.names import EMBEDDING, Style
+from mt_ckpt.megatron.names import EMBEDDING, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import COMPARED_ELEMENTS, FLAT_STATES
 from mt_ckpt.megatron.order import Pipeline, in_order, split_layers
 from mt_ckpt.megatron.pieces import Gathered, Held, Piece, choose
+from mt_ckpt.megatron_dist.common import newest_that_writes
 from mt_ckpt.megatron_dist.index import ChunkedTensor, Index
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout
@@ -68,8 +70,11 @@ def flat_optimizer(
 ) -> dict[str, dict[str, Piece]]:
     """State -> canonical name -> tensor. Raises CheckpointError when the buckets do not fit the parameters."""
     local = args.get("transformer_impl") == "local"
-    trained = {name: layout for name, layout in as_written(layouts, local=local).items() if layout.trained}
-    style = Style("never" if local else "beside", bool(args.get("is_hybrid_model", False)), trained)
+    version = newest_that_writes(index.folder)
+    trained = {name: layout for name, layout in as_written(layouts, version, local=local).items() if layout.trained}
+    fused: Literal["never", "beside"] = "never" if local else "beside"
+    hybrid = bool(args.get("is_hybrid_model", False))
+    style = Style(fused, hybrid, trained, norms_apart(version), torch_renamed(version))
     pipeline = Pipeline(args.pipeline_parallel, 1 + max(part for _, part in _buckets(index)))
     runs = split_layers(trained, pipeline)
     grid = Grid(args.tensor_parallel)
@@ -86,7 +91,7 @@ def flat_optimizer(
         for bucket, states in zip(planned, buckets, strict=True):
             for name, first in bucket.first.items():
                 for stored, state in FLAT_STATES.items():
-                    if stored in states and name in trained:  # the copy of the word vectors is not
+                    if stored in states and name in trained:  # the copy of the token embeddings is not
                         piece = BucketPart(states[stored], first, shapes[name])
                         held.setdefault(state, {}).setdefault(name, []).append(Held(place, piece))
     found: dict[str, dict[str, Piece]] = {

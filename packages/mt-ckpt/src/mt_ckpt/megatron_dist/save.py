@@ -1,34 +1,39 @@
-"""Writes a checkpoint in Megatron's `torch_dist` format, as Megatron-Core 0.19 does.
+"""Writes a checkpoint in Megatron's `torch_dist` format, as the version of Megatron-Core does that it is for.
 
-The format does not depend on the parallel layout; the target sizes are what the arguments inside say, and the
+The model's tensors do not depend on the parallel layout; the target sizes are what the arguments inside say, and the
 vocabulary is padded for them. An Adam's state is written as the fully reshardable one of the distributed optimizer
-(--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable). Random streams are not written: load with
---no-load-rng.
+(--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable), or as the flat buckets of the layout. Random streams
+are not written: load with --no-load-rng.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.save import CHECKPOINT_VERSION
-from mt_ckpt.megatron.target import Plan, plan
+from mt_ckpt.megatron.target import NO_OPTIMIZER, Plan, plan
+from mt_ckpt.megatron.versions import shown
 from mt_ckpt.megatron.write_optimizer import optimizer_groups, scheduler_value
 from mt_ckpt.megatron.written_file import WrittenFile
-from mt_ckpt.megatron_dist.common import BACKEND, COMMON_KEY, MARK_FILE
+from mt_ckpt.megatron_dist.common import BACKEND, COMMON_FILE, COMMON_KEY, MARK_FILE
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
+from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
 from mt_ckpt.megatron_dist.index import METADATA_FILE
 from mt_ckpt.megatron_dist.write_index import WrittenBlob, encode_index
 from mt_ckpt.pickles.encode import namespace
 from mt_ckpt.pickles.torch_writer import TorchWriter, write_object
+from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 
@@ -42,12 +47,15 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     model's, and OSError.
     """
     made = plan(source, options, host, "torch_dist")
-    items = dist_plan(made)
+    optimizer_format = _optimizer_format(made, options)
+    items = dist_plan(made, optimizer_format)
     groups = split_by_bytes(items.chunks, options.max_shard_size or MAX_FILE_BYTES)
     identity = getattr(source, "identity", None)
     key = work_key("megatron-dist", identity, repr(options)) if identity else None
     name = iteration_name(made.iteration)
-    objects = {COMMON_KEY: [_common_state(made, host)], **{key: [None] for key in items.objects}}
+    common = _common_state(made, host, optimizer_format)
+    objects = {} if made.version.common_file else {COMMON_KEY: [common]}
+    objects |= {key: [value] for key, value in items.objects.items()}
     with closing(ResumableFolder(path, key)) as folder:
         blobs: list[WrittenBlob] = []
         for number, group in enumerate(groups):
@@ -57,9 +65,29 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
             f"{name}/{MARK_FILE}": json.dumps(BACKEND).encode(),
             TRACKER: (str(made.iteration) if name != RELEASE else RELEASE).encode(),
         }
+        if made.version.common_file:
+            small = {f"{name}/{COMMON_FILE}": _pickled(common), **small}
         for file, data in small.items():
             folder.write_small(file, data)
         folder.commit({*small, *(f"{name}/__0_{number}.distcp" for number in range(len(groups)))})
+
+
+def _optimizer_format(made: Plan, options: ConvertOptions) -> str:
+    """Raises ConfigError for a state that the version cannot load."""
+    asked = options.target_optimizer_format
+    if made.states and not made.version.model_shaped_optimizer:
+        raise ConfigError(
+            f"--target-megatron-version {shown(made.version.version)}: before Megatron-Core 0.15 the optimizer's state "
+            "in torch_dist was in another format, which is not written; --target-optimizer-format none leaves it out, "
+            "and --saver megatron writes it"
+        )
+    return FULLY_RESHARDABLE if asked in (None, NO_OPTIMIZER) else asked
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    write_object(stream, value)
+    return stream.getvalue()
 
 
 def _data_file(
@@ -87,23 +115,31 @@ def _write_data(
     for item in group:
         if read is None or read[0] != item.source:
             read = None  # before the next is read
-            read = (item.source, made.read(item.source.name, item.source.state))
+            read = (item.source, made.read(made.source_of(item.source.name), item.source.state))
         begin = stream.tell()
         writer = TorchWriter(stream)
-        part = _part(read[1], item)
+        part = _part(read[1], item, made)
         writer.finish(writer.add(part.reshape(item.sizes)))
         yield WrittenBlob(item.key, item.offsets, item.sizes, name, begin, stream.tell() - begin)
 
 
-def _part(tensor: Tensor, item: ChunkItem) -> Tensor:
+def _part(tensor: Tensor, item: ChunkItem, made: Plan) -> Tensor:
+    if item.rank is not None:
+        local = made.layout_of(item.source.name).to_local(tensor, item.rank).reshape(-1)
+        return F.pad(local, (0, item.sizes[0] - local.numel()))
     if item.expert is not None:
         return tensor[item.expert]
     return tensor.narrow(0, item.rows.first, item.rows.count) if tensor.ndim else tensor
 
 
-def _common_state(made: Plan, host: PluginHost) -> dict[str, Any]:
+def _common_state(made: Plan, host: PluginHost, optimizer_format: str) -> dict[str, Any]:
     """What is neither a tensor nor belongs to one rank."""
-    args = {**made.args, "use_distributed_optimizer": bool(made.states), "dist_ckpt_optim_fully_reshardable": True}
+    reshardable = optimizer_format == FULLY_RESHARDABLE
+    args = {
+        **made.args,
+        "use_distributed_optimizer": bool(made.states),
+        "dist_ckpt_optim_fully_reshardable": reshardable,
+    }
     state: dict[str, Any] = {
         "args": namespace({**args, "no_save_optim": not made.states or None, "no_save_rng": True}),
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -115,10 +151,11 @@ def _common_state(made: Plan, host: PluginHost) -> dict[str, Any]:
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if made.states:
         options = made.source.metadata["config"].get("optimizer", {})
-        state["optimizer"] = common_optimizer(optimizer_groups(made.layouts, options, made.step()))
+        groups = optimizer_groups(made.layouts, options, made.step(), experts_apart=made.experts_apart)
+        state["optimizer"] = common_optimizer(groups, optimizer_format)
         state["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
-        content |= {"distrib_optim_sharding_type": "fully_reshardable"}
-        content |= {"distrib_optim_fully_reshardable_mem_efficient": False}
+        content |= {"distrib_optim_sharding_type": optimizer_format}
+        content |= {"distrib_optim_fully_reshardable_mem_efficient": False} if reshardable else {}
     return state | {"content_metadata": content}
 
 

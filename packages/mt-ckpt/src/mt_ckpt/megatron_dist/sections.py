@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.pieces import Piece
-from mt_core.errors import CheckpointError
+from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 
 PACKED: Mapping[str, tuple[str, ...]] = {
@@ -53,10 +54,35 @@ def rows_of(name: str, layout: ParameterLayout) -> list[Rows]:
     """The tensors that a parameter is kept as."""
     sections = sections_of(name)
     if not sections:
-        return [Rows(None, 0, layout.shape[0] if layout.shape else 1)]
+        return [whole(layout)]
     sizes = layout.splits[0].block_sizes(layout.shape[0])
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [Rows(*row) for row in zip(sections, firsts, sizes, strict=True)]
+
+
+def whole(layout: ParameterLayout) -> Rows:
+    return Rows(None, 0, layout.shape[0] if layout.shape else 1)
+
+
+def require_one_rank(parameters: Iterable[str], tensor_parallel: int, version: str) -> None:
+    """Raises ConfigError for a mixer that several ranks hold, of a version that does not keep its sections apart: the
+    tensors are what the ranks have, one behind the other."""
+    if tensor_parallel > 1 and any(sections_of(name) for name in parameters):
+        raise ConfigError(
+            f"--target-megatron-version {version}: torch_dist holds a Mamba mixer as its tensor parallel ranks cut it "
+            f"before 0.9, which is written for --target-tensor-parallel-size 1 only, not {tensor_parallel}; "
+            "--saver megatron writes it"
+        )
+
+
+def require_sections(folder: Path, weights: Mapping[str, Piece], tensor_parallel: int) -> None:
+    """The same of a checkpoint that is read. Raises CheckpointError."""
+    name = next((name for name, piece in weights.items() if sections_of(name) and not isinstance(piece, Packed)), None)
+    if tensor_parallel > 1 and name is not None:
+        raise CheckpointError(
+            f"{folder}: {name} is not divided into sections, as Megatron-Core 0.8 wrote it; of a run with "
+            f"tensor_model_parallel_size={tensor_parallel} its rows are in the order of the ranks, which is not read"
+        )
 
 
 def sections_of(name: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from mt_ckpt.pickles.encode import Call, Global, Object, encode
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 CONTIGUOUS = 0
-"""The code of torch.contiguous_format."""
+"""The enum value of torch.contiguous_format."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Names from before Megatron-Core, and Megatron-Core's.
 
 A model is nested dictionaries: `language_model` with `embedding`, `encoder` (once `transformer`) and, untied,
-`output_layer`; beside it the heads of BERT and the last pipeline stage's copy of the word vectors.
+`output_layer`; beside it the heads of BERT and the last pipeline stage's copy of the token embeddings.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def as_encoder(name: str) -> str:
 
 
 def to_old(core: str, *, copied: bool) -> tuple[str, ...]:
-    """The keys on the way to a parameter, given Megatron-Core's name. copied: an output matrix is the last stage's copy
-    of the word vectors. Raises CheckpointError for a parameter that the old models did not have."""
+    """The keys on the way to a parameter, given Megatron-Core's name. copied: an LM head is the last stage's copy
+    of the token embeddings. Raises CheckpointError for a parameter that the old models did not have."""
     if core == OUTPUT:
         return ("word_embeddings_for_head", "weight") if copied else ("language_model", "output_layer", "weight")
     for old, new in HEADS.items():

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mt_ckpt.convert.options import refuse_megatron
 from mt_ckpt.megatron.names import OUTPUT
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_ckpt.megatron.save import save_ranks
@@ -29,6 +30,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     Raises ConfigError for options and models that Megatron cannot have, CheckpointError for parameters that its old
     models did not have, and OSError.
     """
+    refuse_megatron("megatron-legacy", options, "its names are those from before Megatron-Core")
     made = plan(source, options, host, "torch")
     for name in made.layouts:
         to_old(name, copied=False)

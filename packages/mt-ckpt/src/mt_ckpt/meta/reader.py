@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
-from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile
-from mt_ckpt.meta.params import to_hugging_face
+from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed, TensorFile
+from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
 from mt_ckpt.meta.shards import MergedShards
-from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo
+from mt_ckpt.safetensors_files import SafetensorsFile
 from mt_ckpt.torch_files import TorchFile
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
@@ -65,8 +65,10 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     if not shards:
         raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
     merged = MergedShards(shards, lambda name, shape: _cut_along(name, shape, params))
-    external = to_hugging_face(params, merged.infos)
-    tensors = HalvesRotated(merged, external)
+    names = list(_without_tied_output(shards))
+    external = to_hugging_face(params, {name: merged.infos[name] for name in names})
+    renamed = Renamed(merged, {_renamed(name): name for name in names})
+    tensors = HalvesRotated(renamed, external)
     family, config = identify(external, tensors.infos, host)
     files = _tokenizer_files(path)
     metadata = {
@@ -80,19 +82,15 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
 
 
 class HalvesRotated:
-    """The tensors under Hugging Face's names, rows of queries and keys in its order (an ExternalTensors)."""
+    """Tensors under Hugging Face's names, rows of queries and keys brought into its order (an ExternalTensors)."""
 
     def __init__(self, tensors: ExternalTensors, external: Mapping[str, Any]) -> None:
-        self._tensors = tensors
-        self._heads = {
-            "q_proj": int(external["num_attention_heads"]),
-            "k_proj": int(external["num_key_value_heads"]),
-        }
-        self._stored = {_renamed(name): name for name in tensors.infos if name != FREQUENCIES}
-        self.infos: Mapping[str, TensorInfo] = {new: tensors.infos[old] for new, old in self._stored.items()}
+        self._tensors, self.infos = tensors, tensors.infos
+        heads = int(external["num_attention_heads"])
+        self._heads = {"q_proj": heads, "k_proj": int(external.get("num_key_value_heads") or heads)}
 
     def read(self, name: str) -> Tensor:
-        tensor = self._tensors.read(self._stored[name])
+        tensor = self._tensors.read(name)
         heads = self._heads.get(name.split(".")[-2])
         return tensor if heads is None else neighbours_to_halves(tensor, heads)
 
@@ -119,9 +117,20 @@ def _cut_along(name: str, shape: tuple[int, ...], params: Mapping[str, Any]) -> 
     """
     if len(shape) < 2:
         return None
-    if name == "tok_embeddings.weight":
+    if name == EMBEDDING:
         return 0 if shape[1] == params["dim"] else 1
+    return cut_along(name)
+
+
+def cut_along(name: str) -> int:
+    """The dimension of a matrix other than the embedding's."""
     return 1 if name.endswith(CUT_ALONG_COLUMNS) else 0
+
+
+def _without_tied_output(shards: Sequence[TensorFile]) -> Iterator[str]:
+    """Names of the tensors; the output is none of them where it is the embedding's own storage in every file."""
+    tied = all(isinstance(shard, TorchFile) and shard.same_storage(EMBEDDING, OUTPUT) for shard in shards)
+    return (name for name in shards[0].tensors if not (tied and name == OUTPUT) and name != FREQUENCIES)
 
 
 # -- files ------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""mt's own checkpoint format; docs/checkpoints.md describes it."""
+"""mt's native checkpoint format; docs/checkpoints.md describes it."""

@@ -1,8 +1,8 @@
 """Checksums of files and of parts of files.
 
-XXH3 (128 bits) finds every accident that a disk, a copy or a truncation makes, at memory speed; SHA-256
-would be slower than reading from one NVMe disk. It is no signature: who can write the files can also
-write fitting checksums.
+XXH3 (128 bits) detects accidental corruption by disks, copies and truncation, at memory speed; SHA-256
+would be slower than reading from one NVMe disk. It is not a signature: whoever can write the files can also
+write matching checksums.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mt_core.paths import is_remote
 
 ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 4 << 20
-"""Read or written at once: large enough for the disk, small enough to be hashed while in the cache."""
+"""Block size of reads and writes: large enough for the disk, small enough to be hashed while in the cache."""
 REMOTE_BLOCK_BYTES = 64 << 20
-"""Asked of an object store at once: large enough for the time to its first byte not to matter."""
+"""Request size for an object store: large enough to amortize the latency of a request."""
 
 ReadInto = Callable[[memoryview, int], int]
 """(target, offset) -> bytes that were read, at most the target's."""
@@ -55,7 +55,7 @@ def read_range(file: Path, offset: int, target: memoryview) -> str:
 
 
 def checksum_range(file: Path, offset: int, length: int, progress: Callable[[int], None]) -> str:
-    """The checksum of `length` bytes of `file`, read block by block; `progress` is told of each block's bytes."""
+    """The checksum of `length` bytes of `file`, read block by block; `progress` is called with each block's bytes."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(length, REMOTE_BLOCK_BYTES if is_remote(file) else BLOCK_BYTES)))
     with _opened(file) as read_into:

@@ -8,15 +8,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mt_ckpt.convert.files import SafetensorsFiles, write_files
 from mt_ckpt.convert.options import refuse_layout
 from mt_ckpt.convert.resumable import work_key
-from mt_ckpt.convert.targets import OutputFolder, output_folder
+from mt_ckpt.convert.targets import output_folder
 from mt_ckpt.native import manifest as manifests
 from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.dtypes import format_name
 from mt_ckpt.native.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredPiece, StoredShard, StoredTensor
 from mt_ckpt.native.save import MAX_SHARD_BYTES, small_files
-from mt_ckpt.safetensors_files import TensorInfo, align, split_by_size, write_safetensors
+from mt_ckpt.safetensors_files import Part, TensorInfo, align, split_by_size
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 
@@ -29,35 +30,35 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
 
     Raises ConfigError for options that cut tensors, CheckpointError, and OSError.
     """
+    plan = plan_files(source, options, host)
+    metadata = {"iteration": 0, **source.metadata, "converted_by": _writer()}
+    small = small_files(metadata, source.files())
+    identity = getattr(source, "identity", None)
+    key = work_key("mt", identity, {file: list(group) for file, group in plan.files.items()}) if identity else None
+    with closing(output_folder(path, key, checksums=False)) as folder:
+        finished = write_files(folder, plan, source, _about)
+        for name, data in {**small, MANIFEST_NAME: _manifest(plan.files, finished, small)}.items():
+            folder.write_small(name, data)
+        folder.commit({*plan.files, *small, MANIFEST_NAME})
+
+
+def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> SafetensorsFiles:
+    """The shards of `convert_checkpoint`. Raises ConfigError for options that cut tensors."""
     refuse_layout("mt", options)
     shapes, dtypes = source.shapes(), source.dtypes()
     infos = align({name: TensorInfo(tuple(shape), dtypes[name]) for name, shape in shapes.items()})
     groups = split_by_size(infos, options.max_shard_size or MAX_SHARD_BYTES)
     shards = {f"tensors-{number:05d}.safetensors": group for number, group in enumerate(groups, 1)}
-    metadata = {"iteration": 0, **source.metadata, "converted_by": _writer()}
-    small = small_files(metadata, source.files())
-    identity = getattr(source, "identity", None)
-    key = work_key("mt", identity, {file: list(group) for file, group in shards.items()}) if identity else None
-    with closing(output_folder(path, key)) as folder:
-        finished = {file: folder.finished(file) or _write(folder, file, shards[file], source) for file in shards}
-        for name, data in {**small, MANIFEST_NAME: _manifest(shards, finished, small)}.items():
-            folder.write_small(name, data)
-        folder.commit({*shards, *small, MANIFEST_NAME})
+    return SafetensorsFiles(shards, lambda names: map(source.read, names))
 
 
-def _write(
-    folder: OutputFolder, file: str, group: Mapping[str, TensorInfo], source: CheckpointReader
-) -> Mapping[str, Any]:
-    (header_bytes, header_checksum), *tensors = parts = write_safetensors(
-        folder.content / file, group, map(source.read, group)
-    )
-    about = {
+def _about(group: Mapping[str, TensorInfo], parts: list[Part]) -> Mapping[str, Any]:
+    (header_bytes, header_checksum), *tensors = parts
+    return {
         TENSOR_CHECKSUMS: {name: digest for name, (_, digest) in zip(group, tensors, strict=True)},
         HEADER_BYTES: header_bytes,
         HEADER_CHECKSUM: header_checksum,
     }
-    folder.finish(file, parts, about)
-    return about
 
 
 def _manifest(

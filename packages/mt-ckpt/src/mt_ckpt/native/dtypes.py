@@ -1,4 +1,4 @@
-"""The element types of the format, under the names that safetensors gives them."""
+"""The dtypes of the format, under their safetensors names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""manifest.json: what a checkpoint consists of, and the checksum of each part.
+"""manifest.json: the contents of a checkpoint, and the checksum of each part.
 
 A directory that holds a manifest is a checkpoint; the manifest is written last and the directory is
 renamed into place after that.
 
-Version 2: a tensor consists of pieces, boxes of it that ranks have written into files of their own.
+Version 2: a tensor consists of pieces, slices of it that ranks have written into separate files.
 Version 1 had whole tensors only, and is read as tensors of one piece.
 """
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mt_ckpt.native.checksum import ALGORITHM, checksum
 from mt_ckpt.native.dtypes import ELEMENT_TYPES
 from mt_core.errors import CheckpointError
-from mt_core.nn.boxes import Box
+from mt_core.tensor_slice import TensorSlice
 
 FORMAT = "mt-checkpoint"
 FORMAT_VERSION = 2
@@ -52,7 +52,7 @@ class StoredShard(_Entry):
 
 
 class StoredPiece(_Entry):
-    """A box of a tensor, from element `start` on: its bytes begin `offset` bytes into `shard`, in row-major order,
+    """A slice of a tensor, from element `start` on: its bytes begin `offset` bytes into `shard`, in row-major order,
     little-endian."""
 
     shard: str
@@ -62,8 +62,8 @@ class StoredPiece(_Entry):
     checksum: Checksum
 
     @property
-    def box(self) -> Box:
-        return Box(self.start, self.shape)
+    def tensor_slice(self) -> TensorSlice:
+        return TensorSlice(self.start, self.shape)
 
 
 class StoredTensor(_Entry):
@@ -82,7 +82,7 @@ class StoredTensor(_Entry):
         return math.prod(self.shape) * self.element_bytes
 
     def bytes_of(self, piece: StoredPiece) -> int:
-        return piece.box.numel * self.element_bytes
+        return piece.tensor_slice.numel * self.element_bytes
 
 
 class Manifest(_Entry):
@@ -103,9 +103,9 @@ class Manifest(_Entry):
         return files | {name: shard.num_bytes for name, shard in self.shards.items()}
 
 
-def piece_name(name: str, shape: tuple[int, ...], box: Box) -> str:
+def piece_name(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> str:
     """The name of a piece in its safetensors file: the tensor's own, and where the piece begins if it is not whole."""
-    return name if box.shape == shape else f"{name}@{','.join(map(str, box.start))}"
+    return name if tensor_slice.shape == shape else f"{name}@{','.join(map(str, tensor_slice.start))}"
 
 
 def detect(path: Path) -> bool:
@@ -242,9 +242,9 @@ def _piece_contradictions(tensor: StoredTensor, shards: Collection[str]) -> Iter
     for piece in tensor.pieces:
         if piece.shard not in shards:
             yield f"a piece is in {piece.shard!r}, which is not listed"
-        if len(piece.start) != len(piece.shape) or not piece.box.is_inside(tensor.shape):
+        if len(piece.start) != len(piece.shape) or not piece.tensor_slice.is_inside(tensor.shape):
             yield f"a piece from {list(piece.start)} of shape {list(piece.shape)} is not inside {list(tensor.shape)}"
-    if sum(piece.box.numel for piece in tensor.pieces) != math.prod(tensor.shape):
+    if sum(piece.tensor_slice.numel for piece in tensor.pieces) != math.prod(tensor.shape):
         yield "its pieces do not cover it"
     if len({piece.start for piece in tensor.pieces}) != len(tensor.pieces):
         yield "two of its pieces begin at the same place"
@@ -272,7 +272,7 @@ def _unchanged(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_version_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Tensors were whole: each had a shard, an offset and a checksum of its own."""
+    """Tensors were whole: each had one shard, offset and checksum."""
     tensors = content.get("tensors")
     if not isinstance(tensors, dict):
         return content

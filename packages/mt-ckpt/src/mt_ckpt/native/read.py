@@ -1,4 +1,4 @@
-"""Reads a checkpoint in mt's own format, every byte checked."""
+"""Reads a checkpoint in mt's native format, with every byte verified."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mt_ckpt.native.manifest import (
     read_manifest,
 )
 from mt_core.errors import CheckpointError, did_you_mean
-from mt_core.nn.boxes import Box
+from mt_core.tensor_slice import TensorSlice
 
 
 def open_checkpoint(path: Path) -> NativeReader:
     """Open the checkpoint directory `path`.
 
-    The folder is listed once and no shard is looked at: all ranks of a run open it, and there may be thousands of
+    The folder is listed once and no shard is opened: all ranks of a run do this, and there may be thousands of
     shards in an object store. The size of a shard and its header are checked when the first tensor of it is read.
 
     Raises CheckpointError when its manifest or metadata is missing or damaged, when it was written by a
@@ -57,6 +57,11 @@ class NativeReader:
         self.metadata: Mapping[str, Any] = parse_json(path / METADATA_NAME, self._read_file(METADATA_NAME))
         self._checked_shards: set[str] = set()
 
+    @property
+    def files_folder(self) -> Path:
+        """Where what `files` gives lies under its names."""
+        return self.path / FILES_FOLDER
+
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
@@ -75,21 +80,21 @@ class NativeReader:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor on CPU, contiguous. Raises CheckpointError for an unknown name and for a damaged file."""
-        return self.read_boxes(name, [Box.whole(self._stored(name).shape)])[0]
+        return self.read_slices(name, [TensorSlice.whole(self._stored(name).shape)])[0]
 
-    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    def read_slices(self, name: str, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
         """Parts of a tensor, each on CPU and contiguous. Only the pieces that have some of it are read, those whole.
 
         Raises CheckpointError for an unknown name and for a damaged file.
         """
         stored = self._stored(name)
         dtype = ELEMENT_TYPES[stored.dtype].torch_dtype()
-        targets = [(box, torch.empty(box.shape, dtype=dtype)) for box in boxes]
+        targets = [(tensor_slice, torch.empty(tensor_slice.shape, dtype=dtype)) for tensor_slice in slices]
         for piece in stored.pieces:
             wanted = [
-                (common.relative_to(piece.start).slices, target[common.relative_to(box.start).slices])
-                for box, target in targets
-                if (common := piece.box.meet(box)) is not None
+                (common.relative_to(piece.start).slices, target[common.relative_to(tensor_slice.start).slices])
+                for tensor_slice, target in targets
+                if (common := piece.tensor_slice.meet(tensor_slice)) is not None
             ]
             if len(wanted) == 1 and wanted[0][1].shape == piece.shape and wanted[0][1].is_contiguous():
                 self._read_piece(name, piece, wanted[0][1])
@@ -114,7 +119,7 @@ class NativeReader:
         self._read_checked(self.path / piece.shard, piece.offset, data, piece.checksum, f"tensor {name}")
 
     def files(self) -> Mapping[str, bytes]:
-        """The small files that travel along, by the names under which they were saved."""
+        """The small files of the checkpoint, by the names under which they were saved."""
         prefix = f"{FILES_FOLDER}/"
         names = [name for name in self.manifest.files if name.startswith(prefix)]
         return {name.removeprefix(prefix): self._read_file(name) for name in names}

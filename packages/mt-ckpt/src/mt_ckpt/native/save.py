@@ -1,4 +1,4 @@
-"""Saves a checkpoint in mt's own format."""
+"""Saves a checkpoint in mt's native format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_ckpt.native import manifest as manifests
-from mt_ckpt.native import places
+from mt_ckpt.native import storage_backends
 from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.manifest import FILES_FOLDER, METADATA_NAME, Manifest, StoredFile, StoredShard, StoredTensor
 from mt_ckpt.native.shards import ShardWriter
@@ -54,7 +54,7 @@ def save_checkpoint(
     refuse_foreign(path)
     small = small_files(metadata, files)
     with writing(path):
-        _, place = places.begin(path)
+        _, place = storage_backends.begin(path)
     with (
         closing(place),
         closing(ShardWriter(place.folder, max_shard_bytes, place.prefix, place.shard_on_disk)) as writer,
@@ -68,7 +68,7 @@ def save_checkpoint(
 
 
 def small_files(metadata: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """metadata.json and the files that travel along, by their paths in a checkpoint.
+    """metadata.json and the small files, by their paths in a checkpoint.
 
     Raises CheckpointError for values that are not JSON's and names that lead out of the checkpoint.
     """
@@ -104,12 +104,12 @@ def _named_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Only a checkpoint or an empty directory may be replaced."""
+    """Raises unless `path` is absent, a checkpoint or an empty directory: nothing else is replaced."""
     if not path.exists() or manifests.detect(path):
         return
     if path.is_dir() and not any(path.iterdir()):
         return
-    if is_remote(path) and all(entry.name == places.REPORTS or _is_shard(entry) for entry in path.iterdir()):
+    if is_remote(path) and all(entry.name == storage_backends.REPORTS or _is_shard(entry) for entry in path.iterdir()):
         return  # what an interrupted attempt left
     raise CheckpointError(f"{path}: exists and is not an mt checkpoint; remove it or save under another name")
 

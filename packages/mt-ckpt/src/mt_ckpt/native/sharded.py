@@ -1,4 +1,4 @@
-"""Saves a checkpoint in mt's own format from all ranks of a run, each writing what it holds."""
+"""Saves a checkpoint in mt's native format from all ranks of a run; each rank writes its shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from mt_ckpt.native import places
+from mt_ckpt.native import storage_backends
 from mt_ckpt.native.manifest import StoredShard, StoredTensor
 from mt_ckpt.native.save import MAX_SHARD_BYTES, build_manifest, refuse_foreign, small_files, writing
 from mt_ckpt.native.shards import ShardWriter
@@ -19,7 +19,7 @@ from mt_core.specs import Fragment
 
 
 class Report(BaseModel):
-    """What a rank wrote, or why it could not."""
+    """What a rank wrote, or the error that prevented it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,14 +33,14 @@ class ShardedSave:
 
     def __init__(self, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._max_shard_bytes = max_shard_bytes
-        self._begun: dict[str, places.FirstRanksPlace | places.RemotePlace] = {}
+        self._begun: dict[str, storage_backends.FirstRanksPlace | storage_backends.RemotePlace] = {}
 
     def begin(self, path: Path) -> str:
         """Raises CheckpointError when `path` exists and is no checkpoint, and when nothing can be written there."""
         path = absolute(path)
         refuse_foreign(path)
         with writing(path):
-            token, place = places.begin(path)
+            token, place = storage_backends.begin(path)
         self._begun[token] = place
         return token
 
@@ -57,7 +57,7 @@ class ShardedSave:
         """Raises CheckpointError when this rank, or on the first one any rank, cannot write its share."""
         path = absolute(path)
         if rank > 0:
-            with places.joined(path, place) as joined:
+            with storage_backends.joined(path, place) as joined:
                 self._write_own(path, joined, rank, num_ranks, fragments)
             return
         with closing(self._begun.pop(place)) as first:
@@ -70,7 +70,7 @@ class ShardedSave:
     def _write_own(
         self,
         path: Path,
-        place: places.StagedPlace | places.RemotePlace,
+        place: storage_backends.StagedPlace | storage_backends.RemotePlace,
         rank: int,
         num_ranks: int,
         fragments: Iterable[Fragment],
@@ -84,15 +84,17 @@ class ShardedSave:
         return report
 
     @staticmethod
-    def _tell(path: Path, place: places.StagedPlace | places.RemotePlace, rank: int, report: Report) -> None:
-        if rank > 0:  # the first rank is the one that is told
+    def _tell(
+        path: Path, place: storage_backends.StagedPlace | storage_backends.RemotePlace, rank: int, report: Report
+    ) -> None:
+        if rank > 0:  # the first rank receives the reports
             with writing(path):
                 place.report(rank, report.model_dump_json().encode())
 
     def _write_shards(
         self,
         path: Path,
-        place: places.StagedPlace | places.RemotePlace,
+        place: storage_backends.StagedPlace | storage_backends.RemotePlace,
         rank: int,
         num_ranks: int,
         fragments: Iterable[Fragment],
@@ -103,15 +105,17 @@ class ShardedSave:
             for fragment in fragments:
                 values = fragment.tensor()
                 with writing(path, values.numel() * values.element_size()):
-                    writer.add_piece(fragment.name, fragment.shape, fragment.box, values)
+                    writer.add_piece(fragment.name, fragment.shape, fragment.tensor_slice, values)
             with writing(path):
                 writer.finish()
         return Report(shards=writer.shards, tensors=writer.tensors)
 
 
-def _others(path: Path, place: places.StagedPlace | places.RemotePlace, num_ranks: int) -> list[Report]:
+def _others(
+    path: Path, place: storage_backends.StagedPlace | storage_backends.RemotePlace, num_ranks: int
+) -> list[Report]:
     with writing(path):
-        found = places.wait_for_reports(place, num_ranks - 1)
+        found = storage_backends.wait_for_reports(place, num_ranks - 1)
     reports = {rank: Report.model_validate_json(content) for rank, content in sorted(found.items())}
     for rank, report in reports.items():
         if report.error is not None:

@@ -2,7 +2,7 @@
 
 A safetensors file begins with a header that lists its tensors. To write tensors as they come, room of
 fixed size is kept for the header, which is written last and padded with spaces, as the format allows.
-Tensors of 1, 2, 4 and 8 bytes an element go to files of their own, so that every tensor is aligned
+Tensors of 1, 2, 4 and 8 bytes an element go to separate files, so that every tensor is aligned
 without gaps (which the format does not allow).
 """
 
@@ -21,20 +21,20 @@ from mt_ckpt.native.checksum import BLOCK_BYTES, checksum
 from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
 from mt_ckpt.native.manifest import StoredPiece, StoredShard, StoredTensor, piece_name
 from mt_core.errors import CheckpointError
-from mt_core.nn.boxes import Box
+from mt_core.tensor_slice import TensorSlice
 
 HEADER_BYTES = 64 << 10
 """Room for the header of a shard: some 500 tensors."""
 SYNC_BYTES = 64 << 20
-"""After so many bytes a file is flushed in the background, so that the disk does not wait for its end."""
+"""A file is flushed in the background after so many bytes, so that the disk starts before its end."""
 
 
 class ShardWriter:
-    """Puts tensors, or boxes of them, into `folder` as `<prefix>tensors-00001.safetensors` and so on.
+    """Puts tensors, or slices of them, into `folder` as `<prefix>tensors-00001.safetensors` and so on.
 
     A shard is closed when the next tensor would make it larger than max_shard_bytes; a larger tensor has
     a shard for itself. After `finish` all shards are on the disk, and `shards` and `tensors` list them.
-    on_disk: told of each file that is complete and synced, in a thread beside the writing one.
+    on_disk: called with each file that is complete and synced, in another thread.
     """
 
     def __init__(
@@ -61,15 +61,17 @@ class ShardWriter:
         if name in self.tensors:
             raise CheckpointError(f"tensor {name}: given twice")
         shape = tuple(tensor.shape)
-        self.add_piece(name, shape, Box.whole(shape), tensor)
+        self.add_piece(name, shape, TensorSlice.whole(shape), tensor)
 
-    def add_piece(self, name: str, shape: tuple[int, ...], box: Box, values: torch.Tensor) -> None:
-        """Write a box of the tensor `name`, which has the given shape as a whole."""
+    def add_piece(self, name: str, shape: tuple[int, ...], tensor_slice: TensorSlice, values: torch.Tensor) -> None:
+        """Write a slice of the tensor `name`, which has the given shape as a whole."""
         dtype, data = _raw_bytes(name, values)
-        shard = self._shard_for(piece_name(name, shape, box), box.shape, dtype, len(data))
+        shard = self._shard_for(piece_name(name, shape, tensor_slice), tensor_slice.shape, dtype, len(data))
         offset = shard.num_bytes
         digest = shard.write(data)
-        piece = StoredPiece(shard=shard.file.name, offset=offset, start=box.start, shape=box.shape, checksum=digest)
+        piece = StoredPiece(
+            shard=shard.file.name, offset=offset, start=tensor_slice.start, shape=tensor_slice.shape, checksum=digest
+        )
         before = self.tensors[name].pieces if name in self.tensors else ()
         self.tensors[name] = StoredTensor(dtype=dtype, shape=shape, pieces=(*before, piece))
         if shard.unsynced >= SYNC_BYTES:

@@ -1,4 +1,4 @@
-"""A directory that appears under its name only when everything in it is on the disk.
+"""A directory that appears under its final name only when all its contents are on the disk.
 
 It is built in `.tmp-mt-<name>-<random>/content` beside its final place and renamed. A lock file in the
 staging directory is held (flock) while its process lives, so that what a killed process left behind can

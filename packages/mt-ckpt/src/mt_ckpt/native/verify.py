@@ -1,4 +1,4 @@
-"""Checks every byte of a checkpoint in mt's own format."""
+"""Verifies every byte of a checkpoint in mt's native format."""
 
 from __future__ import annotations
 

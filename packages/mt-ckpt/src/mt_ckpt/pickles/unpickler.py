@@ -1,7 +1,7 @@
 """An unpickler that calls nothing that a file names.
 
 What a pickle may refer to is listed here: tensors, element types and plain containers are built by our own functions,
-classes of the programs that write such files become stand-ins (`Inert`). Any other reference is an error that names it,
+classes of the programs that write such files become fakes (`Inert`). Any other reference is an error that names it,
 and is raised before the object that it would belong to is made.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mt_ckpt.pickles.inert import Inert, stand_in
+from mt_ckpt.pickles.inert_objects import Inert, stand_in
+from mt_ckpt.pickles.structure import check_structure
 from mt_core.errors import CheckpointError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -113,7 +114,8 @@ class TensorReference:
 class SafeUnpickler(pickle.Unpickler):
     """Reads one pickle of `stream`. origin: the file, for messages. Tensors become TensorReference.
 
-    `load` raises CheckpointError for a pickle that refers to anything that is not listed above, or is damaged.
+    `load` raises CheckpointError for a pickle that refers to anything that is not listed above, is damaged, or
+    describes an object past the limits of `structure`.
     """
 
     def __init__(self, stream: BinaryIO, origin: str) -> None:
@@ -131,11 +133,13 @@ class SafeUnpickler(pickle.Unpickler):
 
     def load(self) -> Any:
         try:
-            return super().load()
+            value = super().load()
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle may fail in any way
             raise CheckpointError(f"{self._origin}: damaged: not a pickle of torch.save: {error}") from None
+        check_structure(value, self._origin)
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
         module = RENAMED_MODULES.get(module, module)

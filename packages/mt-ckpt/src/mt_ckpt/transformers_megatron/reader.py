@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_ckpt.hugging_face.reader import same_bits
 from mt_ckpt.megatron.folder import is_of_reshaping_tool
-from mt_ckpt.pickles.inert import Inert
+from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.transformers_megatron.names import (
     EMBEDDING,

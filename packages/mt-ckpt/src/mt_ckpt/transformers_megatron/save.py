@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.convert.model import model_config
-from mt_ckpt.convert.options import refuse
+from mt_ckpt.convert.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.hugging_face.family import family_named
 from mt_ckpt.native.checksum import checksum_range
@@ -54,6 +54,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     """Write the tracker and a file for each rank. Raises ConfigError for models that are no GPT-2 and sizes that
     do not divide it."""
     refuse(FORMAT, options, *UNUSED, why="its files are one for each rank of tensor and pipeline parallel")
+    refuse_megatron(FORMAT, options, NOT_MEGATRON)
     model = model_config(source, host).model
     _require_gpt2(model, options, host)
     arguments = _arguments(model, source.dtypes()[MODEL + WORDS], options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.convert.model import model_config
-from mt_ckpt.convert.options import refuse
+from mt_ckpt.convert.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.safetensors_files import PENDING_BYTES, SafetensorsWriter, TensorInfo, align
 from mt_ckpt.trtllm.config import GATED, require_expressible, write_config
@@ -35,6 +35,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     `trtllm-build` is given the same directory.
     """
     refuse("trtllm", options, *UNUSED, why="its files are one for each rank of tensor and pipeline parallel")
+    refuse_megatron("trtllm", options, NOT_MEGATRON)
     model = model_config(source, host).model
     require_expressible(model, options)
     dtype = str(source.dtypes()[MODEL + EMBEDDING]).removeprefix("torch.")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.context import host_of
 from mt_cli.toml import shown, to_toml
+from mt_core.commands import host_of
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Show, check and explain the configuration.")
 
 ConfigPath = Annotated[
-    Path | None, typer.Argument(help="TOML or JSON file, or a run directory for its configuration.", show_default=False)
+    Path | None,
+    typer.Argument(help="TOML, YAML or JSON file, or a run directory for its configuration.", show_default=False),
 ]
 Preset = Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.", show_default=False)]
 Overrides = Annotated[
@@ -86,15 +87,19 @@ def explain(
 @app.command()
 def keys(
     context: typer.Context,
-    section: Annotated[str | None, typer.Argument(help="Only this section.", show_default=False)] = None,
+    section: Annotated[
+        str | None, typer.Argument(help="Only this section, or a table in it such as model.moe.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the keys of the configuration, with type, default and meaning."""
-    from mt_cli.config_fields import require_section, section_fields
-    from mt_core.config.schema import SECTIONS
+    from mt_cli.config_fields import require_section, section_fields, section_names
 
-    sections = [require_section(section)] if section else list(SECTIONS)
-    fields = [field for name in sections for field in section_fields(name, host_of(context))]
+    host = host_of(context)
+    every = section_names(host)
+    chosen = require_section(section, host) if section else ""
+    sections = [name for name in every if not chosen or name == chosen or name.startswith(f"{chosen}.")]
+    fields = [field for name in sections for field in section_fields(name, host)]
     if as_json:
         typer.echo(json.dumps([_as_dict(field) for field in fields], indent=2))
     else:
@@ -106,11 +111,11 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
     from mt_cli.commands.train import DEFAULT_PRESET
     from mt_core.config.loading import load_config_anywhere
 
-    if path is None and preset is None:
-        preset = DEFAULT_PRESET
     if path is not None and path.is_dir():
         path = path / "config.json"
-    return load_config_anywhere(path, preset=preset, overrides=overrides or (), host=host)
+    return load_config_anywhere(
+        path, preset=preset, overrides=overrides or (), host=host, default_preset=DEFAULT_PRESET
+    )
 
 
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
@@ -186,16 +191,16 @@ def _key_table(fields: list[ConfigField]) -> Table:
 
 
 def _heading(field: ConfigField) -> str:
-    if not field.selected_by:
-        return f"[{field.section}]"
-    return f"[{field.section}] with {selector(field.section)} = {' or '.join(map(shown, field.selected_by))}"
+    choice = _choice(field).removeprefix(f"{field.section}.")
+    return f"[{field.section}] with {choice}" if choice else f"[{field.section}]"
 
 
-def selector(section: str) -> str | None:
-    """The key of a section that chooses its type."""
-    from mt_core.config.schema import SECTIONS
+def _choice(field: ConfigField) -> str:
+    """'optimizer.optimizer = "adam"', or nothing for a key that is always there."""
+    from mt_cli.config_fields import selector
 
-    return SECTIONS[section].selector
+    key = selector(field.section)
+    return f"{key} = {' or '.join(map(shown, field.selected_by))}" if key and field.selected_by else ""
 
 
 def _explanation(field: ConfigField) -> Table:
@@ -209,9 +214,8 @@ def _explanation(field: ConfigField) -> Table:
     table.add_row(Text("default", "dim"), Text(field.default))
     if field.conditions:
         table.add_row(Text("counts", "dim"), Text(f"only when {field.condition()}"))
-    if field.selected_by:
-        chosen = " or ".join(map(shown, field.selected_by))
-        table.add_row(Text("needs", "dim"), Text(f"{field.section}.{selector(field.section)} = {chosen}"))
+    if choice := _choice(field):
+        table.add_row(Text("needs", "dim"), Text(choice))
     return table
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.context import host_of
 from mt_cli.versions import distribution_versions
+from mt_core.commands import host_of
 from mt_core.plugins import KINDS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """Look at this machine: Python, torch, devices, number formats, optional kernels and packages, plugins."""
+    """Look at this machine: Python, torch, devices, dtypes, optional kernels and packages, plugins."""
     from mt_cli.machine import system_facts, torch_facts
     from mt_cli.optional_packages import DATA_PACKAGES, KERNELS, examine
 

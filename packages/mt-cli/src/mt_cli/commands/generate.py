@@ -8,16 +8,21 @@ from typing import Annotated
 
 import typer
 
-from mt_cli.requirements import need
+from mt_core.commands import need
+from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
+
+STANDARD_INPUT = "-"
 
 
 def generate(
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or one of its checkpoints.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; - reads standard input. Repeatable.", show_default=False)
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
@@ -26,18 +31,26 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     cache: Annotated[bool, typer.Option(help="Keep keys and values of past positions (same text, faster).")] = True,
 ) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue one prompt, or several one after the other, with a trained model."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
     from mt_core.inference.generation import as_decoder, generate_text
     from mt_core.inference.loading import load_trained_model
     from mt_core.inference.sampling import SamplingOptions
 
     options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    texts = read_prompts(prompt or [""])
     trained = load_trained_model(path, load_plugins(), device=device)
     decoder = as_decoder(trained.model)
-    typer.echo(text, nl=False)
-    for piece in generate_text(decoder, trained.tokenizer, text, max_tokens, options, use_cache=cache):
-        typer.echo(piece, nl=False)
-        sys.stdout.flush()
-    typer.echo()
+    for number, text in enumerate(texts):
+        typer.echo("\n" * (number > 0) + text, nl=False)
+        for piece in generate_text(decoder, trained.tokenizer, text, max_tokens, options, use_cache=cache):
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+        typer.echo()
+
+
+def read_prompts(prompts: list[str]) -> list[str]:
+    """The texts; standard input in place of "-". Raises ConfigError where it is to be read twice."""
+    if prompts.count(STANDARD_INPUT) > 1:
+        raise ConfigError("--prompt - reads standard input to its end, so that it can be given once")
+    return [sys.stdin.read() if prompt == STANDARD_INPUT else prompt for prompt in prompts]

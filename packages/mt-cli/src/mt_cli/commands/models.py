@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.context import host_of
+from mt_core.commands import host_of
 from mt_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from mt_cli.model_sizes import Preset
-    from mt_core.config import loading as config_loading
+    from mt_core.config import presets as config_presets
     from mt_core.plugins import PluginHost
 
 SHAPE_COLUMNS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
@@ -37,14 +38,14 @@ def models(
     if as_json:
         typer.echo(json.dumps({**_listing(host, presets), "problems": problems}, indent=2))
     elif name is not None and name not in host.models.names():
-        _print_preset(presets[0])
+        _print_preset(presets[0], host)
     else:
         _print_families(host, presets, problems)
 
 
 def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
     """Names of the presets to show; and what is wrong with others."""
-    from mt_core.config.loading import installed_presets
+    from mt_core.config.presets import installed_presets
 
     presets, problems = installed_presets(host)
     families = host.models.names()
@@ -57,7 +58,7 @@ def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
     return [preset for preset in wanted if preset not in doubled], problems
 
 
-def _owners(presets: Sequence[config_loading.Preset]) -> str:
+def _owners(presets: Sequence[config_presets.Preset]) -> str:
     return " and ".join(preset.plugin.label for preset in presets)
 
 
@@ -118,7 +119,7 @@ def _numbers(preset: Preset) -> list[str]:
     return [count, *(str(number) if number is not None else "-" for number in (*shape, sequence))]
 
 
-def _print_preset(preset: Preset) -> None:
+def _print_preset(preset: Preset, host: PluginHost) -> None:
     """The values that a preset sets, where its parameters are, and how to use it."""
     from rich.console import Console
     from rich.text import Text
@@ -131,7 +132,19 @@ def _print_preset(preset: Preset) -> None:
         console.print(f"\nvocabulary {preset.size.vocab_size:,}", style="dim")
     if preset.problem:
         console.print(f"Not counted: {preset.problem}", style="yellow", markup=False)
-    console.print(f"mt train --preset {preset.name}", markup=False)
+    _print_training(preset, host, console)
+
+
+def _print_training(preset: Preset, host: PluginHost, console: Console) -> None:
+    """The command that trains the preset; what it lacks is found where models can be built."""
+    if preset.size is None:
+        return
+    from mt_cli.training_hint import training_command
+
+    command, lacks = training_command(preset.name, host)
+    console.print(command, markup=False, soft_wrap=True)
+    for sentence in lacks:
+        console.print(f"  but first: {sentence}", markup=False, soft_wrap=True)
 
 
 def _values_table(preset: Preset) -> Table:

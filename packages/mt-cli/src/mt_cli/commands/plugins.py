@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.context import host_of, is_strict
+from mt_core.commands import host_of, is_strict
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import ALLOW_LIST_VARIABLE, KINDS, Plugin, PluginHost, mt_core_version
 

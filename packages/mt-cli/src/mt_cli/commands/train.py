@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
-from mt_cli.requirements import need
+from mt_core.commands import need
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost, load_plugins
 
@@ -27,7 +28,7 @@ CONVERSION = "Converting instead of training"
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML, YAML or JSON file.", show_default=False)] = None,
     preset: Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
@@ -36,13 +37,20 @@ def train(
         Path | None, typer.Option(help="Folder of the run. Default: runs/ and the name of the file or preset.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Processes to start on this machine.", rich_help_panel=MACHINES)
+        int | None, typer.Option(help="Processes to start on this machine.", min=1, rich_help_panel=MACHINES)
     ] = None,
-    nnodes: Annotated[int, typer.Option(help="Machines of the job.", rich_help_panel=MACHINES)] = 1,
-    node_rank: Annotated[int, typer.Option(help="Number of this machine, from 0.", rich_help_panel=MACHINES)] = 0,
+    nnodes: Annotated[int, typer.Option(help="Machines of the job.", min=1, rich_help_panel=MACHINES)] = 1,
+    node_rank: Annotated[
+        int, typer.Option(help="Number of this machine, from 0.", min=0, rich_help_panel=MACHINES)
+    ] = 0,
     master_addr: Annotated[
-        str, typer.Option(help="Name or address of the first machine.", rich_help_panel=MACHINES)
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            help="Name or address of the first machine. Default: this machine, if it is the only one.",
+            show_default=False,
+            rich_help_panel=MACHINES,
+        ),
+    ] = None,
     master_port: Annotated[
         int | None, typer.Option(help="A free port on it. Default: any, for one machine.", rich_help_panel=MACHINES)
     ] = None,
@@ -71,20 +79,20 @@ def train(
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
+    if not dry_run:
+        _announce(config, preset)
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
     from mt_core.launch.environment import read_environment
 
-    if config is None and preset is None:
-        preset = DEFAULT_PRESET
     set_ = list(set_ or [])
     if trace_schedule is not None:
         set_.append(f"logging.trace_schedule={json.dumps(str(trace_schedule))}")
     launched = nproc is not None or dry_run
     host = load_plugins()
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
-        loaded = load_config(config, preset=preset, overrides=set_, host=host)
-        directory = run_dir or Path("runs") / (config.stem if config is not None else str(loaded.preset))
+        loaded = load_config(config, preset=preset, overrides=set_, host=host, default_preset=DEFAULT_PRESET)
+        directory = run_dir or Path("runs") / _name_of_run(loaded, config)
         if ckpt_convert_format is not None or ckpt_convert_save is not None:
             if launched or read_environment().rank == 0:  # one of the processes that a launcher started
                 convert_checkpoint(loaded, directory, ckpt_convert_format, ckpt_convert_save, host)
@@ -111,11 +119,26 @@ def train(
     )
 
 
+def _announce(config: Path | None, preset: str | None) -> None:
+    """A sign of life before torch is imported, which may take many seconds; of one process of a job."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"mt train: {config or preset or DEFAULT_PRESET}; loading torch and plugins ...")
+
+
+def _name_of_run(loaded: LoadedConfig, config: Path | None) -> str:
+    """Of the file, of the preset, or of the checkpoint that the model comes from."""
+    origin = loaded.origin("model.family")
+    if config is None and origin.startswith("checkpoint "):
+        return f"from-{Path(origin.removeprefix('checkpoint ')).name}"
+    return config.stem if config is not None else str(loaded.preset)
+
+
 def convert_checkpoint(
     loaded: LoadedConfig, directory: Path, saver: str | None, save_dir: str | None, host: PluginHost
 ) -> None:
     """What `mt convert` does, for the checkpoint that the run would go on from, or else for checkpoint.load."""
-    from mt_core.train.run_directory import RunDirectory, find_checkpoint
+    from mt_core.checkpoint_lookup import find_checkpoint
+    from mt_core.train.checkpoint.run_directory import RunDirectory
 
     if saver is None or save_dir is None:
         missing = "--ckpt-convert-format" if saver is None else "--ckpt-convert-save"
@@ -154,13 +177,15 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
 def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int) -> None:
     from rich.console import Console
 
+    from mt_core.nn.model import contract
+
     console = Console(highlight=False)
     if result.stopped:
         console.print(f"Stopped at step {result.state.iteration}; the same command goes on from there.")
         return
     if already == result.state.iteration:
         console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
-    continues_text = hasattr(trainer.model, "new_cache")
+    continues_text = contract(trainer.model).continues_text
     for name, loss in result.losses.items():
         bits = f" ({loss / _LN2:.3f} bits per token)" if continues_text else ""
         console.print(f"{name.removesuffix('_loss')} loss {loss:.4f}{bits}", style="bold")
@@ -183,7 +208,7 @@ def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> l
     return [
         *([generate] if continues_text else []),
         (f"mt ckpt inspect {run}", "what its checkpoint holds"),
-        ("mt models", "other models to train: mt train --preset NAME"),
+        ("mt models", "other models to train: mt models NAME says how"),
         ("mt config show --preset gpt-tiny --origin", "every setting, and where it came from"),
     ]
 
@@ -196,7 +221,7 @@ def _whole_model(trainer: Trainer) -> nn.Module:
     from mt_core.inference.loading import load_trained_model
 
     assert trainer.directory is not None
-    return load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.device.type).model
+    return load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type).model
 
 
 def _sample(trainer: Trainer) -> None:
@@ -209,13 +234,13 @@ def _sample(trainer: Trainer) -> None:
         return
     model = trainer.model if trainer.ctx.world.size == 1 else _whole_model(trainer)
     decoder = as_decoder(model)
-    longest = getattr(model, "max_sequence_length", None) or trainer.config.data.seq_length
-    room = longest - len(trainer.tokenizer.encode(train.sample_prompt))
+    longest = decoder.max_sequence_length or trainer.config.data.seq_length
+    room = longest - len(trainer.engine.tokenizer.encode(train.sample_prompt))
     options = SamplingOptions(temperature=0.8, top_k=50, seed=train.seed)
     typer.echo("\nA sample:\n")
     typer.echo(train.sample_prompt, nl=False)
     if room > 0:
         tokens = min(train.sample_tokens, room)
-        for piece in generate_text(decoder, trainer.tokenizer, train.sample_prompt, tokens, options):
+        for piece in generate_text(decoder, trainer.engine.tokenizer, train.sample_prompt, tokens, options):
             typer.echo(piece, nl=False)
     typer.echo()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config, ParallelConfig
@@ -33,13 +32,22 @@ SPLIT_KEYS = (
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError for values that cannot work together, before anything is built."""
-    check_layout(config)
-    check_batch_size(config)
-    check_duration(config)
-    check_schedule(config)
-    check_recompute(config)
-    check_fp8(config)
+    """Raise a ConfigError that lists the rules that the values break, before anything is built."""
+    problems = Problems()
+    collect_broken_rules(config, problems)
+    problems.stop_if_any()
+
+
+def collect_broken_rules(config: Config, problems: Problems) -> None:
+    """As `check_config`, beside other problems."""
+    with problems.collect():
+        check_world(config.parallel)  # without which there is no data-parallel size to check the others with
+        for check in (check_layout, check_batch_size):
+            with problems.collect():
+                check(config)
+    for check in (check_duration, check_schedule, check_recompute, check_fp8):
+        with problems.collect():
+            check(config)
 
 
 def check_fp8(config: Config) -> None:
@@ -59,7 +67,7 @@ def check_fp8(config: Config) -> None:
         )
     if precision.fp8_output_proj and config.train.loss.startswith("linear_cross_entropy"):
         raise ConfigError(
-            f"precision.fp8_output_proj=true: train.loss={config.train.loss} multiplies by the output matrix itself; "
+            f"precision.fp8_output_proj=true: train.loss={config.train.loss} multiplies by the LM head itself; "
             "use train.loss=cross_entropy or precision.fp8_output_proj=false"
         )
 
@@ -143,8 +151,9 @@ def global_batch_size(config: Config) -> int:
     return config.train.global_batch_size or config.train.micro_batch_size * data_parallel_size(config)
 
 
-def check_layout(config: Config) -> None:
-    world, parallel = world_size(), config.parallel
+def check_world(parallel: ParallelConfig) -> None:
+    """That the axes divide the processes."""
+    world = world_size()
     for key in MODEL_AXES:
         must_divide(f"parallel.{key}", getattr(parallel, key), "the number of processes", world)
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
@@ -154,15 +163,17 @@ def check_layout(config: Config) -> None:
         "the number of processes",
         world,
     )
+
+
+def check_layout(config: Config) -> None:
+    """That what is asked for along the axes can be."""
     _check_sharding(config)
     _check_sequence_parallel(config)
-    _check_context_parallel(config)
     _check_experts(config)
     _check_pipeline(config)
 
 
 def _check_pipeline(config: Config) -> None:
-    """That layers, stages and schedule fit; where there is no torch nothing is trained."""
     trace, size = config.logging.trace_schedule, config.parallel.pipeline_model_parallel_size
     if trace is not None and size == 1:
         raise ConfigError("logging.trace_schedule needs parallel.pipeline_model_parallel_size above 1; remove it")
@@ -180,10 +191,6 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.pipeline_model_parallel_layout={layout} names pipeline stages, and "
             "parallel.pipeline_model_parallel_size is 1; remove it, or set that above 1"
         )
-    if size > 1 and find_spec("torch") is not None:
-        from mt_core.train.stages import model_stages
-
-        model_stages(config)
 
 
 def _check_sharding(config: Config) -> None:
@@ -197,12 +204,6 @@ def _check_sharding(config: Config) -> None:
             "train.verify_replicas_interval compares copies of weights, and parallel.use_torch_fsdp2 leaves none; "
             "remove it"
         )
-    if parallel.use_torch_fsdp2 and _splits_backward(parallel) and parallel.fsdp_reshard_after_forward:
-        raise ConfigError(
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, between "
-            "which weights stay whole; set parallel.fsdp_reshard_after_forward=false, or use gpipe, 1f1b or "
-            "interleaved_1f1b"
-        )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
     divided = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
@@ -211,11 +212,6 @@ def _check_sharding(config: Config) -> None:
             f"parallel.num_distributed_optimizer_instances={parallel.num_distributed_optimizer_instances} copies a "
             "divided state; set parallel.use_distributed_optimizer or parallel.use_torch_fsdp2"
         )
-
-
-def _splits_backward(parallel: ParallelConfig) -> bool:
-    split = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
-    return parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule in split
 
 
 def _check_sequence_parallel(config: Config) -> None:
@@ -234,21 +230,6 @@ def _check_sequence_parallel(config: Config) -> None:
             f"data.seq_length={length} cannot be divided over parallel.tensor_model_parallel_size={size} with "
             f"parallel.sequence_parallel (and context_parallel_size={parallel.context_parallel_size}); "
             f"use a multiple of {size * parallel.context_parallel_size}"
-        )
-
-
-def _check_context_parallel(config: Config) -> None:
-    parallel = config.parallel
-    sizes, size = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
-    legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
-    if parallel.cp_comm_type == "a2a+p2p" and sizes is None:
-        raise ConfigError(
-            f"parallel.cp_comm_type=a2a+p2p needs parallel.hierarchical_context_parallel_sizes; it can be {legal}"
-        )
-    if sizes is not None and math.prod(sizes) != size:
-        raise ConfigError(
-            f"parallel.hierarchical_context_parallel_sizes={list(sizes)} do not multiply to "
-            f"parallel.context_parallel_size={size}; it can be {legal}"
         )
 
 
@@ -303,6 +284,25 @@ def check_duration(config: Config) -> None:
         raise ConfigError(
             "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not train_iters"
         )
+
+
+def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
+    """A run that ends before its warm-up does never has the learning rate that was asked for. Raises ConfigError.
+
+    origin: dotted key -> the layer that its value came from. The warm-up of a preset belongs to a run of the preset's
+    length; it stays as it is in a shorter trial.
+    """
+    schedule, train = config.lr_schedule, config.train
+    for counted in ("iters", "samples"):
+        key, length = f"lr_warmup_{counted}", getattr(train, f"train_{counted}")
+        warmup = getattr(schedule, key)
+        if warmup is None or length is None or origin(f"lr_schedule.{key}").startswith("preset"):
+            continue
+        if warmup > length:
+            raise ConfigError(
+                f"lr_schedule.lr_warmup_{counted}={warmup} is longer than the run, train.train_{counted}={length}; "
+                f"use at most {length}, such as lr_schedule.lr_warmup_{counted}={length // 10}"
+            )
 
 
 def check_schedule(config: Config) -> None:

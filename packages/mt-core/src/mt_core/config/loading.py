@@ -1,35 +1,23 @@
-"""Default < preset < file < `--set`: layers are merged key by key, each value remembering its layer."""
+"""Default < preset < checkpoint < file < `--set`: layers are merged key by key, each value remembering its layer."""
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import ValidationError
-
-from mt_core.config.checks import as_world, check_config, smallest_world, world_size
-from mt_core.config.messages import unknown_key, validation_message
-from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Config, Section
-from mt_core.errors import ConfigError, did_you_mean
+from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, smallest_world, world_size
+from mt_core.config.layers import DEFAULT, Layer, merge_layers
+from mt_core.config.megatron_words import refuse_foreign_formats
+from mt_core.config.schema import SECTIONS, Config
+from mt_core.config.sections import build_sections
+from mt_core.config.sources import Sources, read_layers
+from mt_core.config.unused import refuse_unused_values
+from mt_core.errors import MtError, Problems
 
 if TYPE_CHECKING:
-    from mt_core.plugins import Plugin, PluginHost
-
-DEFAULT = "default"
-Merged = Mapping[str, Mapping[str, tuple[Any, str]]]
-"""section -> key -> (value, origin)."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Values from one place; `origin` is how that place is shown, for instance "file run.toml"."""
-
-    origin: str
-    values: Mapping[str, Mapping[str, Any]]
+    from mt_core.plugins import PluginHost
 
 
 @dataclass(frozen=True)
@@ -50,21 +38,36 @@ def load_config(
     preset: str | None = None,
     overrides: Iterable[str] = (),
     host: PluginHost | None = None,
+    default_preset: str | None = None,
 ) -> LoadedConfig:
     """Read, merge and check a configuration.
 
-    path: a TOML or JSON file; it may name a preset with the top-level key `preset`. preset: wins over
+    path: a TOML, JSON or YAML file; it may name a preset with the top-level key `preset`. preset: wins over
     the file's. overrides: "section.key=value" with the value written as in TOML, `null`, or bare text.
-    Raises ConfigError, and PluginError for a name that no plugin registers.
+    default_preset: used where neither path nor preset is given; checkpoint.load replaces its model and tokenizer.
+    Raises ConfigError with a line for each thing that is wrong, PluginError for a name that no plugin registers, and
+    CheckpointError where model or tokenizer come from a checkpoint.load that cannot be read.
     """
     host = host or _load_plugins()
-    merged, preset = _read_layers(path, preset, overrides, host)
-    config = _build_config(merged, host)
-    loaded = LoadedConfig(config, _origins(merged), preset)
-    _refuse_unused_values(loaded, SECTIONS)
-    check_config(config)
-    host.check_config(config)
+    read = read_layers(Sources(path, preset, list(overrides), default_preset), SECTIONS, host)
+    config = Config.model_validate(read.build(SECTIONS, host))
+    loaded = LoadedConfig(config, read.origins(), read.preset)
+    _check(loaded, host)
+    read.log_notes()
     return loaded
+
+
+def _check(loaded: LoadedConfig, host: PluginHost) -> None:
+    """The rules that span keys; those of plugins may rely on the others."""
+    problems = Problems()
+    refuse_unused_values(loaded.config, SECTIONS, loaded.origin, problems)
+    with problems.collect():
+        refuse_foreign_formats(loaded.config.checkpoint.ckpt_format, host.checkpoint_savers.names())
+    collect_broken_rules(loaded.config, problems)
+    with problems.collect():
+        check_warmup(loaded.config, loaded.origin)
+    problems.stop_if_any()
+    host.check_config(loaded.config)
 
 
 def load_config_anywhere(
@@ -73,13 +76,22 @@ def load_config_anywhere(
     preset: str | None = None,
     overrides: Sequence[str] = (),
     host: PluginHost | None = None,
+    default_preset: str | None = None,
 ) -> LoadedConfig:
     """As `load_config`, checked for as many processes as its layout needs: to look at a run that is meant for more
     processes than there are here."""
     host = host or _load_plugins()
-    parallel = load_sections(["parallel"], path, preset=preset, overrides=overrides, host=host).parallel
-    with as_world(max(world_size(), smallest_world(parallel))):
-        return load_config(path, preset=preset, overrides=overrides, host=host)
+    sources = Sources(path, preset, overrides, default_preset)
+    with as_world(_enough_processes(sources, host)):
+        return load_config(path, preset=preset, overrides=overrides, host=host, default_preset=default_preset)
+
+
+def _enough_processes(sources: Sources, host: PluginHost) -> int:
+    try:
+        parallel: Any = read_layers(sources, ["parallel"], host).build(["parallel"], host)["parallel"]
+    except MtError:
+        return world_size()  # told by load_config, with everything else that is wrong
+    return max(world_size(), smallest_world(parallel))
 
 
 def load_sections(
@@ -97,214 +109,22 @@ def load_sections(
     The other arguments and the errors are those of `load_config`.
     """
     host = host or _load_plugins()
-    merged, preset = _read_layers(path, preset, overrides, host)
-    sections: dict[str, Any] = {name: _build_section(name, merged.get(name, {}), host) for name in names}
-    config = Config.model_construct(**sections)
-    _refuse_unused_values(LoadedConfig(config, _origins(merged), preset), names)
+    read = read_layers(Sources(path, preset, list(overrides)), names, host)
+    config = Config.model_construct(**cast(Any, read.build(names, host)))
+    problems = Problems()
+    refuse_unused_values(config, names, LoadedConfig(config, read.origins(), read.preset).origin, problems)
+    problems.stop_if_any()
+    read.log_notes()
     return config
-
-
-def _read_layers(
-    path: str | Path | None, preset: str | None, overrides: Iterable[str], host: PluginHost
-) -> tuple[Merged, str | None]:
-    """All values with where they came from, and the preset that counts."""
-    file_preset, file_layer = _read_file(Path(path)) if path is not None else (None, None)
-    preset = preset or file_preset
-    layers = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
-    layers += [file_layer] if file_layer else []
-    for text in overrides:
-        layers.append(_override_layer(text, layers))
-    return merge_layers(layers), preset
-
-
-def _origins(merged: Merged) -> dict[str, str]:
-    return {f"{name}.{key}": origin for name, keys in merged.items() for key, (_, origin) in keys.items()}
 
 
 def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
     """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again."""
     merged = merge_layers([Layer("stored configuration", values)])
-    return _build_config(merged, host)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A partial config tree, and the family and plugin that bring it."""
-
-    family: str
-    plugin: Plugin
-    values: Mapping[str, Mapping[str, Any]]
-
-
-def installed_presets(host: PluginHost) -> tuple[dict[str, list[Preset]], list[str]]:
-    """Preset name -> its presets (more than one is a conflict); and why some plugin's could not be read."""
-    found: dict[str, list[Preset]] = {}
-    problems = []
-    for registration in host.models.registrations:
-        family, plugin = registration.spec.name, registration.plugin
-        try:
-            trees = registration.spec.presets.load()
-        except Exception as error:  # another's code may raise anything, and must stop nobody else
-            problems.append(f"{plugin.label} cannot give its presets: {type(error).__name__}: {error}")
-            continue
-        for name, tree in trees.items():
-            found.setdefault(name, []).append(Preset(family, plugin, tree))
-    return found, problems
-
-
-def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
-    """The partial config tree registered as preset `name` by a model family."""
-    presets, problems = installed_presets(host)
-    if name not in presets:
-        because = "".join(f"; {problem}" for problem in problems)
-        if not presets:
-            raise ConfigError(f"preset {name}: no installed plugin brings a preset (pip install mt-models){because}")
-        raise ConfigError(
-            f"preset {name} is unknown; presets are {', '.join(sorted(presets))}{did_you_mean(name, presets)}{because}"
-        )
-    first, *others = presets[name]
-    if others:
-        owners = " and ".join(f"{preset.plugin.label} for family {preset.family}" for preset in presets[name])
-        raise ConfigError(f"preset {name} is brought by {owners}; keep one of them with MT_PLUGINS")
-    return {**first.values, "model": {"family": first.family, **first.values.get("model", {})}}
-
-
-def merge_layers(layers: Iterable[Layer]) -> dict[str, dict[str, tuple[Any, str]]]:
-    """section -> key -> (value, origin), later layers winning; unknown sections are errors."""
-    merged: dict[str, dict[str, tuple[Any, str]]] = {}
-    for layer in layers:
-        for section, values in layer.values.items():
-            if section not in SECTIONS:
-                raise ConfigError(unknown_key(section, None, layer.origin))
-            if not isinstance(values, Mapping):
-                raise ConfigError(f"{section} (from {layer.origin}): got {values!r}, expected a table of keys")
-            for key, value in values.items():
-                merged.setdefault(section, {})[key] = (value, layer.origin)
-    return merged
+    return Config.model_validate(build_sections(SECTIONS, merged, host, Problems()))
 
 
 def _load_plugins() -> PluginHost:
     from mt_core.plugins import load_plugins
 
     return load_plugins()
-
-
-def _read_file(path: Path) -> tuple[str | None, Layer]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from error
-    except (ValueError, UnicodeDecodeError) as error:  # both decoders' errors are ValueErrors
-        raise ConfigError(f"config file {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config file {path}: got a {type(values).__name__}, expected sections with keys")
-    preset = values.pop("preset", None)
-    if preset is not None and not isinstance(preset, str):
-        raise ConfigError(f"config file {path}: preset is {preset!r}, expected the name of a preset")
-    return preset, Layer(f"file {path.name}", values)
-
-
-def _override_layer(text: str, below: list[Layer]) -> Layer:
-    """One `--set`. A path below a key (model.rope_scaling.factor) changes one entry of its table."""
-    path, equals, value = text.partition("=")
-    parts = path.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"--set {text}: expected section.key=value, for instance train.train_iters=100")
-    section, key, *inner = parts
-    parsed = _parse_value(value.strip())
-    if inner:
-        table = merge_layers(below).get(section, {}).get(key, ({}, ""))[0]
-        parsed = _with_entry(table if isinstance(table, Mapping) else {}, inner, parsed)
-    return Layer("--set", {section: {key: parsed}})
-
-
-def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
-    head, *rest = path
-    inner = table.get(head, {})
-    return {
-        **table,
-        head: _with_entry(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value,
-    }
-
-
-def _parse_value(text: str) -> Any:
-    if text == "null":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def section_type(name: str, selected: str | None, host: PluginHost) -> type[Section]:
-    """The type of a section, given the value of its selector (None: the default)."""
-    base = SECTIONS[name]
-    if name not in REGISTRY_OF_SECTION or base.selector is None:
-        return base
-    if selected is None:
-        field = base.model_fields[base.selector]
-        if field.is_required():
-            raise ConfigError(_nothing_selected(name, base.selector, host))
-        selected = field.default
-    registry = host.registry(REGISTRY_OF_SECTION[name])
-    return registry.get(selected, key=f"{name}.{base.selector}").config_type.load()
-
-
-def _nothing_selected(section: str, selector: str, host: PluginHost) -> str:
-    names = host.registry(REGISTRY_OF_SECTION[section]).names()
-    if not names:
-        return f"{section}.{selector} is not set, and no installed plugin registers one (pip install mt-models)"
-    return f"{section}.{selector} is not set; choose a preset (mt models lists them) or one of {', '.join(names)}"
-
-
-def _build_config(merged: Mapping[str, Mapping[str, tuple[Any, str]]], host: PluginHost) -> Config:
-    return Config.model_validate({name: _build_section(name, merged.get(name, {}), host) for name in SECTIONS})
-
-
-def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> Section:
-    selector = SECTIONS[name].selector
-    selected, chosen_by = values.get(selector or "", (None, DEFAULT))
-    if selected is not None and not isinstance(selected, str):
-        raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
-    type_ = section_type(name, selected, host)
-    values = _without_replaced_preset(values, type_, chosen_by)
-    try:
-        return type_.model_validate({key: value for key, (value, _) in values.items()})
-    except ValidationError as error:
-        origins = {key: origin for key, (_, origin) in values.items()}
-        raise ConfigError(validation_message(name, type_, error, origins)) from None
-
-
-def _without_replaced_preset(
-    values: Mapping[str, tuple[Any, str]], type_: type[Section], chosen_by: str
-) -> Mapping[str, tuple[Any, str]]:
-    """A preset's options of, say, adam go with adam when a file or --set chooses another optimizer."""
-    if chosen_by == DEFAULT or chosen_by.startswith("preset"):
-        return values
-    return {
-        key: (value, origin)
-        for key, (value, origin) in values.items()
-        if key in type_.model_fields or not origin.startswith("preset")
-    }
-
-
-def _refuse_unused_values(loaded: LoadedConfig, names: Iterable[str]) -> None:
-    """A value that somebody wrote but nothing reads is an error (presets may set what a file turns off)."""
-    for name in names:
-        section = getattr(loaded.config, name)
-        for key, field in type(section).model_fields.items():
-            origin = loaded.origin(f"{name}.{key}")
-            if origin == DEFAULT or origin.startswith("preset"):
-                continue
-            extra = field.json_schema_extra
-            conditions = extra.get("used_when", {}) if isinstance(extra, dict) else {}
-            if getattr(section, key) == field.get_default(call_default_factory=True):
-                continue
-            for other, allowed in conditions.items():
-                if getattr(section, other) not in allowed:
-                    legal = " or ".join(str(value) for value in allowed)
-                    raise ConfigError(
-                        f"{name}.{key} (from {origin}) would be ignored: it only counts when {name}.{other} is "
-                        f"{legal}, and that is {getattr(section, other)} (from {loaded.origin(f'{name}.{other}')})"
-                    )

@@ -11,6 +11,14 @@ from pydantic import ValidationError
 from mt_core.config.schema import SECTIONS, Section
 from mt_core.errors import did_you_mean
 
+MEGATRON_KEYS: Mapping[str, str] = {
+    "attention_head_type": "write model.num_query_groups=1 for multiquery; multihead is the default",
+    "finetune": "checkpoint.load=PATH starts from weights alone, at step 0 with a new optimizer",
+    "json_keys": "it is an option: mt data preprocess --json-keys",
+    "json_key": "data.json_key of raw text data sets, or the option mt data preprocess --json-keys",
+}
+"""Option of Megatron's that is no key here -> what to write instead, in whatever section it stands."""
+
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -67,4 +75,6 @@ def unknown_key(section: str, key: str | None, origin: str, type_: type[Section]
     homes = [name for name, base in SECTIONS.items() if key in base.model_fields and name != section]
     if homes:
         hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"
+    if key in MEGATRON_KEYS:
+        hint = f"; {MEGATRON_KEYS[key]}"
     return f"unknown key {section}.{key} (from {origin}){hint}"

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
@@ -60,6 +60,19 @@ class ModelConfig(Section):
     """The embedding table in memory is padded to a multiple of this times tensor_model_parallel_size.
     Padding rows are never predicted and never stored."""
 
+    # What a family may say of its shape beyond its keys.
+
+    @property
+    def stacked_layers(self) -> int | None:
+        """Layers that pipeline stages divide, of all stacks together; None: there is no stack. By default the key
+        `num_layers`, which most families have."""
+        return getattr(self, "num_layers", None)
+
+    @property
+    def pipeline_layout(self) -> str | None:
+        """The stages that the model's own keys prescribe, as parallel.pipeline_model_parallel_layout has them."""
+        return None
+
 
 class TokenizerConfig(Section):
     """Text to ids."""
@@ -102,18 +115,16 @@ class ParallelConfig(Section):
     """Between tensor-parallel matrices activations are divided along the sequence."""
     context_parallel_size: PositiveInt = 1
     """Processes that share each sequence."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How attention reaches the keys of the other processes of a sequence; see docs/context-parallel.md."""
-    hierarchical_context_parallel_sizes: tuple[PositiveInt, PositiveInt] | None = Field(
-        None, strict=False, json_schema_extra={"used_when": {"cp_comm_type": ["a2a+p2p"]}}
-    )
+    cp_comm_type: str = "p2p"
+    """Name of the way in which attention reaches the keys of the other processes of a sequence; see
+    docs/context-parallel.md."""
+    hierarchical_context_parallel_sizes: tuple[PositiveInt, PositiveInt] | None = Field(None, strict=False)
     """[ranks of an all-to-all, ranks of a point-to-point round]; their product is context_parallel_size."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of layers."""
-    pipeline_schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
-    ] = "1f1b"
-    """Order in which a stage runs the forward and backward passes of micro-batches; see docs/pipeline.md."""
+    pipeline_schedule: str = "1f1b"
+    """Name of the order in which a stage runs the forward and backward passes of micro-batches; see
+    docs/pipeline.md."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Stages of each process. Default: as few as the schedule can have (2 for interleaved_1f1b and the V-shaped)."""
     pipeline_model_parallel_layout: str | None = None
@@ -127,7 +138,7 @@ class ParallelConfig(Section):
     account_for_embedding_in_pipeline_split: bool = False
     """Layers are divided evenly, and the embedding counts as one layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
-    """Layers are divided evenly, and the output matrix with the loss counts as one layer of the last stage."""
+    """Layers are divided evenly, and the LM head with the loss counts as one layer of the last stage."""
     expert_model_parallel_size: PositiveInt = 1
     """Processes that share the experts of a mixture."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -176,6 +187,8 @@ class TrainConfig(Section):
     """Bitwise repeatable; refuses options that cannot be, by name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes the GPU when there is one, and says so."""
+    check_memory: bool = True
+    """Refuse to start when weights, gradients and optimizer state alone are more than the free memory of a process."""
     num_threads: PositiveInt | None = None
     """CPU threads of torch. Default: torch's own choice."""
     loss: str = "cross_entropy"
@@ -252,7 +265,7 @@ class PrecisionConfig(Section):
     """Number formats."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Weights and activations. bf16 and fp16 keep fp32 main weights and accumulate gradients in fp32."""
+    """Weights and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""
     loss_scale: NonNegativeFloat | None = used_when(None, dtype="fp16")
     """A constant loss scale; null scales dynamically."""
     initial_loss_scale: NonNegativeFloat = used_when(2.0**32, dtype="fp16")

@@ -30,13 +30,21 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
     return built if isinstance(built, Mapping) else {split: built}
 
 
+def build_train_data(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Dataset:
+    """Raises DataError when there are no training samples."""
+    datasets = build_datasets(config, tokenizer, "train", host)
+    if not datasets:
+        raise DataError(f"data.dataset_type={config.data.dataset_type} has no training samples")
+    return datasets["train"]
+
+
 def samples_wanted(config: Config, split: Split) -> int:
-    """As many as training, or one evaluation, takes."""
+    """Number of samples that training, or one evaluation, consumes."""
     return total_train_samples(config) if split == "train" else config.train.eval_iters * global_batch_size(config)
 
 
 def require_samples(dataset: Dataset, needed: int) -> None:
-    """Raise DataError when a training set is shorter than training."""
+    """Raise DataError when a training set has fewer samples than training consumes."""
     if len(dataset) < needed:
         raise DataError(
             f"training takes {needed} samples, the data set has {len(dataset)}; "

@@ -1,7 +1,7 @@
-"""From samples by number to batches of arrays.
+"""Batches of arrays from a data set that is indexed by sample.
 
-The order of samples is the data set's own; which of them a step takes depends on the consumed samples
-alone, and which of those a data-parallel rank takes on its rank. Reader threads change nothing but speed.
+The data set defines the order of samples. The samples of a step depend on the consumed samples alone, and those of a
+data-parallel rank on its rank. Reader threads affect speed only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank does in one step. micro_batches: arrays [micro_batch_size, ...]; samples: their numbers."""
+    """One rank's data for one step. micro_batches: arrays [micro_batch_size, ...]; samples: their indices."""
 
     micro_batches: list[Arrays]
     samples: list[range]
 
 
 def micro_batch_samples(first: int, size: int, micro_size: int, dp_rank: int, dp_size: int) -> list[range]:
-    """Numbers of the samples in each micro-batch of a rank.
+    """Indices of the samples in each micro-batch of a rank.
 
     A step takes samples first ... first + size - 1. Each round of micro-batches takes dp_size * micro_size
     consecutive ones, of which rank r has the r-th micro_size (Megatron's order).
@@ -43,7 +43,7 @@ def collate(samples: Iterable[Mapping[str, np.ndarray]]) -> Arrays:
 
 
 class BatchReader:
-    """Reads the batches of the given steps, `ahead` of them in `workers` threads (0: when asked)."""
+    """Reads the batches of the given steps; prefetches `ahead` of them in `workers` threads (0: no prefetch)."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.inference.sampling import SamplingOptions, sample
+from mt_core.nn.model import contract
 from mt_core.specs import Tokenizer
 
 
@@ -24,6 +25,9 @@ class Decoder(Protocol):
 
     def new_cache(self, capacity: int) -> Any: ...
 
+    @property
+    def max_sequence_length(self) -> int | None: ...
+
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def train(self, mode: bool = True) -> Any: ...
@@ -33,7 +37,7 @@ class Decoder(Protocol):
 
 def as_decoder(model: nn.Module) -> Decoder:
     """The model, if it can continue text; ConfigError if its family cannot."""
-    if not hasattr(model, "new_cache"):
+    if not contract(model).continues_text:
         raise ConfigError(f"{type(model).__name__} does not continue text: only causal language models do")
     return cast(Decoder, model)
 
@@ -125,7 +129,7 @@ def _generator(options: SamplingOptions, device: torch.device) -> torch.Generato
 def _require_room(model: Decoder, prompt: int, max_tokens: int) -> None:
     if prompt == 0:
         raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
-    longest = getattr(model, "max_sequence_length", None)
+    longest = model.max_sequence_length
     if longest is not None and prompt + max_tokens > longest:
         raise ConfigError(
             f"the prompt has {prompt} ids and {max_tokens} more are asked for; the model has {longest} positions "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.nn.layout import parameter_layouts
@@ -14,8 +15,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
 from mt_core.train import build
-from mt_core.train.checkpointing import MODEL, load_parameters, open_checkpoint, require_fit
-from mt_core.train.run_directory import find_checkpoint
+from mt_core.train.checkpoint.state import MODEL, load_parameters, require_fit
 
 
 @dataclass(frozen=True)

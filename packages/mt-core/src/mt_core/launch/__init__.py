@@ -1,5 +1,5 @@
-"""Several processes as one run: starting them, their places, their phases, and what happens when one fails.
+"""Multi-process runs: starting the ranks, their environment, their phases, and handling of failures.
 
-`local` starts ranks on this machine; `environment` says which rank this process is, whoever started it;
-`session` is what a rank's program wraps itself in. Nothing is imported here.
+`local` starts ranks on this node. `environment` reads this process's rank from the variables of any launcher.
+`session` is the context manager around a rank's program. Nothing is imported here.
 """

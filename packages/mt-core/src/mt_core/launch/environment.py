@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, from the variables that torchrun, srun or `mt ... --nproc` set."""
+"""Rank and world size of this process, from the variables that torchrun, srun or `mt ... --nproc` set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCHELASTIC = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The place of this process among those of the job. The default is a process that nobody launched."""
+    """Rank, world size and rendezvous address of this process. The default is a single process without a launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,7 +44,7 @@ class RankEnvironment:
         return self.rank == 0 and not self.launcher_has_store
 
     def variables(self) -> dict[str, str]:
-        """The same place in torchrun's variables, for code that reads those."""
+        """The same values as torchrun's environment variables."""
         names = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -57,7 +57,7 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """This process's place: torchrun's variables first, then Slurm's, then a single process.
+    """The environment from torchrun's variables, else from Slurm's, else of a single process.
 
     Raises ConfigError, which names the variable, when one is missing, is no number, is out of range or
     contradicts another.
@@ -101,7 +101,7 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def _require_slurm_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> None:
-    """RANK set by hand is most often exported once in a batch script, and then the same in every task."""
+    """A RANK exported in a batch script is the same in every task: raise ConfigError when it contradicts Slurm."""
     size_name = slurm.first_of(environ, slurm.WORLD_SIZE)
     if not slurm.is_step(environ) or size_name is None or _number(environ, size_name) == 1:
         return

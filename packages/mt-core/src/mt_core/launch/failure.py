@@ -1,4 +1,4 @@
-"""The record of a rank's failure: `errors/rank-N.json` in the run's folder, written before anything is cleaned up."""
+"""The record of a rank's failure: `errors/rank-N.json` in the run directory, written before any cleanup."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LOST_PEER = re.compile(
     r"|read error|write error|remote process exited|nccl(remote|system)error|store .* is gone|timed out .*waiting",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the store say on the ranks whose peer is gone."""
+"""Error messages of gloo, NCCL and the store on ranks whose peer has exited."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. time: seconds since the epoch."""
+    """Why a rank failed. time: seconds since the epoch."""
 
     rank: int
     host: str
@@ -41,13 +41,13 @@ class Failure:
     time: float
     exit_code: int
     expected: bool = False
-    """An MtError, of which the message says all."""
+    """An MtError: the message suffices, without a traceback."""
     followed: bool = False
-    """This rank ended because another had: its connection was lost, or it was told."""
+    """This rank ended because of another's failure: its connection was lost, or the failure was announced."""
     late: tuple[int, ...] = ()
-    """The ranks that others waited for in vain."""
+    """The ranks that others were waiting for."""
     cause: dict[str, Any] | None = None
-    """The failure this one followed, as it was announced."""
+    """The announced failure that this one followed."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -69,7 +69,7 @@ class Failure:
 
 
 def lost_peer(text: str) -> bool:
-    """Whether an error message is that of a rank whose peer is gone."""
+    """Whether an error message says that a peer has exited."""
     return LOST_PEER.search(text) is not None
 
 
@@ -111,7 +111,7 @@ def record_failure(
 ) -> Failure:
     """Write `errors/rank-N.json` under `folder` (None: nowhere) for an exception on this rank, and return the record.
 
-    To be called before anything is cleaned up: what comes after an error may hang.
+    Call it before any cleanup: cleanup after an error may hang in a collective.
     """
     failure = describe_failure(error, environment, position or Position())
     write_failure(failure, folder)
@@ -119,7 +119,7 @@ def record_failure(
 
 
 def write_failure(failure: Failure, folder: Path | None) -> None:
-    """Whole or not at all. A disk that cannot be written leaves a word on standard error: the failure goes first."""
+    """Write atomically. If the disk is not writable, print a note: it must not hide the failure itself."""
     if folder is None:
         return
     path = failure_path(folder, failure.rank)
@@ -142,7 +142,7 @@ def read_failures(folder: Path, ranks: Iterable[int]) -> dict[int, Failure]:
     for rank in ranks:
         try:
             found[rank] = Failure.from_json(failure_path(folder, rank).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError, TypeError):  # none, or of another version
+        except (FileNotFoundError, ValueError, TypeError):  # no record, or one of another version
             continue
     return found
 

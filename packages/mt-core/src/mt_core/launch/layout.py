@@ -1,4 +1,4 @@
-"""The layout of a run before it starts: which rank stands where on which axis, and what to type on each node."""
+"""The parallel layout of a planned run: the rank of each process on each axis, and the command for each node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def describe(
 
 
 def _has_experts_of_its_own(layout: AxisSizes) -> bool:
-    """Whether experts are divided otherwise than dense layers."""
+    """Whether the expert layers have another layout than the dense layers."""
     return layout.ep > 1 or layout.expert_tp != layout.tp
 
 
@@ -56,7 +56,7 @@ def _headline(layout: AxisSizes, nnodes: int, nproc: int) -> str:
 def _table(
     members: dict[AxisName, list[tuple[int, ...]]], columns: Sequence[AxisName], nnodes: int, nproc: int
 ) -> list[str]:
-    """One row a rank: its node, its number there, and its place on each axis."""
+    """One row per rank: its node, its local rank, and its rank on each axis."""
     places = {name: {rank: group.index(rank) for group in members[name] for rank in group} for name in columns}
     rows = [["rank", "node", "local", *columns]]
     shown = range(min(nnodes * nproc, SHOWN_ROWS))
@@ -78,7 +78,7 @@ def _groups(name: str, groups: list[tuple[int, ...]]) -> str:
 def _commands(
     nnodes: int, nproc: int, arguments: Sequence[str], master_addr: str, master_port: int, device_type: str
 ) -> list[str]:
-    """For each node: with mt alone and with torchrun; and once for all with srun."""
+    """For each node the commands with mt and with torchrun; for all nodes the command with srun."""
     address = ["--master-addr", master_addr, "--master-port", str(master_port)]
     lines = []
     for node in range(min(nnodes, SHOWN_NODES)):

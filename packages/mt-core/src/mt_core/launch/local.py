@@ -1,4 +1,4 @@
-"""Starts ranks on this machine that run the same `mt` command, and sees them to their end.
+"""Starts ranks on this node that run the same `mt` command, and supervises them until they end.
 
 from mt_core.launch.local import launch
 
@@ -36,13 +36,18 @@ CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of this launcher stand among all of the run."""
+    """The ranks of this launcher among all ranks of the run."""
 
     nproc: int
     nnodes: int = 1
     node_rank: int = 0
-    master_addr: str = LOOPBACK
+    master_addr: str | None = None
+    """Address of the first node; None for a single node: loopback."""
     master_port: int | None = None
+
+    @property
+    def address(self) -> str:
+        return self.master_addr or LOOPBACK
 
     @property
     def world_size(self) -> int:
@@ -59,21 +64,21 @@ def launch(
     *,
     nnodes: int = 1,
     node_rank: int = 0,
-    master_addr: str = LOOPBACK,
+    master_addr: str | None = None,
     master_port: int | None = None,
     entry: Sequence[str] = DEFAULT_ENTRY,
     run_dir: str | Path | None = None,
 ) -> int:
     """Run `entry` with `arguments` as nproc ranks here, and return the exit code of the run.
 
-    0 when every rank ended with 0; else that of the first rank to fail (128 and the signal's number for one that
-    a signal ended), whose error is shown first on standard error, after which no rank is left within seconds.
-    Output of rank 0 is shown; that of the others goes to `logs/rank-N.log` in `run_dir`, records of failures
-    to `errors/rank-N.json` (without a run_dir: to a temporary folder, which stays after a failure).
+    0 when every rank exited with 0; else that of the first rank to fail (128 + n for signal n). Its error is shown
+    first on standard error, and the remaining ranks are ended within seconds.
+    Output of rank 0 is shown; that of the others is written to `logs/rank-N.log` in `run_dir`, records of failures
+    to `errors/rank-N.json` (without a run_dir: in a temporary folder, which is kept after a failure).
     With several nodes, the same call is made on each of them with its node_rank; master_addr is the first node.
     SIGTERM and SIGINT are passed to the ranks; a second one kills them.
 
-    Raises ConfigError when the numbers cannot be, when this process is itself a rank, or when the port is taken.
+    Raises ConfigError for invalid numbers, when this process is itself a rank, or when the port is in use.
     """
     placement = Placement(nproc, nnodes, node_rank, master_addr, master_port)
     check_placement(placement, os.environ)
@@ -85,12 +90,12 @@ def launch(
 
 
 def check_placement(placement: Placement, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for numbers that cannot be, and for a launcher where a rank was meant to be."""
+    """Raise ConfigError for invalid numbers, and for a launcher started inside a rank (by torchrun or srun)."""
     if placement.nproc < 1 or placement.nnodes < 1:
         raise ConfigError(f"--nproc {placement.nproc} and --nnodes {placement.nnodes} must be at least 1")
     if not 0 <= placement.node_rank < placement.nnodes:
         raise ConfigError(f"--node-rank {placement.node_rank} is not below --nnodes {placement.nnodes}")
-    if placement.nnodes > 1 and (placement.master_port is None or placement.master_addr == LOOPBACK):
+    if placement.nnodes > 1 and (placement.master_port is None or placement.master_addr is None):
         raise ConfigError(
             f"--nnodes {placement.nnodes} needs --master-addr, the first node's name, and --master-port, a port "
             f"that is free on it; both the same on each node"
@@ -109,13 +114,13 @@ def check_placement(placement: Placement, environ: Mapping[str, str]) -> None:
 def rank_variables(
     placement: Placement, rank: int, port: int | None, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment that torchrun would give this rank, and where the launcher collects what ranks leave."""
+    """The environment that torchrun would set for this rank, and the folder for logs and failure records."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_RANK": str(rank - placement.ranks.start),
         "LOCAL_WORLD_SIZE": str(placement.nproc),
-        "MASTER_ADDR": placement.master_addr,
+        "MASTER_ADDR": placement.address,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads_per_rank(placement.nproc)),
         AGENT_STORE: "True",
@@ -155,22 +160,22 @@ def _run(
 
 
 def _serve_store(placement: Placement) -> dist.TCPStore:
-    """The launcher of the first node serves the store: it survives any rank, and needs no port chosen beforehand."""
+    """The launcher of the first node serves the store: it outlives every rank, and a free port can be chosen."""
     try:
-        return dist.TCPStore(placement.master_addr, placement.master_port or 0, is_master=True, wait_for_workers=False)
+        return dist.TCPStore(placement.address, placement.master_port or 0, is_master=True, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        where = f"{placement.master_addr}:{placement.master_port}"
+        where = f"{placement.address}:{placement.master_port}"
         raise ConfigError(f"cannot listen on {where}: {error}; choose another --master-port") from error
 
 
 def _store(placement: Placement, server: dist.TCPStore | None) -> dist.Store | None:
-    """The run's store, to read where ranks were and to announce a failure; None when it cannot be reached."""
+    """The run's store, to read the positions of ranks and to announce a failure; None when it is unreachable."""
     if server is not None:
         return run_store(server, 0)
     assert placement.master_port is not None
     try:
         client = dist.TCPStore(
-            placement.master_addr,
+            placement.address,
             placement.master_port,
             is_master=False,
             wait_for_workers=False,
@@ -183,7 +188,7 @@ def _store(placement: Placement, server: dist.TCPStore | None) -> dist.Store | N
 
 @contextlib.contextmanager
 def _folder(run_dir: str | Path | None, ranks: range) -> Iterator[Path]:
-    """The folder for logs and records, without records of an earlier run. A temporary one goes if all went well."""
+    """The folder for logs and records, cleared of earlier records. A temporary one is removed after success."""
     folder = Path(run_dir) if run_dir is not None else Path(tempfile.mkdtemp(prefix="mt-launch-"))
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def keep_previous(log: Path) -> None:
-    """Set the log of the run's last start aside, as rank-N.previous.log."""
+    """Rename the log of the previous start to rank-N.previous.log."""
     with contextlib.suppress(FileNotFoundError):
         log.replace(log.with_suffix(".previous.log"))
 
@@ -34,10 +34,10 @@ def tail(path: Path) -> str:
 
 
 class DelayedView:
-    """Shows what is written to a log, half a second later.
+    """Shows the output written to a log, delayed by half a second.
 
-    The delay is there for what rank 0 says when another rank fails: by then the launcher knows of the
-    failure and shows that first, so these lines stay in the log.
+    When another rank fails, rank 0 prints errors about its lost peer. The delay gives the launcher time to learn of
+    the failure and to show its cause first; the lines of rank 0 remain in the log only.
     """
 
     def __init__(self, path: Path, output: BinaryIO, delay: float = 0.5) -> None:
@@ -48,13 +48,13 @@ class DelayedView:
         self._waiting: deque[tuple[float, bytes]] = deque()
 
     def pump(self) -> None:
-        """Take up what is new, show what is old enough."""
+        """Read new output, and show the output that is old enough."""
         self._take()
         while self._waiting and self._waiting[0][0] + self.delay <= time.monotonic():
             self._write(self._waiting.popleft()[1])
 
     def finish(self) -> None:
-        """Show all that is left."""
+        """Show all remaining output."""
         self._take()
         while self._waiting:
             self._write(self._waiting.popleft()[1])

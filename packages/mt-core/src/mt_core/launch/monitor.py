@@ -1,6 +1,6 @@
-"""The thread of a rank that tells others where it is, learns of their failures, and finds who is late.
+"""The monitor thread of a rank: publishes its position, detects failures of other ranks, and finds late ranks.
 
-The training loop pays nothing for it: it sets `Phases.position`, which this thread reads once a second.
+The training loop only sets `Phases.position`, which this thread reads once a second.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mt_core.launch.report import followed_by, ranks
 
 INTERVAL = 1.0
 RANKS_PER_SECOND = 2000
-"""Reports that the store is asked to take; with more ranks each reports less often."""
+"""Reports per second over all ranks that the store receives; with more ranks each reports less often."""
 OWN_ERROR_SECONDS = 1.0
-"""How long a rank that learns of a failure waits for its main thread to meet an error of its own."""
+"""How long a rank that learns of a failure waits for its main thread to raise an error itself."""
 LATE = "late"
 SHOWN = 8
 
@@ -35,7 +35,7 @@ def position_key(rank: int) -> str:
 
 
 class Monitor:
-    """Watches this rank from a thread of its own; ends the process when the run cannot go on."""
+    """Monitors this rank from a background thread, and ends the process when the run has failed."""
 
     def __init__(
         self, environment: RankEnvironment, store: dist.Store, phases: Phases, recorder: FailureRecorder
@@ -52,7 +52,7 @@ class Monitor:
         self._main = threading.get_ident()
 
     def start(self) -> None:
-        """From the main thread: its stack is the one shown when this rank is late."""
+        """Call from the main thread: its stack is shown when this rank is late."""
         self._publish()
         self._thread.start()
 
@@ -84,7 +84,7 @@ class Monitor:
             self._follow(Failure.from_json(self._store.get(FAILED)))
 
     def _follow(self, cause: Failure) -> None:
-        """End after another. The main thread goes first if it has met an error of its own."""
+        """End because of another rank's failure, unless the main thread fails with an error itself first."""
         if self._stopped.wait(OWN_ERROR_SECONDS):
             return
         failure = self._describe(TrainingError(f"followed {cause.where}: {cause.exception}"))
@@ -104,20 +104,20 @@ class Monitor:
         position = self.phases.position
         if position.timeout is None or position.seconds <= position.timeout:
             return
-        # Every rank that waits meets its limit at about the same time: one of them asks for all.
+        # All waiting ranks reach the limit at about the same time: one of them reads the positions for all.
         if self._store.add(LATE, 1) == 1 or position.seconds > position.timeout + 2 * STORE_SECONDS:
             late, message = late_ranks(self.environment.rank, position, self._positions())
             failure = self._describe(TrainingError(message))
             self.recorder.leave(dataclasses.replace(failure, late=late))
 
     def _positions(self) -> dict[int, Position]:
-        """What each other rank last said."""
+        """The last published position of each other rank."""
         others = [rank for rank in range(self.environment.world_size) if rank != self.environment.rank]
         reported = [rank for rank in others if self._store.check([position_key(rank)])]
         return {rank: Position.from_json(self._store.get(position_key(rank))) for rank in reported}
 
     def _describe(self, error: TrainingError) -> Failure:
-        """A record whose traceback is the main thread's stack: the call that this rank waits in."""
+        """A record whose traceback is the main thread's stack, which ends in the blocking call."""
         failure = describe_failure(error, self.environment, self.phases.position)
         return dataclasses.replace(failure, traceback=self._main_stack(), time=time.time())
 
@@ -129,8 +129,8 @@ class Monitor:
 def late_ranks(own_rank: int, own: Position, others: dict[int, Position]) -> tuple[tuple[int, ...], str]:
     """The ranks that have entered fewest phases, and a message that names them.
 
-    Ranks of one run enter the same phases in the same order, so the count says who is behind; when all
-    have entered as many, they wait for one another inside the same phase, and none is named late.
+    All ranks enter the same phases in the same order, so the lowest count identifies the ranks that are behind. When
+    all counts are equal, the ranks wait for one another inside the same phase, and no rank is named.
     """
     given = f"phase {own.phase} has lasted {own.seconds:.0f} s on rank {own_rank}, more than its {own.timeout:g} s"
     fewest = min([own.entered, *(position.entered for position in others.values())])

@@ -1,4 +1,4 @@
-"""What a rank is doing: a phase and a step, each phase with a time limit."""
+"""Phases of a run (such as a training step), each with a time limit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mt_core.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class PhaseTimeouts:
-    """Seconds that each phase may last on a rank before the run ends with the name of the late rank."""
+    """Time limits of the phases in seconds. Past a limit the run ends with an error that names the late rank."""
 
     init: float = 600.0
-    """Until every rank has arrived and the process groups stand."""
+    """Rendezvous of all ranks and creation of the process groups."""
     data: float = 1800.0
-    """Building data sets, and waiting for a batch."""
+    """Building data sets and waiting for a batch."""
     load: float = 3600.0
     step: float = 1800.0
     evaluate: float = 3600.0
@@ -40,7 +40,7 @@ class PhaseTimeouts:
 
 
 class Position(NamedTuple):
-    """What a rank is doing. entered: how many phases it has entered; ranks that run the same program agree on it."""
+    """The phase and step of a rank. entered: number of phases entered; comparable over ranks of one program."""
 
     phase: str = "start"
     step: int | None = None
@@ -61,7 +61,7 @@ class Position(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position:
-        """With `since` by this machine's clock: right to within the time between writing and reading."""
+        """With `since` converted to this node's clock; the error is the time between writing and reading."""
         phase, step, entered, seconds, timeout = json.loads(text)
         return cls(phase, step, entered, time.monotonic() - seconds, timeout)
 
@@ -77,7 +77,7 @@ class Phases:
         self.position = Position(since=time.monotonic())
 
     def enter(self, phase: str, timeout: float | None = None, step: int | None = None) -> None:
-        """Be in a phase from now until the next. timeout: seconds, instead of the configured limit."""
+        """Enter a phase, which lasts until the next. timeout: seconds, in place of the configured limit."""
         limit = self.timeouts.of(phase) if timeout is None else timeout
         before = self.position
         step = before.step if step is None else step
@@ -85,7 +85,8 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: str, timeout: float | None = None, step: int | None = None) -> Iterator[None]:
-        """Be in a phase; afterwards again in the one around it, whose time starts anew. An error keeps the inner."""
+        """Context manager: a nested phase. Leaving it re-enters the outer phase and restarts its time; an exception
+        keeps the inner phase, for the record."""
         outer = self.position
         self.enter(phase, timeout, step)
         yield

@@ -1,4 +1,4 @@
-"""The store that ranks meet at, and the process group of all of them. A single process needs neither."""
+"""The rendezvous store and the default process group. A single process needs neither."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.phases import PhaseTimeouts
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""gloo connects lazily, at the first message between two ranks. A full mesh of connections at the start does not
+scale to 16,384 ranks."""
 COUNT, ALL_HERE, LEFT = "arrived", "all-arrived", "left"
 SHOWN_RANKS = 16
 LEAVE_SECONDS = 60.0
-"""How long the rank that serves the store stays for those that are not done yet."""
+"""How long the rank that serves the store waits for the other ranks at the end."""
 
 
 def initialize(
     environment: RankEnvironment, device_type: str, timeouts: PhaseTimeouts | None = None
 ) -> dist.Store | None:
-    """Choose this rank's device, meet the other ranks, and make the process group of all of them.
+    """Select this rank's device, wait for the other ranks, and create the default process group.
 
     device_type: `cpu` (gloo) or `cuda` (NCCL, and gloo for tensors on the CPU). Returns the store, or None for a
-    single process, which gets no group. Raises ConfigError when the device or the address cannot be right,
+    single process, which gets no group. Raises ConfigError when the device or the address is invalid,
     TrainingError that names the ranks that did not arrive within `timeouts.init` seconds.
     """
     timeouts = timeouts or PhaseTimeouts()
@@ -35,12 +38,13 @@ def initialize(
         return None
     store = connect_store(environment, timeouts.init)
     _meet(store, environment, timeouts.init)
+    os.environ.setdefault(LAZY_GLOO, "1")
     dist.init_process_group(
         BACKENDS[device.type],
         store=dist.PrefixStore("process-group", store),
         rank=environment.rank,
         world_size=environment.world_size,
-        # A phase's limit is the one that should be met first: it names the late rank.
+        # Longer than every phase's limit, so that the phase times out first: its error names the late rank.
         timeout=timedelta(seconds=timeouts.longest + 60),
         device_id=device if device.type == "cuda" else None,
     )
@@ -48,7 +52,7 @@ def initialize(
 
 
 def shutdown(environment: RankEnvironment, store: dist.Store | None) -> None:
-    """Leave after success. The rank that serves the store stays until the others have left."""
+    """Leave after success. The rank that serves the store waits until the others have left."""
     if store is None:
         return
     if dist.is_initialized():
@@ -59,20 +63,20 @@ def shutdown(environment: RankEnvironment, store: dist.Store | None) -> None:
 
 
 def wait_until_left(store: dist.Store, world_size: int) -> None:
-    """Where the store is served: stay until all ranks that met here have left, or for a minute."""
+    """On the process that serves the store: wait until all ranks have left, for a minute at most."""
     end = time.monotonic() + LEAVE_SECONDS
     while store.add(COUNT, 0) == world_size > store.add(LEFT, 0) and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def select_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """The device of this rank: one GPU for each rank of a node. Raises ConfigError when there are too few."""
+    """The device of this rank: one GPU per rank of a node. Raises ConfigError when there are too few."""
     if device_type not in BACKENDS:
         raise ConfigError(f"no communication is known for the device type {device_type!r}; use cpu or cuda")
     if device_type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm may show each task its own GPU only.
+    # Slurm may restrict each task to its own GPU, which is then device 0.
     index = 0 if count == 1 and environment.launcher == "slurm" else environment.local_rank
     if index >= count:
         raise ConfigError(
@@ -85,7 +89,7 @@ def select_device(environment: RankEnvironment, device_type: str) -> torch.devic
 
 
 def connect_store(environment: RankEnvironment, timeout: float) -> dist.Store:
-    """The store of this run. Raises TrainingError when nobody answers, ConfigError when the port is taken."""
+    """The store of this run. Raises TrainingError when the address does not answer, ConfigError for a port in use."""
     if environment.master_addr is None or environment.master_port is None:
         raise ConfigError(f"{environment.world_size} ranks need MASTER_ADDR and MASTER_PORT")
     address = f"{environment.master_addr}:{environment.master_port}"
@@ -109,12 +113,12 @@ def connect_store(environment: RankEnvironment, timeout: float) -> dist.Store:
 
 
 def run_store(store: dist.Store, attempt: int) -> dist.Store:
-    """The part of a store that belongs to one attempt of a run; a launcher keeps the store between attempts."""
+    """A view of the store with a key prefix per attempt: a launcher keeps the store between restarts."""
     return dist.PrefixStore(f"mt/{attempt}", store)
 
 
 def _meet(store: dist.Store, environment: RankEnvironment, timeout: float) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has arrived."""
     store.set(f"{COUNT}/{environment.rank}", environment.host)
     if store.add(COUNT, 1) == environment.world_size:
         store.set(ALL_HERE, "")

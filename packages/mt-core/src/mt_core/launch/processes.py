@@ -1,4 +1,4 @@
-"""The processes of the ranks on this machine, started through torch elastic."""
+"""The processes of the ranks on this node, started through torch elastic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REAP_SECONDS = 5.0
 
 
 class NoRedirection(LogsSpecs):
-    """`rank_entry` sends both streams of a rank to one log, in the order written, which elastic cannot."""
+    """`rank_entry` redirects both streams of a rank to one log, in the order written, which elastic does not."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nowhere = dict.fromkeys(envs, "")
@@ -31,7 +31,7 @@ class NoRedirection(LogsSpecs):
 
 
 class RankProcesses:
-    """Processes by global rank. Each leads a process group, in which its data workers are too."""
+    """Processes by global rank. Each leads a POSIX process group, which includes its data workers."""
 
     def __init__(self, context: SubprocessContext, first_rank: int) -> None:
         self._context = context
@@ -56,19 +56,19 @@ class RankProcesses:
         return {rank: process.poll() for rank, process in self._processes().items()}
 
     def send(self, number: signal.Signals) -> None:
-        """To each rank that runs, and not to its data workers, which the rank ends itself."""
+        """Send to each running rank, not to its data workers, which the rank ends itself."""
         for process in self._processes().values():
             if process.returncode is None:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """At once, with all their children."""
+        """SIGKILL, with all child processes."""
         for process in self._processes().values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what runs, and wait for it; not for ever, since a process may hang in a device driver."""
+        """Kill running processes and wait for them, with a time limit: a process may hang in a device driver."""
         self.kill()
         end = time.monotonic() + REAP_SECONDS
         for process in self._processes().values():

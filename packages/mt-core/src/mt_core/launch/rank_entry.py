@@ -1,5 +1,5 @@
-"""The first thing that runs in a launched rank: ties its life to the launcher's, sends its output to its log, and
-becomes the rank's program (same process, by exec).
+"""Entry point of a launched rank: arranges that it dies with the launcher, redirects its output to its log, and
+execs the rank's program.
 
 python -m mt_core.launch.rank_entry LAUNCHER_PID LOG STREAMS PROGRAM [ARGUMENT ...]
 """
@@ -13,7 +13,7 @@ import sys
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal this process gets when its parent dies; it survives exec."""
+"""prctl(2): the signal sent to this process when its parent dies; preserved by exec."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -28,11 +28,11 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def end_with_parent(parent: int) -> None:
-    """No rank outlives its launcher, however that ends. Other systems than Linux have no such call."""
+    """Die with the launcher, even if it is killed. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the launcher died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Ends a rank that failed: record first, then word to the others, then out, without any cleaning up."""
+"""Ends a failed rank: write the record, announce the failure to the other ranks, exit without cleanup."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ FAILED = "failed"
 ELASTIC_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STORE_SECONDS = 5.0
 LINGER_SECONDS = 3.0
-"""How long a failed rank that serves the store goes on serving, so that others learn of the failure. Under
-torchrun, followers wait as long: it takes the first process that it sees end for the cause."""
+"""How long a failed rank that serves the store keeps serving, so that others learn of the failure. Under
+torchrun the other ranks wait as long: torchrun reports the first process that exits as the cause."""
 
 
 def announce(store: dist.Store, failure: Failure) -> Failure:
-    """Make a failure known through the store; returns the one that was announced first. Raises dist.DistError."""
+    """Announce a failure through the store; returns the one announced first. Raises dist.DistError."""
     return Failure.from_json(store.compare_set(FAILED, "", failure.to_json()))
 
 
 class FailureRecorder:
-    """What a rank does when it fails, from its main thread or from the one that watches it: the first wins."""
+    """Handles the failure of a rank, from its main thread or its monitor thread; the first call wins."""
 
     def __init__(self, environment: RankEnvironment, folder: Path | None, phases: Phases) -> None:
         self.environment = environment
@@ -43,7 +43,7 @@ class FailureRecorder:
         self._leaving = threading.Lock()
 
     def use_store(self, store: dist.Store) -> None:
-        """A connection of its own, so that a call that waits in another thread blocks nothing here."""
+        """Uses a separate connection: a blocking store call of another thread holds its connection."""
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
 
@@ -58,8 +58,8 @@ class FailureRecorder:
         self.leave(failure)
 
     def leave(self, failure: Failure) -> NoReturn:
-        """End this rank with a record: no destructor, no process group and no other thread can hold it up."""
-        self._leaving.acquire()  # never released: whoever comes second waits for the end
+        """End this rank with a record, without destructors and cleanup of process groups, which could block."""
+        self._leaving.acquire()  # never released: a second thread blocks here until the process exits
         write_failure(failure, self.folder)
         first = self._announce(failure)
         if first.rank != failure.rank and failure.followed and failure.cause is None:
@@ -76,11 +76,11 @@ class FailureRecorder:
             return failure
         try:
             return announce(self._store, failure)
-        except dist.DistError:  # the store is gone too
+        except dist.DistError:  # the store is unreachable too
             return failure
 
     def _show(self, failure: Failure, first: Failure) -> None:
-        """On standard error, unless a launcher of ours collects the records and shows them."""
+        """Print to standard error, unless the mt launcher collects and shows the records."""
         if self.environment.launcher == "mt":
             return
         cause = first if failure.cause is None else Failure.from_dict(failure.cause)
@@ -92,7 +92,7 @@ class FailureRecorder:
 
 
 def _tell_elastic(error: BaseException, environ: Mapping[str, str]) -> None:
-    """torchrun shows what the rank leaves in this file."""
+    """Write the error file that torchrun shows."""
     if environ.get(ELASTIC_ERROR_FILE):
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

@@ -1,4 +1,4 @@
-"""What the user is told when ranks fail: the first failure and nothing before it, then who merely followed."""
+"""The error report when ranks fail: the first failure, then the ranks that ended because of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mt_core.launch.failure import Failure
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """The cause first. Those that only followed come after all others, whatever the clocks of the hosts say."""
+    """The cause first. Failures that followed another are sorted last: clocks of different hosts are not comparable."""
     known = {failure.rank: failure for failure in failures}
     for failure in list(known.values()):
-        if failure.cause is not None:  # announced by a rank of another machine, whose record may not be here
+        if failure.cause is not None:  # announced by a rank of another node, whose record may not be available here
             cause = Failure.from_dict(failure.cause)
             known.setdefault(cause.rank, cause)
     return sorted(known.values(), key=lambda failure: (failure.followed, failure.time))
@@ -28,7 +28,7 @@ def report(failures: Iterable[Failure], ended: Collection[int] = ()) -> str:
 
 
 def _what(failure: Failure) -> str:
-    """An MtError says all in its message; anything else is shown with its traceback."""
+    """The message of an MtError; any other exception with its traceback."""
     if failure.expected or not failure.traceback:
         return f"{failure.exception}: {failure.message}"
     return failure.traceback.rstrip()

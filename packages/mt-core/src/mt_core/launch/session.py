@@ -1,4 +1,4 @@
-"""What a rank's program wraps itself in: its place, its process group, its phases, and its end if it fails.
+"""The context manager around a rank's program: its environment, process group, phases, and failure handling.
 
 from mt_core.launch.session import rank_session
 
@@ -29,7 +29,7 @@ from mt_core.launch.recorder import FailureRecorder
 
 @dataclass(frozen=True)
 class RankSession:
-    """This rank: where it stands, and what it is doing."""
+    """The environment, device and phases of this rank."""
 
     environment: RankEnvironment
     phases: Phases
@@ -43,11 +43,11 @@ def rank_session(
     timeouts: PhaseTimeouts | None = None,
     environment: RankEnvironment | None = None,
 ) -> Iterator[RankSession]:
-    """A rank's life in the job that launched it, with a process group when there are several ranks.
+    """Context manager of a rank's program, with a process group when there are several ranks.
 
-    An error inside ends a rank of several at once: it is written to `errors/rank-N.json`, announced to the other
-    ranks, and the process exits (with the error's exit code) without waiting for anything. In a single process,
-    and in a world that somebody else has initialized, errors pass through.
+    With several ranks an exception ends the process immediately: it is written to `errors/rank-N.json`, announced to
+    the other ranks, and the process exits with the error's exit code and without cleanup, which could hang. In a
+    single process, and in a world that the caller has initialized, exceptions propagate.
     """
     phases = Phases(timeouts)
     if dist.is_initialized():
@@ -74,7 +74,7 @@ def rank_session(
 def _connected(
     environment: RankEnvironment, device_type: str, phases: Phases, recorder: FailureRecorder
 ) -> Iterator[None]:
-    """The process group and the monitor, while all goes well."""
+    """The process group and the monitor, closed on success only."""
     with phases("init"):
         store = initialize(environment, device_type, phases.timeouts)
     if store is None:
@@ -89,7 +89,7 @@ def _connected(
 
 
 def failure_folder(run_dir: str | Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Where records go: to the launcher that reads them, else to the run's folder."""
+    """The folder for failure records: the launcher's, else the run directory."""
     if environ.get(LAUNCHED_BY_MT):
         return Path(environ[LAUNCHED_BY_MT])
     return None if run_dir is None else Path(run_dir)

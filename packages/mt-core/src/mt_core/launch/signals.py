@@ -1,4 +1,4 @@
-"""Signals to the launcher: the first is passed to the ranks, which finish their step and save; the second ends them."""
+"""Signals to the launcher: the first is forwarded to the ranks, which finish their step and save; the second kills."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REPLACED = (*PASSED_AS, signal.SIGQUIT)
 
 
 class ForwardedSignals:
-    """Entered before the ranks start, so that leaving restores the handlers of before; `install` once they run.
+    """Enter before the ranks start, so that exit restores the original handlers; call `install` once they run.
 
-    Outside the main thread Python allows no handlers; then signals keep their usual effect.
+    Python allows handlers in the main thread only; in other threads signals keep their default effect.
     """
 
     def __init__(self, forward: Callable[[signal.Signals], None], kill: Callable[[], None]) -> None:

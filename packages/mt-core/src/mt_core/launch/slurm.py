@@ -1,4 +1,4 @@
-"""What Slurm tells the tasks of a job step (`srun`) about themselves."""
+"""The environment variables that Slurm sets for the tasks of a job step (`srun`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mt_core.errors import ConfigError
 
 STEP = "SLURM_STEP_ID"
-"""Set by srun in each task. A batch script has most other variables of Slurm too, but is no task of a step."""
+"""Set by srun in each task. A batch script has most other Slurm variables too, but is not a task of a step."""
 RANK = "SLURM_PROCID"
 WORLD_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 LOCAL_RANK = "SLURM_LOCALID"
@@ -18,7 +18,7 @@ NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 JOB = "SLURM_JOB_ID"
 
 FIRST_PORT, PORTS = 12000, 20000
-"""Ports derived from the job's number lie in [12000, 32000), under those the kernel gives to clients."""
+"""Ports derived from the job id are in [12000, 32000), below Linux's ephemeral ports."""
 
 
 def first_of(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -72,6 +72,6 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def default_port(environ: Mapping[str, str]) -> int:
-    """A port that the tasks of one step agree on, and that differs between jobs and their steps."""
+    """A port derived from the ids of job and step: the same for all tasks of a step, different between steps."""
     numbers = [int(environ[name]) for name in (JOB, STEP) if environ.get(name, "").isdigit()]
     return FIRST_PORT + sum(numbers) % PORTS

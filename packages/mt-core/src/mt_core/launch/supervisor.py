@@ -1,4 +1,4 @@
-"""Watches launched ranks: sees the first one fail, ends the others, and tells what happened."""
+"""Supervises launched ranks: detects the first failure, ends the other ranks, and reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mt_core.launch.signals import PASSED_AS, ForwardedSignals
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 4.0
-"""From the first failure to the end of ranks that still run: time to write down what they met."""
+"""Grace period after the first failure before the remaining ranks are killed, to write their records."""
 SIGNALS = {
     signal.SIGKILL: "killed: by hand, by the scheduler, or because the machine ran out of memory",
     signal.SIGSEGV: "ended by a fault in compiled code",
@@ -36,7 +36,7 @@ SIGNALS = {
 
 @dataclasses.dataclass(frozen=True)
 class Death:
-    """A rank that ended otherwise than with 0. time: seconds since the epoch. code: negative for a signal."""
+    """A rank with a nonzero exit code. time: seconds since the epoch. code: negative for a signal."""
 
     rank: int
     code: int
@@ -64,7 +64,7 @@ class Supervisor:
         self._connect = connect
 
     def run(self, *, spans_nodes: bool) -> int:
-        """Wait for the end of the ranks and return the exit code. spans_nodes: others are told of a failure here."""
+        """Wait for the ranks and return the exit code. spans_nodes: announce failures to the other nodes."""
         running = self._wait(lambda: bool(self.deaths))
         if not self.deaths:
             return self._succeed(spans_nodes)
@@ -78,7 +78,7 @@ class Supervisor:
         return self._report(running)
 
     def _wait(self, until: Callable[[], bool]) -> list[int]:
-        """Look after the ranks until all have ended or `until` says so; returns those that still run."""
+        """Poll the ranks until all have ended or `until` returns true; returns those still running."""
         while True:
             codes = self.processes.poll()
             for rank, code in codes.items():
@@ -100,14 +100,14 @@ class Supervisor:
         return 0
 
     def _was_stopped(self) -> bool:
-        """Whether the ranks ended because the user said so, and not by failures of their own meanwhile."""
+        """Whether the ranks ended because of a forwarded signal, and none failed for another reason."""
         if len(self.signals.received) != 1:
             return bool(self.signals.received)
         records = read_failures(self.folder, self.deaths)
         return all(self._obeyed(death, records.get(death.rank)) for death in self.deaths.values())
 
     def _obeyed(self, death: Death, record: Failure | None) -> bool:
-        """Whether a rank ended by the signal that was passed on, or after one that did."""
+        """Whether a rank ended by the forwarded signal, or followed one that did."""
         if record is not None:
             return record.followed or record.exception == KeyboardInterrupt.__name__
         return death.code == -PASSED_AS[self.signals.received[0]]
@@ -115,14 +115,14 @@ class Supervisor:
     # -- failures -------------------------------------------------------------------------------
 
     def failures(self) -> list[Failure]:
-        """Of each rank that died: its record, or what can be told from outside."""
+        """For each failed rank its record, or one from its exit code and log."""
         records = read_failures(self.folder, self.deaths)
         silent = [rank for rank in self.deaths if rank not in records]
         store = self._connect() if silent else None
         return [*records.values(), *(self._silent_failure(self.deaths[rank], store) for rank in silent)]
 
     def _silent_failure(self, death: Death, store: dist.Store | None) -> Failure:
-        """Of a rank that left no record."""
+        """The failure of a rank without a record."""
         position = _last_position(store, death.rank)
         end_of_log = tail(log_path(self.folder, death.rank))
         shown = f"\n\nThe end of its log:\n\n{end_of_log}" if end_of_log else ""
@@ -142,7 +142,7 @@ class Supervisor:
         return failure
 
     def _tell_other_nodes(self) -> None:
-        """So that their ranks end too; a rank that left a record has done it itself."""
+        """Announce the failure so that the ranks of other nodes end. A rank with a record has announced it itself."""
         store = self._connect()
         with contextlib.suppress(dist.DistError):
             if store is not None:
@@ -163,7 +163,7 @@ class Supervisor:
 
 
 def _last_position(store: dist.Store | None, rank: int) -> Position:
-    """What a rank last said of itself, at most a second before its end."""
+    """The last published position of a rank, at most a second before its end."""
     with contextlib.suppress(dist.DistError):
         if store is not None and store.check([position_key(rank)]):
             return Position.from_json(store.get(position_key(rank)))

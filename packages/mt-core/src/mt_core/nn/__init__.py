@@ -1,1 +1,1 @@
-"""Layers that all model families share, each declaring the layout of its parameters."""
+"""Layers shared by all model families. Each declares the layout of its parameters."""

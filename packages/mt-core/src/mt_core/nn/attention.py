@@ -54,7 +54,7 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but perhaps causality."""
+        """Neither mask nor bias, apart from causality."""
         return all(x is None for x in (self.segment_ids, self.alibi_slopes, self.key_padding, self.bias, self.window))
 
     @property
@@ -82,7 +82,7 @@ class AttentionPattern:
         if self.alibi_slopes is not None:
             mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)
         mask = mask.masked_fill(hidden, float("-inf"))
-        # Last, since addition keeps nothing for the backward pass, in which recomputed layers find the mask built.
+        # Added last: addition saves no tensors for backward, and recomputed layers reuse the cached mask.
         return mask if self.bias is None else mask + self.bias.to(dtype)
 
 
@@ -100,19 +100,19 @@ def expand_groups(x: Tensor, num_heads: int) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention whose softmax has one more term in its denominator for each head, exp(sink): weight that goes nowhere.
+    """Attention sinks: the softmax denominator of each head has one more term, exp(sink), without a value.
 
     (Xiao et al., 2023, with a trained score in place of a token.) out [B, S, N, D] and lse [B, N, S] of the scores
     without it; sinks [N]. The weights of the keys, and so the result, are multiplied by
     exp(lse) / (exp(lse) + exp(sink)).
     """
-    # Through the logarithm, which keeps the gradient of a sink far below the scores.
+    # logsigmoid form: the gradient does not underflow when a sink is far below the scores.
     kept = F.logsigmoid(lse - sinks.to(lse.dtype)[None, :, None]).exp()
     return out * kept.transpose(1, 2)[..., None].to(out.dtype)
 
 
 def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None = None) -> AttentionCore:
-    """Attention written out, for reference: every intermediate tensor is there to look at.
+    """Reference attention in plain torch, with every intermediate tensor materialized.
 
     logit_softcap: scores s become c tanh(s / c) before anything is masked (Gemma 2).
     """
@@ -135,7 +135,7 @@ def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
-    """Attention by torch's scaled_dot_product_attention, which keeps no S x T tensor where it can."""
+    """torch's scaled_dot_product_attention, whose fused kernels materialize no S x T tensor."""
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     pattern = pattern.over(keys)
     causal = pattern.is_plain_causal and queries == keys

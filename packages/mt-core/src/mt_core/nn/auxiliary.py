@@ -1,4 +1,4 @@
-"""What layers add to training beside their output: losses of their own, work after a step, numbers to show, faults.
+"""What layers contribute to training beside their output: auxiliary losses, post-step hooks, metrics, fault reports.
 
 The trainer finds these by walking the modules of the model; a layer needs no way to reach the trainer.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on x; backward notes the value of `loss` and gives it the gradient `scale` beside that of x."""
+    """Identity on x; backward records the value of `loss` and gives it the gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float, note: Callable[[Tensor], None]) -> Tensor:
@@ -55,13 +55,13 @@ class AuxiliaryLoss(nn.Module):
         return 0.0 if total is None else float(total)
 
     def take_on_device(self) -> Tensor | None:
-        """The same, [] in fp32, for which the host need not wait. None when there was no micro-batch."""
+        """As `take`, [] fp32 on the device, without synchronization. None when there was no micro-batch."""
         total, self._total = self._total, None
         return total
 
 
 @runtime_checkable
-class UpdatesItself(Protocol):
+class PostStepHook(Protocol):
     """A module with state that changes after each optimizer step, on all ranks together (a balancing bias)."""
 
     def after_step(self) -> None: ...
@@ -69,15 +69,15 @@ class UpdatesItself(Protocol):
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """A module with numbers to show beside the loss. The same names on every rank that holds the module."""
+    """A module with metrics to log beside the loss. The same names on every rank that holds the module."""
 
     def metrics(self) -> Mapping[str, float]: ...
 
 
 @runtime_checkable
-class NotesFaults(Protocol):
-    """A module that notes on its device when numbers in it are not finite, which nobody waits for. It is asked after a
-    step has failed."""
+class ReportsNonFinite(Protocol):
+    """A module that sets a flag on its device when its values are not finite, without synchronization. The flag is
+    read after a step has failed."""
 
     def fault(self) -> str | None:
         """ "the logits of decoder.layers.3.mlp.router", if these were not finite in this run."""

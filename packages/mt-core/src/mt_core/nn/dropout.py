@@ -1,11 +1,11 @@
-"""Dropout that drops the same elements in every layout.
+"""Dropout with the same mask in every parallel layout.
 
 Before each use torch's own generator is seeded by (run's seed, first sample of the micro-batch, the module's place in
 the model). So what is dropped depends neither on which rank has the samples or layers, nor on what was drawn before.
 Ranks that share a sequence draw for all of it and keep their own positions.
 
-Attention drops its weights inside kernels, which draw as they please: there the same holds over data and pipeline
-parallelism and recomputation, and each tensor-parallel rank has a stream of its own for its heads.
+Attention dropout runs inside kernels with their own order of draws. There masks are independent of data and pipeline
+parallelism and of recomputation, but each tensor-parallel rank has a separate stream for its heads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mt_core.nn.context_parallel.zigzag import shard_sequence
 from mt_core.nn.layout import stream_seed
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.context_parallel.zigzag import shard_sequence
 
 SEQUENCE_DIM = 1
 
@@ -29,7 +29,7 @@ SAMPLE: ContextVar[int] = ContextVar("number of the first sample of the micro-ba
 
 
 class AtSample:
-    """Within, `number` is the sample at hand. May be entered again, as a split backward pass recomputes again."""
+    """Context manager: `number` is the current sample. Reentrant, as a split backward pass recomputes twice."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -70,7 +70,7 @@ class Dropout(nn.Module):
         return self.ctx.cp.size > 1 or self.ctx.sequence_parallel
 
     def begin(self) -> float:
-        """Start this place's stream; returns the rate, 0 in evaluation. For kernels that drop by themselves."""
+        """Seed the stream of this module; returns the rate, 0 in evaluation. For kernels with built-in dropout."""
         if not self.training or self.rate == 0.0:
             return 0.0
         if self.streams is not None:

@@ -1,7 +1,7 @@
 """Token embedding and the output projection, over a vocabulary that is padded in memory only.
 
-Tensor parallelism divides the vocabulary by rows: rank r holds ids [r * P / tp, (r + 1) * P / tp) of the padded
-size P. Logits stay divided; `VocabRange` says which ids a rank's columns are.
+Tensor parallelism shards the vocabulary by rows: rank r holds ids [r * P / tp, (r + 1) * P / tp) of the padded
+size P. Logits stay sharded; `VocabRange` says which ids a rank's columns are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split
 from mt_core.nn.linear import Cut, LinearModule, column_parallel_linear, leave_tensor_parallel
-from mt_core.nn.main_gradients import with_main_gradient
+from mt_core.nn.main_grad import with_main_gradient
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 
@@ -42,7 +42,7 @@ def vocab_range(vocab_size: int, padded: int, ctx: ParallelContext) -> VocabRang
 
 
 class VocabParallelEmbedding(LayoutModule):
-    """Rows of a table [vocab, hidden], divided by rows."""
+    """Token embeddings: a table [vocab, hidden], sharded by rows."""
 
     weight: Tensor
 
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(LayoutModule):
         self.declare("weight", layout)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, H] (S divided with sequence parallelism)"""
+        """[B, S] -> [B, S, H] (S sharded with sequence parallelism)"""
         if self.ctx.tp.size == 1:
             return F.embedding(ids, self.weight)
         elsewhere = (ids < self.range.start) | (ids >= self.range.stop)
@@ -65,7 +65,7 @@ class VocabParallelEmbedding(LayoutModule):
 
 
 class VocabParallelOutput(LinearModule):
-    """Logits x W^T with W [vocab, hidden], divided by rows."""
+    """LM head: logits x W^T with W [vocab, hidden], sharded by rows."""
 
     cut: Cut = "output"
 

@@ -10,14 +10,14 @@ from torch import nn
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
+from mt_core.nn.context_parallel import check_dropout, check_sequence_length
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels
 from mt_core.nn.recompute import Recompute, recomputed
-from mt_core.nn.stage import Stage
 from mt_core.parallel.context import AxisName, ParallelContext
-from mt_core.parallel.context_parallel import check_context_parallel, context_parallel_attention
+from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import AttentionRequest
+from mt_core.specs import AttentionRequest, ContextParallelMethodSpec
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,21 @@ class ModelEnvironment:
 
     def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:
         """The core for sequences that several ranks share; one for all layers with the same request."""
-        parallel = self.config.parallel
+        method = self.context_parallel_method
         self._check_divisible(request)
         if request not in self._context_cores:
-            hierarchical = parallel.cp_comm_type == "a2a+p2p"
-            names: tuple[AxisName, ...] = ("cp_inner", "cp_outer") if hierarchical else ("cp",)
+            names: tuple[AxisName, ...] = ("cp_inner", "cp_outer") if method.hierarchical else ("cp",)
             axes = [self.parallel.axis(name) for name in names]
-            check_context_parallel(
-                parallel.cp_comm_type,
-                [axis.size for axis in axes],
-                seq_length=self.config.data.seq_length,
-                heads=request.num_heads // self.parallel.tp.size,
-                dropout=request.dropout,
-            )
-            self._context_cores[request] = context_parallel_attention(parallel.cp_comm_type, axes, core=core)
+            check_sequence_length(self.config.data.seq_length, self.parallel.cp.size)
+            check_dropout(request.dropout, self.parallel.cp.size)
+            if method.check is not None:
+                method.check.load()([axis.size for axis in axes], request.num_heads // self.parallel.tp.size)
+            self._context_cores[request] = method.build.load()(axes, core)
         return self._context_cores[request]
+
+    @property
+    def context_parallel_method(self) -> ContextParallelMethodSpec:
+        return self.host.context_parallel_methods.get(self.config.parallel.cp_comm_type, key="parallel.cp_comm_type")
 
     def _check_divisible(self, request: AttentionRequest) -> None:
         """Raise ConfigError for attention that context-parallel ranks cannot share."""
@@ -126,10 +126,11 @@ class ModelEnvironment:
                 f"{given} attention in both directions, which is not divided over context-parallel ranks; set "
                 "parallel.context_parallel_size to 1"
             )
-        if request.logit_softcap is not None and parallel.cp_comm_type != "a2a":
+        if request.logit_softcap is not None and not self.context_parallel_method.whole_sequences:
+            able = [f'"{method.name}"' for method in self.host.context_parallel_methods if method.whole_sequences]
             raise ConfigError(
                 f"{given} a soft cap on its scores, and parallel.cp_comm_type={parallel.cp_comm_type} computes blocks "
-                'of scores without one; set parallel.cp_comm_type to "a2a"'
+                f"of scores without one; set parallel.cp_comm_type to {' or '.join(able)}"
             )
 
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:

@@ -9,23 +9,29 @@ A parameter has a canonical tensor (what one process without padding would hold)
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.boxes import Box
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import SINGLE, AxisName, ParallelContext
+from mt_core.tensor_slice import TensorSlice
 
 Init = Callable[[Tensor, torch.Generator], object]
+"""Fills a canonical tensor, or a block of one if it is an `Elementwise`."""
+BLOCK_ELEMENTS = 2**26
+"""256 MiB in fp32: what a rank draws at a time of a tensor that may be larger than a device, such as the experts of a
+layer."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Dimension `dim` is divided over `axis`.
+    """Dimension `dim` is sharded over `axis`.
 
     sections: the dimension is this many equal blocks laid end to end, or blocks of these sizes, and a rank holds
     its share of each. A gated MLP's first matrix has two, all gate rows and then all up rows.
@@ -58,11 +64,18 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Patch:
-    """A box of a canonical tensor that lies in one piece in a rank's local tensor, from `local` on."""
+class LocalRegion:
+    """A slice of a canonical tensor that is contiguous in a rank's local tensor, starting at `local`."""
 
-    canonical: Box
+    canonical: TensorSlice
     local: tuple[int, ...]
+
+    def within(self, tensor_slice: TensorSlice) -> LocalRegion | None:
+        """Its intersection with a slice of the canonical tensor."""
+        common = self.canonical.meet(tensor_slice)
+        if common is None:
+            return None
+        return LocalRegion(common, common.relative_to(self.canonical.start).placed_at(self.local).start)
 
 
 @dataclass(frozen=True)
@@ -115,12 +128,12 @@ class ParameterLayout:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
 
-    def patches(self, ctx: ParallelContext) -> list[Patch]:
-        """What of the canonical tensor this rank's local one consists of; padding is none of it."""
+    def patches(self, ctx: ParallelContext) -> list[LocalRegion]:
+        """The regions of the canonical tensor that this rank's local tensor consists of, without padding."""
         runs = [self._runs(dim, ctx) for dim in range(len(self.shape))]
         return [
-            Patch(
-                Box(tuple(run.canonical for run in combined), tuple(run.length for run in combined)),
+            LocalRegion(
+                TensorSlice(tuple(run.canonical for run in combined), tuple(run.length for run in combined)),
                 tuple(run.local for run in combined),
             )
             for combined in product(*runs)
@@ -201,18 +214,61 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, str, ParameterLayout]]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, ctx: ParallelContext) -> None:
-    """Fill every parameter from a stream of its own, seeded by (seed, canonical name).
+    """Initialize every parameter from separate RNG streams, seeded by (seed, canonical name, block index).
 
-    So the weights do not depend on the layout, nor on the order in which layers are built.
+    So the weights do not depend on the layout, nor on the order in which layers are built. A rank draws the blocks
+    that it has elements of, one at a time: never more than BLOCK_ELEMENTS of a large tensor.
     """
     layouts = parameter_layouts(model)
     for name, parameter in model.named_parameters():
-        layout = layouts[name]
+        _fill(parameter, layouts[name], partial(_block_seed, seed, name), ctx)
+
+
+def _fill(parameter: Tensor, layout: ParameterLayout, seed_of: Callable[[int], int], ctx: ParallelContext) -> None:
+    if layout.padded:
+        parameter.zero_()
+    for number, block, patches in drawn_blocks(layout, ctx):
         generator = torch.Generator(device=parameter.device)
-        generator.manual_seed(stream_seed(seed, name))
-        canonical = torch.empty(layout.shape, dtype=torch.float32, device=parameter.device)
-        layout.init(canonical, generator)
-        parameter.copy_(layout.to_local(canonical, ctx))
+        generator.manual_seed(seed_of(number))
+        drawn = torch.empty(block.shape, dtype=torch.float32, device=parameter.device)
+        layout.init(drawn, generator)
+        for patch in patches:
+            own = parameter[TensorSlice(patch.local, patch.canonical.shape).slices]
+            own.copy_(drawn[patch.canonical.relative_to(block.start).slices])
+
+
+def drawn_blocks(layout: ParameterLayout, ctx: ParallelContext) -> Iterator[tuple[int, TensorSlice, list[LocalRegion]]]:
+    """The blocks that this rank draws: number, elements of the canonical tensor, and what of them the rank holds."""
+    held = layout.patches(ctx)
+    for number, block in enumerate(blocks_of(layout)):
+        own = [patch.within(block) for patch in held]
+        if patches := [patch for patch in own if patch is not None]:
+            yield number, block, patches
+
+
+def blocks_of(layout: ParameterLayout) -> list[TensorSlice]:
+    """The parts of a canonical tensor that are drawn from a stream each. They depend on its shape alone."""
+    if not isinstance(layout.init, Elementwise):
+        return [TensorSlice.whole(layout.shape)]
+    return list(_blocks(layout.shape))
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
+    """Runs along the first dimension of at most BLOCK_ELEMENTS, or blocks of each row where a row is larger."""
+    if math.prod(shape) <= BLOCK_ELEMENTS:
+        yield TensorSlice.whole(shape)
+        return
+    rows = BLOCK_ELEMENTS // math.prod(shape[1:])
+    for start in range(0, shape[0], max(rows, 1)):
+        if rows:
+            yield TensorSlice((start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:]))
+        else:
+            yield from (TensorSlice((start, *block.start), (1, *block.shape)) for block in _blocks(shape[1:]))
+
+
+def _block_seed(seed: int, name: str, number: int) -> int:
+    """The first block has the stream of the tensor's name: most tensors are a single block."""
+    return stream_seed(seed, name if number == 0 else f"{name} block {number}")
 
 
 def stream_seed(seed: int, name: str) -> int:
@@ -222,12 +278,22 @@ def stream_seed(seed: int, name: str) -> int:
 
 
 def sequence_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
-    """Axes on which a parameter that is used on divided sequences has a partial gradient."""
+    """Axes on which a parameter that is applied to sharded sequences has a partial gradient."""
     return ("tp",) if ctx.sequence_parallel else ()
 
 
+@dataclass(frozen=True)
+class Elementwise:
+    """An `Init` that draws all elements alike, whatever their places, so that a tensor can be drawn in blocks."""
+
+    fill: Init
+
+    def __call__(self, tensor: Tensor, generator: torch.Generator) -> object:
+        return self.fill(tensor, generator)
+
+
 def normal(std: float) -> Init:
-    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+    return Elementwise(lambda tensor, generator: tensor.normal_(0.0, std, generator=generator))
 
 
 def zeros(tensor: Tensor, generator: torch.Generator) -> None:

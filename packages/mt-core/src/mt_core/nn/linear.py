@@ -1,7 +1,7 @@
-"""Linear layers whose weights are divided over the tensor-parallel axis.
+"""Linear layers whose weights are sharded over the tensor-parallel axis.
 
 Shapes: B batch, S sequence, H hidden. With sequence parallelism the activations between these layers are
-divided along S: a column-parallel layer gathers its input, a row-parallel one scatters its output.
+sharded along S: a column-parallel layer all-gathers its input, a row-parallel one reduce-scatters its output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes, zeros
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import (
     all_gather,
     merge_pieces,
@@ -50,9 +50,10 @@ class LinearModule(LayoutModule):
 
 
 class ColumnParallelLinear(LinearModule):
-    """y = x W^T + b with the output features divided: W [out, in], split on dimension 0.
+    """y = x W^T + b with sharded output features: W [out, in], split on dimension 0.
 
     sections: blocks of output features that each rank holds a share of (2 for gate and up).
+    padded: output features in memory over all ranks, if more than out_features; the last ranks' output ends with zeros.
     """
 
     cut: Cut = "output"
@@ -67,20 +68,22 @@ class ColumnParallelLinear(LinearModule):
         bias: bool,
         init: Init,
         sections: int = 1,
+        padded: int | None = None,
     ) -> None:
         super().__init__(ctx)
         self.multiply = column_parallel_linear
         split = Split(dim=0, axis="tp", sections=sections)
-        self.declare("weight", ParameterLayout((out_features, in_features), init, (split,)))
-        self.declare("bias", ParameterLayout((out_features,), zeros, (split,)) if bias else None)
+        filler = {0: padded} if padded not in (None, out_features) else {}
+        self.declare("weight", ParameterLayout((out_features, in_features), init, (split,), padded=filler))
+        self.declare("bias", ParameterLayout((out_features,), zeros, (split,), padded=filler) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, in] (S divided with sequence parallelism) -> [B, S, out / tp]"""
+        """[B, S, in] (S sharded with sequence parallelism) -> [B, S, out / tp]"""
         return self.multiply(x, self.weight, self.bias, self.ctx)
 
 
 class RowParallelLinear(LinearModule):
-    """y = x W^T + b with the input features divided: W [out, in], split on dimension 1; b is replicated."""
+    """y = x W^T + b with sharded input features: W [out, in], split on dimension 1; b is replicated."""
 
     cut: Cut = "input"
     bias: Tensor | None
@@ -94,7 +97,7 @@ class RowParallelLinear(LinearModule):
         self.declare("bias", layout if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, in / tp] -> [B, S, out] (S divided with sequence parallelism)"""
+        """[B, S, in / tp] -> [B, S, out] (S sharded with sequence parallelism)"""
         return self.multiply(x, self.weight, self.bias, self.ctx)
 
 
@@ -130,7 +133,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _MainGradientLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGradient) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad) -> Tensor:
         ctx.main, ctx.has_bias = main, bias is not None
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
@@ -156,12 +159,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        main: MainGradient | None,
+        main: MainGrad | None,
         axis: Axis,
         divided: bool,
     ) -> Tensor:
         ctx.main, ctx.axis, ctx.divided, ctx.has_bias = main, axis, divided, bias is not None
-        ctx.save_for_backward(x, weight)  # of a divided sequence only this rank's piece is kept
+        ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
         whole = all_gather(x, SEQUENCE_DIM, axis) if divided else x
         return F.linear(whole, weight, bias)
 
@@ -201,7 +204,7 @@ def _wanted(ctx: Any) -> _Wanted:
     return _Wanted(flags[0], flags[1], ctx.has_bias and flags[2])
 
 
-def weight_gradient(rows: Tensor, inputs: Tensor, main: MainGradient | None) -> Tensor | None:
+def weight_gradient(rows: Tensor, inputs: Tensor, main: MainGrad | None) -> Tensor | None:
     """rows^T inputs: [n, out] and [n, in] -> [out, in], or None after it was added to the main gradient."""
     if main is None:
         return rows.T @ inputs
@@ -214,13 +217,13 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
-    """The pieces of all ranks [tp, B, S / tp, H], on their way while dx is computed."""
+    """Start the all-gather of the shards, [tp, B, S / tp, H]; it overlaps the computation of dx."""
     pieces = new_pieces(x, axis)
     return pieces, dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)
 
 
 def _start_sum(dx: Tensor, axis: Axis, divided: bool) -> tuple[Tensor, dist.Work | None]:
-    """The gradient of x summed over the ranks, of a divided sequence this rank's piece, on its way."""
+    """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
     if not divided:
         dx = dx.contiguous()
         return dx, dist.all_reduce(dx, group=axis.group, async_op=True)

@@ -1,4 +1,4 @@
-"""Losses that take hidden states and the output matrix, so that a model's logits are never held."""
+"""Losses on hidden states and the LM head weight, which never materialize all logits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import seen_labels
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.schedules import get_schedule
 
 
 @dataclass(frozen=True)
 class Unprojected:
-    """What logits would be made of: hidden [B, S, H] (S divided with sequence parallelism), weight [ids of this
+    """The operands of the logits: hidden [B, S, H] (S sharded with sequence parallelism), weight [ids of this
     rank, H]."""
 
     hidden: Tensor
@@ -109,26 +108,14 @@ def build_linear_cross_entropy(config: Config, parallel: ParallelContext) -> Lin
 
 def build_linear_cross_entropy_sum(config: Config, parallel: ParallelContext) -> LinearCrossEntropySum:
     _require_weights_outside(config)
-    _require_one_backward_pass(config)
     return LinearCrossEntropySum(parallel)
 
 
-def _require_one_backward_pass(config: Config) -> None:
-    """The gradients that the forward pass made are given out once."""
-    schedule = config.parallel.pipeline_schedule
-    if get_schedule(schedule).splits_backward:
-        raise ConfigError(
-            f"parallel.pipeline_schedule={schedule} runs the backward pass of inputs apart from that of weights, and "
-            f"train.loss={config.train.loss} has its gradients for one pass; use train.loss=linear_cross_entropy, or "
-            "parallel.pipeline_schedule=1f1b"
-        )
-
-
 def _require_weights_outside(config: Config) -> None:
-    """FSDP2 collects a weight for the forward call of its own module, and the loss is outside of the model's."""
+    """FSDP2 unshards a weight for the forward call of its module only, and the loss runs outside of it."""
     if config.parallel.use_torch_fsdp2:
         raise ConfigError(
-            f"train.loss={config.train.loss} multiplies with the output matrix after the model's forward pass, where "
+            f"train.loss={config.train.loss} multiplies with the LM head after the model's forward pass, where "
             "parallel.use_torch_fsdp2=true has divided it again; use train.loss=cross_entropy, or "
             "parallel.use_distributed_optimizer=true in place of FSDP2"
         )

@@ -31,7 +31,7 @@ def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def vocab_parallel_cross_entropy(first_id: int, axis: Axis) -> Loss:
-    """The same with logits divided over the vocabulary: [batch, sequence, ids of this rank], never gathered.
+    """The same with logits sharded over the vocabulary: [batch, sequence, ids of this rank], never gathered.
 
     first_id: the id that this rank's first column stands for.
     """
@@ -113,7 +113,7 @@ def build_cross_entropy(config: Config, parallel: ParallelContext | None = None)
 
 
 def first_id_of_rank(config: Config, parallel: ParallelContext) -> int:
-    """The id that the first row of this rank's word vectors stands for."""
+    """The id that the first row of this rank's token embeddings stands for."""
     model = config.model
     assert model.vocab_size is not None  # filled in from the tokenizer
     padded = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by * parallel.tp.size)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm. Statistics are taken in fp32 whatever the number format of the input."""
+"""LayerNorm and RMSNorm. Statistics are taken in fp32 whatever the dtype of the input."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:
-    """A norm over the residual stream, which sequence parallelism divides along the sequence."""
+    """A norm over the residual stream, which sequence parallelism shards along the sequence."""
     return _norm_type(kind)(size, eps, ctx, sequence_axes(ctx))
 
 

@@ -1,5 +1,4 @@
-"""Activations that backward computes again instead of keeping (Chen et al., 2016; Korthikanti et al., 2022), or that
-wait in host memory.
+"""Activation recomputation (Chen et al., 2016; Korthikanti et al., 2022) and offloading of activations to host memory.
 
 Random state is restored for the second computation, so dropout drops the same elements. Collectives inside run again.
 """
@@ -74,7 +73,7 @@ class Recompute:
     def _keep_input_only(self, group: Layers, x: Tensor, call: Call) -> Tensor:
         if not self.config.distribute_saved_activations or self.ctx.tp.size == 1:
             return recomputed(_through)(group, x, call)
-        # The ranks have the same input; each keeps a part of it, and backward gathers them.
+        # The input is replicated over tp: each rank saves a shard of it, and backward all-gathers.
         part = split_to(x, HIDDEN_DIM, self.ctx.tp)
         return recomputed(lambda kept: _through(group, gather_copies(kept, HIDDEN_DIM, self.ctx.tp), call))(part)
 
@@ -137,7 +136,7 @@ class _Discarded:
 
 
 def recomputed(function: F) -> F:
-    """The function, which keeps its arguments instead of what it computes on the way."""
+    """The function with activation recomputation: it saves its arguments instead of intermediate tensors."""
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -1,1 +1,1 @@
-"""Optimizers, schedules, clipping, loss scaling, 16-bit training with fp32 main weights."""
+"""Optimizers, schedules, clipping, loss scaling, 16-bit training with fp32 master weights."""

@@ -1,12 +1,12 @@
-"""Weights and gradients of many parameters in a few flat tensors, so that ranks exchange them in few messages.
+"""Weights and gradients of many parameters in a few flat tensors, so that few collectives are needed.
 
-A bucket holds the parameters of one replica axis (the ranks with the same weights) and one number format:
+A bucket holds the parameters of one replica axis (the ranks with the same weights) and one dtype:
 
     slots       | embedding | layer 0 qkv | layer 0 proj | ... | padding |
-    shards      |   rank 0   |   rank 1   |   rank 2   |     rank 3      |   when the optimizer's state is divided
+    shards      |   rank 0   |   rank 1   |   rank 2   |     rank 3      |   when the optimizer state is sharded
 
-A shard may begin and end anywhere in a parameter; the pieces of parameters in a rank's shard are what its
-optimizer updates (Rajbhandari et al., ZeRO, 2020, stage 1; Megatron's distributed optimizer).
+A shard may begin and end anywhere in a parameter. A rank's optimizer updates the parts of parameters in its shard
+(Rajbhandari et al., ZeRO, 2020, stage 1; Megatron's distributed optimizer).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from mt_core.parallel.context import SINGLE, Axis
 
 ALIGNMENT = 64
-"""Elements: every parameter begins at a multiple, so that kernels read whole words."""
+"""In elements. Every parameter starts at a multiple of it, so that kernels can use vectorized loads."""
 
 
 @dataclass(frozen=True)
-class ReplicaAxes:
-    """The ranks with the same weights: `shard` of them share the optimizer's state, `instances` repeat it."""
+class ShardAndReplicateAxes:
+    """HSDP axes of the ranks with the same weights: `shard` shards the optimizer state, `instances` replicates it."""
 
     shard: Axis = SINGLE
     instances: Axis = SINGLE
@@ -34,7 +34,7 @@ class ReplicaAxes:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies in its bucket: elements start ... stop - 1."""
+    """Position of a parameter in its bucket: elements start ... stop - 1."""
 
     name: str
     parameter: nn.Parameter
@@ -45,14 +45,14 @@ class Slot:
 class Bucket:
     """Flat weights and gradients of some parameters, which become views of them.
 
-    weights, gradients: [size], in the parameters' number format and in `gradient_dtype`. divided: each rank of
-    the shard axis updates only its part.
+    weights, gradients: [size], in the parameters' dtype and in `gradient_dtype`. divided: sharded, each rank of the
+    shard axis updates only its part.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        axes: ReplicaAxes,
+        axes: ShardAndReplicateAxes,
         *,
         gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -68,7 +68,9 @@ class Bucket:
             own = self.weights[slot.start : slot.stop].view_as(slot.parameter)
             own.copy_(slot.parameter.detach())
             slot.parameter.data = own
-        self._reducing: list[tuple[dist.Work, Tensor]] = []
+        self._reducing: dist.Work | None = None
+        self._sent: Tensor | None = None
+        """The operand of the collective in flight: the gradients, or a copy of them in `reduce_dtype`."""
         self._gathering: dist.Work | None = None
         self._reduced = False
 
@@ -84,7 +86,7 @@ class Bucket:
         return flat[self.own.start : self.own.stop]
 
     def pieces(self) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, first, last + 1): for each parameter, which of its elements are in this rank's shard (maybe none)."""
+        """(slot, first, last + 1): for each parameter the range of its elements in this rank's shard, may be empty."""
         for slot in self.slots:
             start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
             yield slot, start - slot.start, max(stop, start) - slot.start
@@ -96,42 +98,55 @@ class Bucket:
         return self.gradients[slot.start : slot.stop].view_as(slot.parameter)
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients over the replica axes. Collective, once a step."""
+        """Start the reduction of the gradients over the shard axis. Collective, once per step."""
         assert not self._reduced
         self._reduced = True
-        shard, instances = self.axes.shard, self.axes.instances
-        if shard.size == 1 and instances.size == 1:
+        shard = self.axes.shard
+        if shard.size == 1 and self.axes.instances.size == 1:
             return
-        flat = self.gradients if self.reduce_dtype == self.gradients.dtype else self.gradients.to(self.reduce_dtype)
+        same = self.reduce_dtype == self.gradients.dtype
+        flat = self._sent = self.gradients if same else self.gradients.to(self.reduce_dtype)
         if self.divided and shard.size > 1:
-            work = dist.reduce_scatter_tensor(self.part(flat), flat, group=shard.group, async_op=True)
-        else:
-            work = dist.all_reduce(flat, group=shard.group, async_op=True) if shard.size > 1 else None
-        if work is not None:
-            self._reducing.append((work, flat))
-        elif flat is not self.gradients:
-            self.gradients.copy_(flat)
+            self._reducing = dist.reduce_scatter_tensor(self.part(flat), flat, group=shard.group, async_op=True)
+        elif shard.size > 1:
+            self._reducing = dist.all_reduce(flat, group=shard.group, async_op=True)
+
+    def start_instances(self) -> None:
+        """Wait for the reduction over the shard axis and start the all-reduce over the replicas, if there are several.
+
+        Collective. Called after the reduction of the next bucket was started, so that the wait is short.
+        """
+        instances = self.axes.instances
+        if instances.size > 1 and self._sent is not None:
+            self._finish()
+            self._reducing = dist.all_reduce(self.part(self.gradients), group=instances.group, async_op=True)
 
     def finish_reduce(self) -> None:
-        """Wait for the sums; afterwards the gradients of this rank's part are those of the whole batch."""
+        """Wait for the reductions. Afterwards the gradients of this rank's shard are those of the global batch."""
         if not self._reduced:
             self.start_reduce()
+        self.start_instances()
+        self._finish()
         self._reduced = False
-        for work, flat in self._reducing:
-            work.wait()
-            if flat is not self.gradients:
-                self.part(self.gradients).copy_(self.part(flat))
-        self._reducing.clear()
-        if self.axes.instances.size > 1:
-            dist.all_reduce(self.part(self.gradients), group=self.axes.instances.group)
+
+    def _finish(self) -> None:
+        """Wait for the collective in flight."""
+        if self._reducing is not None:
+            self._reducing.wait()
+        if self._sent is not None and self._sent is not self.gradients:
+            self.part(self.gradients).copy_(self.part(self._sent))
+        self._reducing = self._sent = None
 
     # -- weights --------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Begin to collect the updated parts of all ranks. Collective."""
+        """Start the all-gather of the updated weights. Collective."""
         if self.divided and self.axes.shard.size > 1:
-            own = self.part(self.weights)
-            self._gathering = dist.all_gather_into_tensor(self.weights, own, group=self.axes.shard.group, async_op=True)
+            self._gathering = self.launch_gather()
+
+    def launch_gather(self) -> dist.Work | None:
+        own = self.part(self.weights)
+        return dist.all_gather_into_tensor(self.weights, own, group=self.axes.shard.group, async_op=True)
 
     def finish_gather(self) -> None:
         if self._gathering is not None:

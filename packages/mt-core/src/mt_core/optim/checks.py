@@ -19,7 +19,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 def check_main_weights(config: Config) -> None:
-    """Raise ConfigError where 16-bit halves cannot stand for fp32 main weights."""
+    """Raise ConfigError where bf16 weights with 16-bit remainders cannot replace fp32 master weights."""
     if getattr(config.optimizer, "main_weights", "copies") == "copies":
         return
     key = "optimizer.main_weights=remainders"

@@ -1,4 +1,4 @@
-"""What an optimizer gets that looks at whole weights, where a rank holds pieces of them."""
+"""Layouts and context for optimizers that need whole weights (Muon) where a rank holds shards."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import ParameterLayout
-from mt_core.optim.main_weights import MainWeights
+from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
 class OptimizerEnvironment:
-    """layouts: of the model's parameters, by canonical name. weights: whose named parameters are optimized."""
+    """layouts: of the model's parameters, by canonical name. weights: the master weights that are optimized."""
 
     model: nn.Module
-    weights: MainWeights
+    weights: MasterWeights
     layouts: Mapping[str, ParameterLayout]
     ctx: ParallelContext = field(default_factory=ParallelContext)
     kernels: Kernels = field(default_factory=lambda: Kernels({}, "cpu", "float32"))

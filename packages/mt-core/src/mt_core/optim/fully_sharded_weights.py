@@ -1,7 +1,7 @@
-"""Main weights under torch's FSDP2 (`fully_shard`): weights, gradients and state divided over data-parallel ranks.
+"""Master weights under torch's FSDP2 (`fully_shard`): weights, gradients and state sharded over data-parallel ranks.
 
-ZeRO-3, or ZeRO-2 when weights stay whole between forward and backward; with several instances, hybrid sharding.
-16-bit training computes with 16-bit copies of the divided fp32 weights, made as they are collected.
+ZeRO-3, or ZeRO-2 when weights stay unsharded between forward and backward; with several instances, HSDP.
+16-bit training casts the sharded fp32 weights to 16 bits before each all-gather.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.boxes import Box
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
-from mt_core.nn.stage import NumberedLayers, Pipelined
-from mt_core.optim.gradients import SHARDS
-from mt_core.optim.main_weights import WholeWeights, trained_parameters
+from mt_core.nn.model import is_pipelined
+from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.optim.finalize_grads import SHARDS
+from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
 from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: passes
-    come in two halves, so that weights stay whole until the last of a step."""
+    """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: input and
+    weight gradients are computed apart, so that weights stay unsharded until the last pass of a step."""
 
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
@@ -32,8 +33,8 @@ class ShardOptions:
     split_backward: bool = False
 
 
-class FullyShardedWeights(WholeWeights):
-    """Divides a model with fp32 weights in place. Collective. The named parameters are this rank's rows of each."""
+class FullyShardedWeights(UnshardedWeights):
+    """Shards a model with fp32 weights in place. Collective. The named parameters are this rank's rows of each."""
 
     def __init__(self, model: nn.Module, ctx: ParallelContext, options: ShardOptions) -> None:
         super().__init__(model)
@@ -42,8 +43,8 @@ class FullyShardedWeights(WholeWeights):
         self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
         self._passes = 0
         self._split_backward = options.split_backward
-        # Stages take turns, and only the end of a step is the end of all of them.
-        self._ends_with_step = isinstance(model, Pipelined) and ctx.pp.size > 1 and ends_when_told()
+        # The passes of several stages interleave, so FSDP's own end-of-backward callback would come too early.
+        self._ends_with_step = is_pipelined(model) and ctx.pp.size > 1 and ends_when_told()
         if self._ends_with_step:
             model.set_manual_backward_finalization(True)  # type: ignore[operator]
 
@@ -62,13 +63,13 @@ class FullyShardedWeights(WholeWeights):
             self._end_passes(False)
 
     def _end_passes(self, end: bool) -> None:
-        """Whether what ends a backward pass does its work: gradients are sent, weights let go."""
+        """Whether backward passes reduce-scatter gradients and reshard weights at their end."""
         self.model.set_requires_gradient_sync(end)  # type: ignore[operator]
         if self._split_backward:
             self.model.set_reshard_after_backward(end)  # type: ignore[operator]
 
     def begin_pass(self, number: int) -> None:
-        """Gradients are sent with the last pass alone."""
+        """Gradients are reduced in the last pass only."""
         self.model.set_requires_gradient_sync(number == self._passes - 1)  # type: ignore[operator]
 
     def reduce(self) -> None:
@@ -79,11 +80,11 @@ class FullyShardedWeights(WholeWeights):
             gradient = parameter.grad
             self._own[name].grad = torch.zeros_like(self._own[name]) if gradient is None else gradient.to_local()
 
-    def publish(self) -> None: ...
+    def copy_to_model(self) -> None: ...
 
-    def refresh(self) -> None: ...
+    def copy_from_model(self) -> None: ...
 
-    def whole(self, name: str, part: Tensor | None) -> Tensor:
+    def unshard(self, name: str, part: Tensor | None) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         assert part is not None
@@ -92,27 +93,27 @@ class FullyShardedWeights(WholeWeights):
             part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
         ).full_tensor()
 
-    def part(self, name: str, local: Tensor) -> Tensor:
+    def shard(self, name: str, local: Tensor) -> Tensor:
         from torch.distributed.tensor import distribute_tensor
 
         of = self._parameters[name]
         return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
 
-    def held(self, name: str) -> list[Box]:
-        """Rows: of `shard` ranks each has as many as torch.chunk gives it."""
+    def owned_slices(self, name: str) -> list[TensorSlice]:
+        """This rank's rows, as torch.chunk divides them over the `shard` axis."""
         whole = self._parameters[name]
         mesh = whole.device_mesh
         number, ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         first = min(-(-whole.shape[0] // ranks) * number, whole.shape[0])
         own = tuple(whole.to_local().shape)
-        return [Box((first,) + (0,) * (len(own) - 1), own)]
+        return [TensorSlice((first,) + (0,) * (len(own) - 1), own)]
 
-    def held_weight(self, name: str) -> tuple[list[Box], Tensor]:
-        return self.held(name), self._parameters[name].to_local().detach()
+    def owned_weight(self, name: str) -> tuple[list[TensorSlice], Tensor]:
+        return self.owned_slices(name), self._parameters[name].to_local().detach()
 
 
 def ends_when_told() -> bool:
-    """Whether this torch (2.15 and later) leaves the end of a backward pass to its caller."""
+    """Whether this torch (2.15 and later) lets the caller finalize the backward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "finalize_backward")
@@ -121,7 +122,7 @@ def ends_when_told() -> bool:
 def fully_shard_model(
     model: nn.Module, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, options: ShardOptions
 ) -> None:
-    """Each numbered layer is a unit that is collected and let go; the rest of the model is one more."""
+    """Each numbered layer is an FSDP unit, gathered and resharded as a whole; the rest of the model is one more."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else torch.float32
@@ -146,7 +147,7 @@ def fully_shard_model(
         for layer in stack:
             shard(layer, "dp_cp")
     shard(model, "dp_cp")
-    if isinstance(model, Pipelined) and ctx.pp.size > 1:
+    if is_pipelined(model) and ctx.pp.size > 1:
         register_fsdp_forward_method(model, "run_stage")
 
 
@@ -168,7 +169,7 @@ def shard_mesh(ctx: ParallelContext, replicas: AxisName) -> Any:
 
 
 def _group(axis: Any) -> Any:
-    """The group of an axis; one of its own where the axis has a single process."""
+    """The group of an axis; a new group of one rank where the axis has none, as a DeviceMesh requires one."""
     import torch.distributed as dist
 
     return axis.group if axis.group is not None else dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""What changes over a run for some groups of parameters alone: decoupled learning rate, and weight decay."""
+"""Schedules of single parameter groups: decoupled learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RISES: dict[WeightDecayStyle, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class GroupSchedules:
-    """decoupled_lr: of the embedding and the output layer; None: as the others. weight_decay; None: it stays."""
+    """decoupled_lr: of the embedding and the output layer; None: as the others. weight_decay: None: constant."""
 
     decoupled_lr: BySamples | None = None
     weight_decay: BySamples | None = None
 
     def prepare(self, groups: Iterable[ParamGroup], consumed_samples: int) -> None:
-        """Tell each group what holds for the next step."""
+        """Set the values of each group for the next step."""
         for group in groups:
             if self.decoupled_lr is not None and group.get("is_decoupled_lr"):
                 group["decoupled_lr"] = self.decoupled_lr(consumed_samples)
@@ -39,7 +39,7 @@ def weight_decay_schedule(config: OptimizerConfig, total_samples: int) -> BySamp
     if config.weight_decay_incr_style == "constant":
         return None
     start, end = config.start_weight_decay, config.end_weight_decay
-    # Checked with the configuration.
+    # Ensured by check_optimizer.
     assert start is not None
     assert end is not None
     rise = _RISES[config.weight_decay_incr_style]

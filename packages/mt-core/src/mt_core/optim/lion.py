@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from mt_core.optim.configs import LionConfig
-from mt_core.optim.optimizers import FunctionalOptimizer, Optimizer
+from mt_core.optim.functional import FunctionalOptimizer, Optimizer
 from mt_core.optim.param_groups import ParamGroup
 
 
 class Lion(FunctionalOptimizer):
     """Every element moves by the learning rate, along the sign of a mean of gradient and momentum.
 
-    One moment, `exp_avg`, so half of Adam's state. Weight decay is decoupled. A gradient that is exactly 0 from the
-    start moves nothing.
+    One moment, `exp_avg`: half of Adam's state. Weight decay is decoupled. An element whose gradient has always been 0
+    is not moved, since sign(0) = 0.
     """
 
     def __init__(self, groups: list[ParamGroup], lr: float, beta1: float, beta2: float) -> None:

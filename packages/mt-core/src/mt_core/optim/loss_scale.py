@@ -11,7 +11,7 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 @dataclass
 class LossScaler:
-    """The factor on the loss. `update` is told after each step whether a gradient overflowed."""
+    """The factor on the loss, updated after each step by whether a gradient overflowed."""
 
     scale: float
     dynamic: bool
@@ -19,7 +19,7 @@ class LossScaler:
     window: int = 1000
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = 2
-    """Overflows that are borne before the scale halves."""
+    """Number of overflows before the scale halves (hysteresis)."""
     clean_steps: int = 0
     patience: int = 2
 
@@ -40,7 +40,7 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether overflow can no longer be answered with a smaller scale."""
+        """Whether the scale has reached its minimum and cannot be reduced further."""
         return not self.dynamic or self.scale <= self.min_scale
 
     def state(self) -> dict[str, float]:
@@ -53,7 +53,7 @@ class LossScaler:
 
 
 def build_loss_scaler(config: PrecisionConfig) -> LossScaler:
-    """Scale 1 and never changed, except for fp16."""
+    """Dynamic for fp16; for other dtypes constant 1."""
     if config.dtype != "fp16":
         return LossScaler(scale=1.0, dynamic=False)
     if config.loss_scale is not None:

@@ -1,8 +1,8 @@
-"""Muon: momentum made orthogonal, for the matrices of a model (Jordan et al., 2024), as in Megatron.
+"""Muon: orthogonalized momentum, for the matrices of a model (Jordan et al., 2024), as in Megatron.
 
-It is the whole matrix that is made orthogonal. A rank that holds a part of it (tensor parallel rows or columns, the
-elements of a distributed optimizer, the rows of FSDP2) keeps its part of the momentum, collects the others' for the
-computation, and applies its part of the result, so that every layout takes the same step.
+The update orthogonalizes the whole matrix. A rank that holds a shard of it (tensor-parallel rows or columns, elements
+in the distributed optimizer, rows under FSDP2) stores its shard of the momentum, all-gathers the whole one for the
+computation, and applies its shard of the result. Every layout therefore takes the same step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from mt_core.errors import ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.optim.configs import MuonConfig
 from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.functional import FunctionalOptimizer, Optimizer
 from mt_core.optim.lion import Lion
-from mt_core.optim.main_weights import MainWeights
+from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.newton_schulz import orthogonalize, scale_factor
-from mt_core.optim.optimizers import AdamW, FunctionalOptimizer, Optimizer
+from mt_core.optim.optimizers import AdamW
 from mt_core.optim.param_groups import ParamGroup, is_embedding_or_output, is_table
 from mt_core.parallel.context import ParallelContext
 
@@ -33,7 +34,7 @@ QKV_WEIGHT = "linear_qkv.weight"
 
 @runtime_checkable
 class GroupedHeads(Protocol):
-    """An attention module whose linear_qkv has, for each group, rows of its query heads, its key and its value."""
+    """An attention module whose linear_qkv has, for each group, the rows of its query heads, its key and its value."""
 
     heads_per_group: int
     head_dim: int
@@ -41,7 +42,7 @@ class GroupedHeads(Protocol):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """How rows of queries, keys and values stand in one weight."""
+    """How the rows of queries, keys and values are interleaved in one weight."""
 
     heads_per_group: int
     head_dim: int
@@ -65,30 +66,30 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class DividedMatrix:
-    """A weight of which this rank updates a piece. heads: where it is three matrices in one.
+    """A weight of which this rank updates a shard. heads: set for a fused QKV weight, which is three matrices.
 
-    layout: with the divisions of a matrix alone; other ranks' experts are other matrices.
+    layout: without the expert axis: the experts of other ranks are other matrices.
     """
 
     name: str
     layout: ParameterLayout
     ctx: ParallelContext
-    weights: MainWeights
+    weights: MasterWeights
     heads: HeadRows | None = None
 
     def whole(self, piece: Tensor) -> Tensor:
-        """[rows, columns], or [experts of this rank, rows, columns]. Collective over the ranks that divide it."""
-        return self.layout.to_canonical(self.weights.whole(self.name, piece), self.ctx)
+        """[rows, columns], or [experts of this rank, rows, columns]. Collective over the ranks that shard it."""
+        return self.layout.to_canonical(self.weights.unshard(self.name, piece), self.ctx)
 
     def piece(self, whole: Tensor) -> Tensor:
-        """This rank's part; the inverse of `whole`."""
-        return self.weights.part(self.name, self.layout.to_local(whole, self.ctx).contiguous())
+        """This rank's shard; the inverse of `whole`."""
+        return self.weights.shard(self.name, self.layout.to_local(whole, self.ctx).contiguous())
 
 
 class Muon(FunctionalOptimizer):
     """m <- momentum m + (1 - momentum) g; w <- (1 - lr weight_decay) w - lr scale orthogonal(m).
 
-    With Nesterov's momentum m is moved on towards g once more before it is made orthogonal. State: `momentum_buffer`.
+    With Nesterov momentum m is interpolated with g once more before the orthogonalization. State: `momentum_buffer`.
     """
 
     def __init__(self, groups: list[ParamGroup], config: MuonConfig, matrices: Mapping[Tensor, DividedMatrix]) -> None:
@@ -138,7 +139,7 @@ class ChainedOptimizer:
 
 
 def is_matrix(name: str, layout: ParameterLayout) -> bool:
-    """Whether Muon updates a weight: a matrix, or one for each expert, that is no table and not the output layer."""
+    """Whether Muon updates a weight: a matrix, or one per expert, but not an embedding or the output layer."""
     dimensions = 3 if layout.replicas == "edp" else 2
     return len(layout.shape) == dimensions and not is_table(name) and not is_embedding_or_output(name)
 
@@ -175,7 +176,7 @@ def build_muon(config: MuonConfig, groups: list[ParamGroup], environment: Optimi
 
 
 def _build_scalar(config: MuonConfig, groups: list[ParamGroup]) -> FunctionalOptimizer:
-    """What updates tables, the output layer and vectors."""
+    """The optimizer of embeddings, the output layer and vectors."""
     if config.muon_scalar_optimizer == "lion":
         return Lion(groups, config.lr, config.lion_beta1, config.lion_beta2)
     return AdamW(groups, config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps)
@@ -211,7 +212,7 @@ def _head_rows(model: nn.Module, name: str) -> HeadRows:
 
 @contextmanager
 def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """How fp32 matrices are multiplied on a GPU; a CPU does it in fp32."""
+    """Precision of fp32 matrix products on a GPU; a CPU uses fp32."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""The nearest orthogonal matrix by Newton-Schulz iteration, and by how much it is scaled.
+"""The nearest orthogonal matrix by Newton-Schulz iteration, and the scale of Muon's update.
 
 With the singular value decomposition X = U S V^T, a step X <- a X + (b X X^T + c (X X^T)^2) X keeps U and V and maps
 each singular value s to a s + b s^3 + c s^5. A few steps bring those above about 0.01 near to 1 (to within 0.3 of it),
@@ -24,13 +24,13 @@ COEFFICIENTS: Mapping[MuonCoefficients, tuple[tuple[float, float, float], ...]] 
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""(a, b, c) of each step, from the first again when there are more steps: Jordan's, and You's (2025)."""
+"""(a, b, c) of each step, repeated cyclically for more steps: Jordan's, and You's (2025)."""
 SMALLEST_NORM = 1e-7
-"""A matrix of zeros stays zero."""
+"""Lower bound of the norm that is divided by, so that a zero matrix stays zero."""
 
 
 def orthogonalize(matrix: Tensor, steps: int, coefficients: MuonCoefficients) -> Tensor:
-    """About U V^T of each matrix [..., rows, columns], in its number format."""
+    """Approximately U V^T of each matrix [..., rows, columns], in its dtype."""
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
@@ -43,7 +43,7 @@ def orthogonalize(matrix: Tensor, steps: int, coefficients: MuonCoefficients) ->
 
 
 def scale_factor(rows: int, columns: int, mode: MuonScale) -> float:
-    """What an orthogonal [rows, columns] is multiplied by, for a size of updates that does not depend on the shape.
+    """Factor on an orthogonal [rows, columns] that makes the size of updates independent of the shape.
 
     spectral: sqrt(max(rows, columns)), whose elements have a root mean square of 1, so that with an extra factor of
     0.2 learning rates are those of AdamW (Liu et al., Muon is scalable for LLM training, 2025).

@@ -1,9 +1,6 @@
-"""Optimizers behind the hook: what all of them have, AdamW and SGD."""
+"""AdamW and SGD, and how they are built."""
 
 from __future__ import annotations
-
-from collections import defaultdict
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,46 +12,15 @@ from mt_core.nn.kernels.reference.adamw import TorchAdamW
 from mt_core.nn.kernels.request import Feature
 from mt_core.optim.configs import AdamConfig, SGDConfig
 from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.functional import FunctionalOptimizer, Optimizer
+from mt_core.optim.fused_adamw import FusedAdamW
 from mt_core.optim.param_groups import ParamGroup
 
 
-class Optimizer(Protocol):
-    """What the trainer needs of an optimizer; those of torch.optim have it too."""
-
-    param_groups: list[ParamGroup]
-    """Each with `params`, `names`, `lr` and `weight_decay`."""
-    state: Any
-    """parameter -> {name: tensor}, empty until the first step."""
-
-    def step(self) -> Any: ...
-
-
-class FunctionalOptimizer:
-    """An optimizer over torch's functional kernels.
-
-    The classes of torch.optim import torch's compiler at construction, which costs seconds in every process.
-    """
-
-    def __init__(self, groups: list[ParamGroup], lr: float) -> None:
-        self.param_groups: list[ParamGroup] = [{"lr": lr, **group} for group in groups]
-        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self.update(parameters, [parameter.grad for parameter in parameters], group)
-
-    def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
-        raise NotImplementedError
-
-
 class AdamW(FunctionalOptimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), in one fused kernel a group.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), in one fused kernel per group.
 
-    found_inf: [] fp32 on the device, 1 for steps that change nothing; None for none.
+    found_inf: [] fp32 on the device; 1 makes the step a no-op. None: not checked.
     """
 
     def __init__(self, groups: list[ParamGroup], lr: float, beta1: float, beta2: float, eps: float) -> None:
@@ -120,9 +86,7 @@ class SGD(FunctionalOptimizer):
 def build_adam(
     config: AdamConfig, groups: list[ParamGroup], environment: OptimizerEnvironment | None = None
 ) -> Optimizer:
-    """torch's update where plain torch updates fp32 weights with fp32 moments; else FusedAdamW."""
-    from mt_core.nn.kernels.fused_adamw import FusedAdamW
-
+    """torch's fused AdamW for fp32 weights and moments when the torch kernel is chosen; else FusedAdamW."""
     halves: tuple[Feature, ...] = ("remainders",) if config.main_weights == "remainders" else ()
     moments: tuple[Feature, ...] = ("moments_16bit",) if config.exp_avg_dtype == "bf16" else ()
     kernels = environment.kernels if environment is not None else Kernels({}, "cpu", "float32")

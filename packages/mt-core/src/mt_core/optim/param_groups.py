@@ -1,4 +1,4 @@
-"""The groups of parameters that an optimizer gets: with and without decay, and those with a learning rate of their own.
+"""The parameter groups of an optimizer: with and without weight decay, and those with a decoupled learning rate.
 
 A group is a dictionary with `params`, `names` (canonical), `weight_decay`, `wd_mult` (1 or 0: whether decay applies)
 and `is_decoupled_lr`, as Megatron's are.
@@ -25,12 +25,12 @@ def decays(name: str, shape: Sequence[int]) -> bool:
 
 
 def is_embedding_or_output(name: str) -> bool:
-    """Whether a parameter is the first or the last of a language model: what Megatron's decoupled_lr is for."""
+    """Whether a parameter is the token embedding or the LM head, to which Megatron's decoupled_lr applies."""
     return name.endswith((WORD_VECTORS, OUTPUT))
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter is looked up by row instead of being multiplied with."""
+    """Whether a parameter is an embedding table, indexed by row."""
     return not TABLES.isdisjoint(name.split("."))
 
 
@@ -41,10 +41,10 @@ def param_groups(
     *,
     decoupled: bool = False,
 ) -> list[ParamGroup]:
-    """Groups of those that are trained; each knows the canonical names of its parameters.
+    """Groups of the trained parameters, with their canonical names.
 
-    shapes: of the whole parameters, where those given are pieces of them. decoupled: the embedding and the output
-    layer get groups of their own.
+    shapes: of the whole parameters, where those given are shards. decoupled: the embedding and the output layer get
+    separate groups.
     """
     groups: dict[tuple[bool, bool], ParamGroup] = {
         (apart, decayed): {

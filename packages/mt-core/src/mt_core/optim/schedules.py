@@ -15,7 +15,7 @@ from mt_core.optim.configs import WSDScheduleConfig, WSDTail
 
 @dataclass(frozen=True)
 class Span:
-    """Where a schedule stands on the axis of consumed samples."""
+    """The phases of a schedule, in consumed samples."""
 
     warmup: int
     decay: int
@@ -29,7 +29,7 @@ Decay = Callable[[int, Span, float, float], float]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Learning rate as a function of consumed samples alone, so that resuming needs no state."""
 
     span: Span
@@ -38,7 +38,7 @@ class Schedule:
     init_lr: float
     decay: Decay
     ends: bool = True
-    """Whether the learning rate is min_lr after the decay; a constant one stays."""
+    """Whether the learning rate is min_lr after the decay; False for a constant one."""
 
     def __call__(self, consumed_samples: int) -> float:
         """The learning rate of the step that starts after `consumed_samples`."""
@@ -94,7 +94,7 @@ def _progress(consumed: int, span: Span) -> float:
 
 @dataclass(frozen=True)
 class Horizon:
-    """What a schedule needs to know of the run: its length, and samples of a full step."""
+    """The length of the run, and the samples of a step at full batch size."""
 
     total_samples: int
     global_batch_size: int
@@ -118,25 +118,25 @@ def span_of(config: LRScheduleConfig, horizon: Horizon) -> Span:
     return Span(warmup, decay, tail)
 
 
-def _schedule(config: LRScheduleConfig, horizon: Horizon, decay: Decay, *, ends: bool = True) -> Schedule:
-    return Schedule(span_of(config, horizon), horizon.max_lr, horizon.min_lr, config.lr_warmup_init, decay, ends)
+def _schedule(config: LRScheduleConfig, horizon: Horizon, decay: Decay, *, ends: bool = True) -> LRSchedule:
+    return LRSchedule(span_of(config, horizon), horizon.max_lr, horizon.min_lr, config.lr_warmup_init, decay, ends)
 
 
-def build_constant(config: LRScheduleConfig, horizon: Horizon) -> Schedule:
+def build_constant(config: LRScheduleConfig, horizon: Horizon) -> LRSchedule:
     return _schedule(config, horizon, constant, ends=False)
 
 
-def build_linear(config: LRScheduleConfig, horizon: Horizon) -> Schedule:
+def build_linear(config: LRScheduleConfig, horizon: Horizon) -> LRSchedule:
     return _schedule(config, horizon, linear)
 
 
-def build_cosine(config: LRScheduleConfig, horizon: Horizon) -> Schedule:
+def build_cosine(config: LRScheduleConfig, horizon: Horizon) -> LRSchedule:
     return _schedule(config, horizon, cosine)
 
 
-def build_inverse_square_root(config: LRScheduleConfig, horizon: Horizon) -> Schedule:
+def build_inverse_square_root(config: LRScheduleConfig, horizon: Horizon) -> LRSchedule:
     return _schedule(config, horizon, inverse_square_root)
 
 
-def build_wsd(config: WSDScheduleConfig, horizon: Horizon) -> Schedule:
+def build_wsd(config: WSDScheduleConfig, horizon: Horizon) -> LRSchedule:
     return _schedule(config, horizon, wsd(config.lr_wsd_decay_style))

@@ -1,1 +1,1 @@
-"""How a model and a batch are divided over processes."""
+"""Partitioning of models and batches over processes."""

@@ -1,7 +1,7 @@
-"""Communication as autograd functions: each says what it does forward, and what that means backward.
+"""Collectives as autograd functions, each with the collective of its backward pass.
 
-Axes of one process make every function the identity. Conjugate pairs (forward of one is backward of the
-other): copy and reduce; gather and reduce-scatter; split and all-gather of equal copies.
+On an axis of one process every function is the identity. Conjugate pairs (the forward of one is the backward of
+the other): copy and reduce; gather and reduce-scatter; split and all-gather of replicated results.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Pieces of all ranks laid end to end along `dim`. Not differentiable."""
+    """The shards of all ranks concatenated along `dim`. Not differentiable."""
     pieces = new_pieces(x, axis)
     dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group)
     return merge_pieces(pieces, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's piece, along `dim`, of the sum over the axis. Not differentiable."""
+    """This rank's shard, along `dim`, of the sum over the axis. Not differentiable."""
     pieces = split_pieces(x, dim, axis.size)
     own = pieces.new_empty(pieces.shape[1:])
     dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=axis.group)
@@ -43,7 +43,7 @@ def new_pieces(x: Tensor, axis: Axis) -> Tensor:
 
 
 def merge_pieces(pieces: Tensor, dim: int) -> Tensor:
-    """[ranks, ...] -> pieces end to end along `dim` of the rest; a view when `dim` is 0."""
+    """[ranks, ...] -> shards concatenated along `dim` of the remaining dimensions; a view when `dim` is 0."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -53,7 +53,7 @@ def split_pieces(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """x goes to every rank's share of the work; its gradient is the sum of theirs."""
+    """Identity; every rank uses x for a different part of the work, so its gradient is the all-reduced sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -66,7 +66,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Partial results are summed; the gradient of the sum is that of each part."""
+    """All-reduce of partial results; the gradient of the sum is the gradient of each summand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -78,7 +78,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Pieces become the whole, which every rank uses for a part of the work: gradients are reduce-scattered."""
+    """All-gather; each rank uses the result for a different part of the work, so gradients are reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -91,7 +91,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Partial results are summed, and each rank keeps a piece; gradients of pieces are gathered."""
+    """Reduce-scatter of partial results; gradients of the shards are all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -104,7 +104,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Each rank keeps its piece of a tensor that all ranks have; gradients of pieces are gathered."""
+    """Each rank keeps its shard of a replicated tensor; gradients of the shards are all-gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -117,7 +117,7 @@ class _Split(torch.autograd.Function):
 
 
 class _GatherCopies(torch.autograd.Function):
-    """Pieces become the whole, which every rank then uses alike: each keeps its piece of the one gradient."""
+    """All-gather; every rank repeats the same work on the result, so each keeps its shard of the equal gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -130,30 +130,30 @@ class _GatherCopies(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; backward sums gradients over the axis. Put before work that ranks divide among them."""
+    """Identity; backward all-reduces. Used at the input of a tensor-parallel region."""
     return _Copy.apply(x, axis) if axis.size > 1 else x
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis; backward is the identity. Put behind work that ranks divided among them."""
+    """All-reduce; backward is the identity. Used at the output of a tensor-parallel region."""
     return _Reduce.apply(x, axis) if axis.size > 1 else x
 
 
 def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """All-gather along `dim`; backward reduce-scatters. `copy_to` for pieces."""
+    """All-gather along `dim`; backward reduce-scatters. `copy_to` for sharded inputs."""
     return _Gather.apply(x, dim, axis) if axis.size > 1 else x
 
 
 def reduce_scatter_to(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Reduce-scatter along `dim`; backward all-gathers. `reduce_from` that keeps a piece."""
+    """Reduce-scatter along `dim`; backward all-gathers. `reduce_from` with a sharded result."""
     return _ReduceScatter.apply(x, dim, axis) if axis.size > 1 else x
 
 
 def split_to(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's piece of what all have; backward all-gathers."""
+    """This rank's shard of a replicated tensor; backward all-gathers."""
     return _Split.apply(x, dim, axis) if axis.size > 1 else x
 
 
 def gather_copies(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """All-gather for work that every rank repeats alike; backward keeps this rank's piece."""
+    """All-gather for work that every rank repeats; backward keeps this rank's shard."""
     return _GatherCopies.apply(x, dim, axis) if axis.size > 1 else x

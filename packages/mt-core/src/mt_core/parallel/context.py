@@ -1,4 +1,4 @@
-"""`ParallelContext`: where this process stands on every parallel axis, passed explicitly to whatever needs it.
+"""`ParallelContext`: the rank of this process on every parallel axis, passed explicitly to the code that needs it.
 
 Ranks are numbered with tensor parallel fastest, then context, data, pipeline (Megatron's `tp-cp-ep-dp-pp`):
 rank = ((pp * DP + dp) * CP + cp) * TP + tp. Experts see the same processes of a pipeline stage through a
@@ -6,14 +6,14 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 
 | axis | processes that |
 | --- | --- |
-| tp | share each layer's matrices |
-| cp | share each sequence |
+| tp | shard each layer's matrices |
+| cp | shard each sequence |
 | dp | have the same weights and other samples |
 | pp | hold consecutive stages of layers |
-| etp, ep, edp | share an expert's matrices; hold different experts; have the same experts |
+| etp, ep, edp | shard an expert's matrices; hold different experts; have the same experts |
 | dp_cp | together reduce the gradients of dense weights |
 | model | together hold one copy of the model (tp x pp) |
-| shard, instances | dp_cp in two: share the optimizer's state; have the same part of it |
+| shard, instances | dp_cp split in two (HSDP): shard the optimizer state; replicate it |
 | expert_shard, expert_instances | the same of edp |
 | world | all processes |
 | cp_inner, cp_outer | cp in two, for hierarchical attention |
@@ -22,13 +22,12 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mt_core.config.checks import listed
 from mt_core.errors import ConfigError
@@ -66,7 +65,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Sizes of the axes; data parallel takes what the others leave."""
+    """Sizes of the axes. The data-parallel size follows from the world size."""
 
     tp: int = 1
     cp: int = 1
@@ -75,7 +74,7 @@ class AxisSizes:
     etp: int | None = None
     """Default: as tp."""
     instances: int = 1
-    """Copies of the optimizer's state among the ranks that could share one."""
+    """Replicas of the optimizer state (HSDP); 1 shards it over all ranks with the same weights."""
 
     def dp(self, world_size: int) -> int:
         """Raises ConfigError when the axes do not divide the world."""
@@ -107,19 +106,16 @@ class AxisSizes:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Device, number format of the weights, and this process's place on every axis.
+    """Device, dtype of the weights, and this process's rank on every axis.
 
-    There is no global one: several contexts live in one process, each with models of its own. The default
-    is a single process.
+    There is no global context: one process may use several, for different models. The default is a single process.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
-    """Between tensor-parallel regions activations are divided along the sequence."""
+    """Between tensor-parallel regions activations are sharded along the sequence."""
     axes: Mapping[AxisName, Axis] = field(default_factory=dict)
-    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-    """The dense grid, for what torch builds on a mesh; None in a single process."""
 
     def axis(self, name: AxisName) -> Axis:
         return self.axes.get(name, SINGLE)
@@ -154,26 +150,22 @@ class ParallelContext:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is the process that writes for all of them."""
+        """Whether this is the first process of the axis, which writes files for all of them."""
         return is_writer()
 
 
 def is_writer() -> bool:
-    """Whether this process is the one that speaks and writes for all of the world."""
+    """Whether this process is rank 0, which prints and writes files for the whole world."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def wait_for_all() -> None:
-    """Until every process of the world is here."""
+    """Barrier over the world."""
     if dist.is_initialized():
         dist.barrier()
 
 
 SINGLE = Axis()
-DENSE: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp")
-EXPERT: tuple[AxisName, ...] = ("etp", "ep", "edp")
-COMBINED: tuple[AxisName, ...] = ("dp_cp", "model")
-INSTANCES: tuple[AxisName, ...] = ("shard", "instances", "expert_shard", "expert_instances")
 
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
@@ -198,7 +190,7 @@ def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple
 
 
 def _instances(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Each axis cut into `count` runs of neighbours, and the ranks with the same place in their runs."""
+    """Splits each axis into `count` blocks of consecutive ranks, and the ranks with the same index in their block."""
     size = len(axes[0])
     if size % count:
         raise ConfigError(
@@ -232,47 +224,41 @@ def build_parallel_context(
     Collective: every process of the world calls it, with the same sizes. Raises ConfigError when the axes
     do not fit the world.
     """
-    device = device or torch.device("cpu")
-    context = ParallelContext(device, params_dtype, sequence_parallel and sizes.tp > 1)
+    context = ParallelContext(device or torch.device("cpu"), params_dtype, sequence_parallel and sizes.tp > 1)
     if not dist.is_initialized():
         axis_members(1, sizes)  # only ones fit a single process
         return context
-    world = dist.get_world_size()
-    members = axis_members(world, sizes)
-    dense, expert = build_meshes(sizes, world, device.type)
-    # Groups are taken from the meshes by name; slicing a mesh would import torch's compiler, for seconds.
-    groups: dict[AxisName, dist.ProcessGroup] = {
-        **{name: dense.get_group(name) for name in DENSE},
-        **{name: expert.get_group(name) for name in EXPERT},
-        **{name: _new_group(members[name]) for name in COMBINED},
-    }
-    groups["shard"], groups["expert_shard"] = groups["dp_cp"], groups["edp"]
-    if sizes.instances > 1:
-        groups.update({name: _new_group(members[name]) for name in INSTANCES})
-    assert dist.group.WORLD is not None
-    groups["world"] = dist.group.WORLD
-    axes = {name: _axis(members[name], groups.get(name)) for name in members}
-    return replace(context, axes=axes, mesh=dense)
+    members = axis_members(dist.get_world_size(), sizes)
+    groups = Groups()
+    return replace(context, axes={name: groups.axis(members[name]) for name in members})
 
 
-def build_meshes(sizes: AxisSizes, world: int, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
-    """The grid of dense layers (pp, dp, cp, tp) and that of experts (pp, edp, ep, etp), over the same processes."""
-    dense = (sizes.pp, sizes.dp(world), sizes.cp, sizes.tp)
-    expert = (sizes.pp, sizes.edp(world), sizes.ep, sizes.expert_tp)
-    return (
-        init_device_mesh(device_type, dense, mesh_dim_names=("pp", "dp", "cp", "tp")),
-        init_device_mesh(device_type, expert, mesh_dim_names=("pp", "edp", "ep", "etp")),
-    )
+class Groups:
+    """Process groups of this process, cached by the set of ranks: axes with the same ranks share a group.
+
+    A process creates only the groups that it belongs to: about a dozen at 16,384 ranks. dist.new_group over the whole
+    world would create thousands.
+    """
+
+    def __init__(self) -> None:
+        assert dist.group.WORLD is not None
+        self._of_ranks = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+
+    def axis(self, members: Iterable[tuple[int, ...]]) -> Axis:
+        """This process's axis of a partition of the world. Collective: every process gives the same partition."""
+        rank = dist.get_rank()
+        own = next(ranks for ranks in members if rank in ranks)
+        return Axis(len(own), own.index(rank), self._of(own) if len(own) > 1 else None, own)
+
+    def _of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in self._of_ranks:
+            self._of_ranks[ranks] = new_group(ranks)
+        return self._of_ranks[ranks]
 
 
-def _new_group(members: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """This process's group of a partition of the world; collective."""
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])
-    assert isinstance(group, dist.ProcessGroup)  # every process is in one of them
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of these ranks, of which this process is one. Collective over the world: where NCCL's communicators
+    are split from the world's, every process makes a group of one partition of it, if only of itself."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _axis(members: list[tuple[int, ...]], group: dist.ProcessGroup | None) -> Axis:
-    rank = dist.get_rank()
-    own = next(ranks for ranks in members if rank in ranks)
-    return Axis(len(own), own.index(rank), group if len(own) > 1 else None, own)

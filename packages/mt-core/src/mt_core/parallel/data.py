@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the same weights and other samples; gradients are summed."""
+"""Data parallelism: every rank has the same weights and different samples; gradients are summed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from mt_core.parallel.context import Axis
 
 BUCKET_ELEMENTS = 10_000_000
-"""Elements that travel in one message: few messages, and little memory beside the gradients."""
+"""Elements per all-reduce: large enough for few messages, small enough for little extra memory."""
 
 
 def sum_over(values: Sequence[float], axis: Axis, device: torch.device) -> list[float]:
-    """Each number summed over the axis, in fp64."""
+    """Each value summed over the axis, in fp64."""
     if axis.size == 1:
         return list(values)
     total = torch.tensor(values, dtype=torch.float64, device=device)
@@ -29,7 +29,7 @@ def any_over(flag: bool, axis: Axis, device: torch.device) -> bool:
 
 
 def sum_gradients(gradients: Sequence[Tensor], axis: Axis, bucket_elements: int = BUCKET_ELEMENTS) -> None:
-    """Sum gradients over the axis, in place. Every rank gives the same list of shapes, in the same order."""
+    """Sum gradients over the axis, in place. Every rank passes the same shapes in the same order."""
     if axis.size == 1:
         return
     for bucket in buckets(gradients, bucket_elements):

@@ -1,6 +1,8 @@
-"""The training loop and what surrounds it. `Trainer` is the way in."""
+"""The training engine, the loop around it, and callbacks. `Trainer` runs a configuration, `Engine` a custom loop."""
 
-from mt_core.train.callbacks import Callback
-from mt_core.train.trainer import Trainer, TrainResult
+from mt_core.train.callbacks import Callback, Run
+from mt_core.train.engine import Engine
+from mt_core.train.state import TrainResult
+from mt_core.train.trainer import Trainer
 
-__all__ = ["Callback", "TrainResult", "Trainer"]
+__all__ = ["Callback", "Engine", "Run", "TrainResult", "Trainer"]

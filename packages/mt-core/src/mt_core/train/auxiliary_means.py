@@ -1,4 +1,4 @@
-"""Losses that layers add, over the micro-batches and ranks of a step."""
+"""Auxiliary losses of layers (such as MoE load balancing), averaged over the micro-batches and ranks of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.nn.auxiliary import AuxiliaryLoss
-from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.train.host_transfer import device_scalar, sum_on_device
 
 
 class AuxiliaryMeans:
-    """Of all pipeline stages: means over the micro-batches of all data-parallel ranks.
+    """Auxiliary losses of all pipeline stages, each the mean over the micro-batches of all data-parallel ranks.
 
-    Making it is collective over the stages, which tell each other the names of their losses.
+    Construction is collective over the pipeline stages, which exchange the names of their losses.
     """
 
     def __init__(self, own: Sequence[AuxiliaryLoss], ctx: ParallelContext) -> None:
@@ -24,33 +24,24 @@ class AuxiliaryMeans:
         self.names = _names_on_all_stages(list(self.own), ctx.pp)
 
     def begin(self, passes: int, scale: float = 1.0) -> None:
-        """passes: micro-batches of the step. scale: of the loss whose gradients these join."""
+        """passes: micro-batches of the step. scale: the loss scale, applied to the auxiliary gradients too."""
         for auxiliary in self.own.values():
             auxiliary.scale = scale / (passes * self.ctx.dp.size)
 
     def take(self, passes: int) -> list[Tensor]:
-        """[] fp64 on the device for each name, without the scale. Nothing waits for the device."""
+        """name -> [] fp64 on the device, unscaled. Does not synchronize with the device."""
         if not self.names:
             return []
         totals = {name: loss.take_on_device() for name, loss in self.own.items()}
         own = [totals.get(name) for name in self.names]
-        means = torch.stack([on_device(0.0 if total is None else total, self.ctx) for total in own]) / passes
+        means = torch.stack([device_scalar(0.0 if total is None else total, self.ctx) for total in own]) / passes
         return list(sum_on_device(sum_on_device(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
 
 
 def _names_on_all_stages(own: list[str], pp: Axis) -> list[str]:
-    """In the order of the stages. No two of them have a loss of one name."""
+    """The names in the order of the stages. Names are unique over the stages."""
     if pp.size == 1:
         return own
     everyone: list[list[str] | None] = [None] * pp.size
     dist.all_gather_object(everyone, own, group=pp.group)
     return [name for held in everyone for name in held or []]
-
-
-def on_device(number: float | Tensor, ctx: ParallelContext) -> Tensor:
-    """[] fp64, in new memory. A number on the host travels as an argument of a kernel, which is not waited for."""
-    return torch.zeros((), dtype=torch.float64, device=ctx.device) + number
-
-
-def sum_on_device(x: Tensor, axis: Axis) -> Tensor:
-    return x if axis.size == 1 else all_reduce(x, axis)

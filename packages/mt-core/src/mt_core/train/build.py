@@ -1,4 +1,4 @@
-"""Makes the parts of a run from its configuration, asking the plugin host for each by name."""
+"""Builds the components of a run from its configuration; each is looked up by name in the plugin host."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.nn.context_parallel import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
-from mt_core.nn.stage import NumberedLayers, Stage
-from mt_core.optim.buffered_weights import BufferedWeights, BufferOptions
+from mt_core.nn.model import contract, model_options
+from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
+from mt_core.optim.functional import Optimizer
 from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
-from mt_core.optim.main_weights import MainWeights, SplitWeights, build_main_weights
-from mt_core.optim.optimizers import Optimizer
+from mt_core.optim.master_weights import Fp32RemainderWeights, MasterWeights, build_master_weights
+from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.optim.param_groups import param_groups
-from mt_core.optim.schedules import Horizon, Schedule
+from mt_core.optim.schedules import Horizon, LRSchedule
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
-from mt_core.parallel.context_parallel import build_hierarchical_axes
-from mt_core.parallel.pipeline.schedules import get_schedule, splits_backward
-from mt_core.parallel.stage_copies import StageCopies
+from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
+from mt_core.parallel.pipeline.stage import Stage
+from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
+from mt_core.train.memory import build_within_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU when there is one."""
+    """`auto` is the GPU if one is available, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor tells more)")
-    # Each rank of a machine has a GPU of its own.
+    # One GPU per rank of a node.
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
@@ -63,25 +66,24 @@ def axis_sizes(config: Config) -> AxisSizes:
 
 
 def build_context(config: Config, device: torch.device) -> ParallelContext:
-    """This process's place in the layout. Collective over the world."""
+    """The parallel context of this process. Collective over the world."""
     sizes, parallel = axis_sizes(config), config.parallel
     ctx = build_parallel_context(
         sizes,
         device=device,
-        # FSDP2 divides fp32 weights, and makes 16-bit ones of them as they are used.
+        # FSDP2 shards the fp32 master weights and casts them to 16 bits when they are all-gathered.
         params_dtype=torch.float32 if parallel.use_torch_fsdp2 else DTYPES[config.precision.dtype],
         sequence_parallel=parallel.sequence_parallel,
     )
-    if parallel.cp_comm_type != "a2a+p2p" or ctx.cp.size == 1:
+    if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:
         return ctx
-    assert parallel.hierarchical_context_parallel_sizes is not None  # checked with the configuration
     members = axis_members(ctx.world.size, sizes)["cp"]
     inner, outer = build_hierarchical_axes(members, parallel.hierarchical_context_parallel_sizes)
     return replace(ctx, axes={**ctx.axes, "cp_inner": inner, "cp_outer": outer})
 
 
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
-    """The tokenizer of a checkpoint, from the files that travelled with it."""
+    """The tokenizer of a checkpoint, from the tokenizer files stored in it."""
     spec = host.tokenizers.get(config.tokenizer.tokenizer_type, key="tokenizer.tokenizer_type")
     if spec.materialize is None or not files:
         return spec.build.load()(config.tokenizer)
@@ -108,7 +110,7 @@ def build_model(
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> nn.Module:
-    """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if it has some."""
+    """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if already chosen."""
     spec = host.models.get(config.model.family, key="model.family")
     environment = ModelEnvironment(config, ctx, host, stages, kernels)
     model = spec.build.load()(config.model, environment)
@@ -118,7 +120,7 @@ def build_model(
 
 
 def compile_blocks(model: nn.Module, config: Config) -> None:
-    """Let torch.compile make one graph of each layer, as train.compile asks. Layers of one kind share what is compiled.
+    """Compile each layer with torch.compile, as train.compile requests. Layers of the same kind share compiled code.
 
     Raises ConfigError for a model without a stack of layers.
     """
@@ -131,7 +133,7 @@ def compile_blocks(model: nn.Module, config: Config) -> None:
             f"{config.model.family} has none; set train.compile=none"
         )
     for layer in (layer for stack in stacks for layer in stack):
-        # Not the whole call: hooks stay outside, and so can a CUDA graph be around it.
+        # Compile forward and not __call__: hooks then run outside the compiled region, and a CUDA graph can wrap it.
         layer.forward = torch.compile(layer.forward)
 
 
@@ -142,16 +144,16 @@ def build_initialized_model(
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> nn.Module:
-    model = build_model(config, ctx, host, stages, kernels)
+    model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model
 
 
 def require_options(model: nn.Module, loss: object, config: Config) -> None:
-    """Raises ConfigError when a loss wants of a model what its forward does not offer."""
-    options = getattr(loss, "model_options", {})
+    """Raises ConfigError when a loss requires forward arguments that the model does not have."""
+    options = model_options(loss)
     missing = [name for name in options if name not in signature(model.forward).parameters]
-    refuse = getattr(model, "needs_logits", None)
+    refuse = contract(model).needs_logits
     if missing or (options and refuse):
         reason = refuse or f"its forward takes no {' or '.join(missing)}"
         raise ConfigError(
@@ -161,45 +163,47 @@ def require_options(model: nn.Module, loss: object, config: Config) -> None:
 
 
 def divides_state(config: Config) -> bool:
-    """Whether ranks with the same weights hold different parts of gradients and optimizer state."""
+    """Whether gradients and optimizer state are sharded over the ranks that hold the same weights."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
 
 
 def keeps_remainders(config: Config) -> bool:
-    """Whether the optimizer completes bf16 weights by the 16 bits that they leave out."""
+    """Whether the optimizer keeps the low 16 bits of each fp32 weight beside the bf16 weight, instead of a copy."""
     return getattr(config.optimizer, "main_weights", "copies") == "remainders"
 
 
-def _shares_weights(parallel: ParallelConfig) -> bool:
-    return parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).placement == "v"
+def _shares_weights(parallel: ParallelConfig, host: PluginHost) -> bool:
+    return parallel.pipeline_model_parallel_size > 1 and configured_schedule(parallel, host).placement == "v"
 
 
-def build_weights(config: Config, model: nn.Module, ctx: ParallelContext, copies: StageCopies) -> MainWeights:
-    """What the optimizer works on. Without other ranks to share the work with, no buckets are needed."""
+def build_weights(
+    config: Config, model: nn.Module, ctx: ParallelContext, copies: TiedWeights, host: PluginHost
+) -> MasterWeights:
+    """The master weights that the optimizer updates. Buckets are used only when there are ranks to reduce with."""
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     if parallel.use_torch_fsdp2:
-        return FullyShardedWeights(model, ctx, _shard_options(config))
+        return FullyShardedWeights(model, ctx, _shard_options(config, host))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if keeps_remainders(config):
-        return SplitWeights(model)
+        return Fp32RemainderWeights(model)
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
-        return build_main_weights(model)
+        return build_master_weights(model)
     options = BufferOptions(
         divided=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size,
-        # A weight that two stages of a rank share gets two gradients a pass.
-        overlap_reduce=parallel.overlap_grad_reduce and not _shares_weights(parallel),
+        # A weight shared by two stages of a rank gets two gradients per micro-batch.
+        overlap_reduce=parallel.overlap_grad_reduce and not _shares_weights(parallel, host),
         overlap_gather=parallel.overlap_param_gather,
         accumulate_in_fp32=in_fp32,
         reduce_in_bf16=precision.grad_reduce_in_bf16,
     )
-    return BufferedWeights(model, ctx, options, copies.axes)
+    return ParamAndGradBuffer(model, ctx, options, copies.axes)
 
 
-def _shard_options(config: Config) -> ShardOptions:
+def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
     parallel, precision = config.parallel, config.precision
-    if splits_backward(parallel) and not ends_when_told():
+    if splits_backward(parallel, host) and not ends_when_told():
         raise ConfigError(
             f"parallel.pipeline_schedule={parallel.pipeline_schedule} with parallel.use_torch_fsdp2 needs torch 2.15, "
             f"and this is {torch.__version__}; use gpipe, 1f1b or interleaved_1f1b, or "
@@ -207,7 +211,7 @@ def _shard_options(config: Config) -> ShardOptions:
         )
     dtype = DTYPES[precision.dtype]
     return ShardOptions(
-        dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, splits_backward(parallel)
+        dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, splits_backward(parallel, host)
     )
 
 
@@ -224,12 +228,12 @@ def build_optimizer(config: Config, environment: OptimizerEnvironment, host: Plu
     return build(options, groups, environment) if spec.takes_environment else build(options, groups)
 
 
-def build_schedule(config: Config, host: PluginHost) -> Schedule:
+def build_schedule(config: Config, host: PluginHost) -> LRSchedule:
     return _build_schedule(config, host, config.optimizer.lr, config.optimizer.min_lr)
 
 
 def build_group_schedules(config: Config, host: PluginHost) -> GroupSchedules:
-    """What some groups of parameters have of their own beside the schedule of the run."""
+    """Schedules of single parameter groups: decoupled learning rate and weight decay."""
     options, decoupled = config.optimizer, None
     if options.decoupled_lr is not None:
         lowest = options.min_lr if options.decoupled_min_lr is None else options.decoupled_min_lr
@@ -237,7 +241,7 @@ def build_group_schedules(config: Config, host: PluginHost) -> GroupSchedules:
     return GroupSchedules(decoupled, weight_decay_schedule(options, total_train_samples(config)))
 
 
-def _build_schedule(config: Config, host: PluginHost, max_lr: float, min_lr: float) -> Schedule:
+def _build_schedule(config: Config, host: PluginHost, max_lr: float, min_lr: float) -> LRSchedule:
     horizon = Horizon(total_train_samples(config), global_batch_size(config), max_lr, min_lr)
     spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)

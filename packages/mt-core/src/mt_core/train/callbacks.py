@@ -1,43 +1,79 @@
-"""Observers of training. Methods do nothing unless overridden; all are called in the training process.
-
-`run` is the Trainer: its `config`, `model`, `state`, `directory` may be read, `run.stop(reason)` ends
-training after the step at hand, with a checkpoint.
-"""
+"""Observers of training. Methods do nothing unless overridden; all are called in the training process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from mt_core.train.trainer import Trainer, TrainResult
+from torch import nn
+
+from mt_core.config.loading import LoadedConfig
+from mt_core.config.schema import Config
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.engine import Engine
+from mt_core.train.state import TrainResult, TrainState
 
 Metrics = Mapping[str, float | int | str]
+
+
+class Run(Protocol):
+    """The part of the running `Trainer` that callbacks may use."""
+
+    loaded: LoadedConfig
+    """The configuration as it was given, with the origin of each value."""
+    host: PluginHost
+    engine: Engine
+    directory: RunDirectory | None
+    """None for a run that writes nothing to disk."""
+    resumed_from: Path | None
+    not_loaded: list[str]
+    """Parameters that checkpoint.load left at their initial values."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def ctx(self) -> ParallelContext: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def state(self) -> TrainState: ...
+
+    @property
+    def last_iteration(self) -> int: ...
+
+    def stop(self, reason: str) -> None:
+        """End training after the current step, with a checkpoint."""
+        ...
 
 
 class Callback:
     """Base of all callbacks."""
 
-    def on_message(self, run: Trainer, text: str) -> None:
-        """Something to tell the user: what `auto` became, what was resumed, what was saved."""
+    def on_message(self, run: Run, text: str) -> None:
+        """A message for the user: how `auto` was resolved, what was resumed, what was saved."""
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         """Everything is built and restored; the first step follows."""
 
-    def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
         """After each optimizer step: iteration, loss, grad_norm, learning_rate, tokens_per_second, ..."""
 
-    def on_log(self, run: Trainer, metrics: Metrics) -> None:
+    def on_log(self, run: Run, metrics: Metrics) -> None:
         """Every logging.log_interval steps, with the loss averaged since the last time."""
 
-    def on_evaluation(self, run: Trainer, metrics: Metrics) -> None:
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         """After an evaluation: iteration, and `<set>_loss` for each validation set."""
 
-    def on_checkpoint(self, run: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""
 
-    def on_train_end(self, run: Trainer, result: TrainResult) -> None:
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
         """After the last step and checkpoint."""
 
     def close(self) -> None:
@@ -45,30 +81,30 @@ class Callback:
 
 
 class CallbackList(Callback):
-    """Passes each event to several callbacks, in order."""
+    """Calls several callbacks for each event, in order."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.callbacks = list(callbacks)
 
-    def on_message(self, run: Trainer, text: str) -> None:
+    def on_message(self, run: Run, text: str) -> None:
         self._each(lambda callback: callback.on_message(run, text))
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         self._each(lambda callback: callback.on_train_start(run))
 
-    def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
         self._each(lambda callback: callback.on_step_end(run, metrics))
 
-    def on_log(self, run: Trainer, metrics: Metrics) -> None:
+    def on_log(self, run: Run, metrics: Metrics) -> None:
         self._each(lambda callback: callback.on_log(run, metrics))
 
-    def on_evaluation(self, run: Trainer, metrics: Metrics) -> None:
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._each(lambda callback: callback.on_evaluation(run, metrics))
 
-    def on_checkpoint(self, run: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         self._each(lambda callback: callback.on_checkpoint(run, path))
 
-    def on_train_end(self, run: Trainer, result: TrainResult) -> None:
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
         self._each(lambda callback: callback.on_train_end(run, result))
 
     def close(self) -> None:
@@ -77,3 +113,11 @@ class CallbackList(Callback):
     def _each(self, call: Callable[[Callback], Any]) -> None:
         for callback in self.callbacks:
             call(callback)
+
+
+def configured_callbacks(config: Config, host: PluginHost) -> list[Callback]:
+    """The callbacks that are always active, then those named by train.callbacks."""
+    named = config.train.callbacks
+    specs = [spec for spec in host.callbacks if spec.always and spec.name not in named]
+    specs += [host.callbacks.get(name, key="train.callbacks") for name in named]
+    return [spec.build.load()(config) for spec in specs]

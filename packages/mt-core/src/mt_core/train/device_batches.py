@@ -1,7 +1,7 @@
-"""A step's micro-batches as tensors on the device, copied there while the step before is computed.
+"""A step's micro-batches as tensors on the device, copied during the previous step.
 
-On a GPU the copies run on a stream of their own, from pinned memory. The stream that computes waits for them on the
-device; the host waits for nothing.
+On a GPU the copies run on a side stream, from pinned memory. The compute stream waits for them by an event; the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from mt_core.data.loader import RankBatch
+from mt_core.nn.context_parallel import shard_sequence
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import Axis
-from mt_core.parallel.context_parallel import shard_sequence
-from mt_core.train.step import Batch
+from mt_core.train.forward_backward import Batch
 
 FIRST_SAMPLE = "first_sample"
-"""Of a micro-batch, beside the data set's own fields: the number of its first sample, on the CPU."""
+"""Field added to the data set's fields of a micro-batch: the index of its first sample, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """arrived: recorded behind the copies, on their stream."""
+    """arrived: event recorded after the copies, on their stream."""
 
     rank_batch: RankBatch
     batches: list[Batch]
@@ -32,7 +32,7 @@ class Copied:
 
 
 class DeviceBatches:
-    """cp: the axis of ranks that share sequences, of which each has its own tokens."""
+    """cp: the context-parallel axis; each rank gets its own tokens of every sequence."""
 
     def __init__(self, device: torch.device, cp: Axis) -> None:
         self.device, self.cp = device, cp
@@ -40,7 +40,7 @@ class DeviceBatches:
         self._on_the_way: list[Copied] = []
 
     def ahead(self, rank_batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
-        """The same batches; when one is given out, the copy of the next has begun."""
+        """The same batches. When one is yielded, the copy of the next has been started."""
         if self._stream is None:
             yield from rank_batches
             return
@@ -54,7 +54,7 @@ class DeviceBatches:
             yield current
 
     def take(self, rank_batch: RankBatch) -> list[Batch]:
-        """For use on the current stream. A batch that is not on the way is copied there and then."""
+        """The batch for use on the current stream. A batch that was not prefetched is copied now."""
         if self._stream is None:
             return micro_batches(rank_batch, self.cp)
         if not any(copied.rank_batch is rank_batch for copied in self._on_the_way):
@@ -78,12 +78,12 @@ class DeviceBatches:
         return {name: tensor if name == FIRST_SAMPLE else self._copy(tensor) for name, tensor in batch.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # From memory that is not pinned the copy would be waited for.
+        # A copy from pageable memory is synchronous.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
-    """Tensors on the CPU, of this rank's tokens alone where ranks share a sequence."""
+    """Tensors on the CPU; with context parallelism only this rank's tokens."""
     batches: list[Batch] = []
     for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
         own = {name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, cp) for name, array in arrays.items()}

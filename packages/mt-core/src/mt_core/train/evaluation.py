@@ -8,18 +8,18 @@ from torch import nn
 
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import sum_over
-from mt_core.train.step import Batch, MicroBatches, masked_sum
+from mt_core.train.forward_backward import Batch, ForwardBackward, masked_sum
 
 
 def evaluate(
     model: nn.Module,
     steps: Iterable[Sequence[Batch]],
-    micro_batches: MicroBatches,
+    forward_backward: ForwardBackward,
     ctx: ParallelContext | None = None,
 ) -> float:
-    """Sum of token losses over the count of unmasked tokens; the model is left in the mode it was in.
+    """Sum of token losses divided by the number of unmasked tokens. The training mode of the model is restored.
 
-    steps: the micro-batches of this rank, a global batch at a time; a rank may have none of the last one.
+    steps: for each global batch the micro-batches of this rank; the last may be empty.
     """
     training = model.training
     ctx = ctx or ParallelContext()
@@ -29,7 +29,7 @@ def evaluate(
         for batches in steps:
             if batches:
                 total += float(
-                    micro_batches.forward(batches, lambda losses, batch: masked_sum(losses, batch["loss_mask"]))
+                    forward_backward.forward(batches, lambda losses, batch: masked_sum(losses, batch["loss_mask"]))
                 )
                 tokens += float(sum(batch["loss_mask"].sum() for batch in batches))
         whole, counted = sum_over([total, tokens], ctx.dp_cp, ctx.device)

@@ -1,18 +1,18 @@
-"""Where numbers were not finite first, after a step has failed."""
+"""Locates the first module with non-finite values, after a step has failed."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
 
-from mt_core.nn.auxiliary import NotesFaults
+from mt_core.nn.auxiliary import ReportsNonFinite
 from mt_core.parallel.context import ParallelContext
 
 
 def first_fault(model: nn.Module, ctx: ParallelContext) -> str | None:
-    """In the order of pipeline stages and of modules; None if no module noted one. Waits for the device; collective
-    over the world."""
-    noted = (module.fault() for module in model.modules() if isinstance(module, NotesFaults))
+    """The first fault in the order of stages and modules; None if no module recorded one. Synchronizes with the
+    device. Collective over the world."""
+    noted = (module.fault() for module in model.modules() if isinstance(module, ReportsNonFinite))
     own = next((fault for fault in noted if fault is not None), None)
     if ctx.world.size == 1:
         return own

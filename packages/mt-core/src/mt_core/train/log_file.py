@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from mt_core.config.schema import Config
-from mt_core.train.callbacks import Callback, Metrics
-from mt_core.train.run_directory import LOG_FILE
-
-if TYPE_CHECKING:
-    from mt_core.train.trainer import Trainer, TrainResult
+from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.checkpoint.run_directory import LOG_FILE
+from mt_core.train.state import TrainResult
 
 
 def step_line(metrics: Metrics, last_iteration: int) -> str:
@@ -42,26 +40,26 @@ class LogFile(Callback):
         self._file: TextIO | None = None
         self._early: list[str] = []
 
-    def on_message(self, run: Trainer, text: str) -> None:
+    def on_message(self, run: Run, text: str) -> None:
         self._write(text)
 
-    def on_train_start(self, run: Trainer) -> None:
+    def on_train_start(self, run: Run) -> None:
         if run.directory is not None:
             self._file = (run.directory.path / LOG_FILE).open("a", encoding="utf-8")
             early, self._early = self._early, []
             for text in early:
                 self._write(text)
 
-    def on_log(self, run: Trainer, metrics: Metrics) -> None:
+    def on_log(self, run: Run, metrics: Metrics) -> None:
         self._write(step_line(metrics, run.last_iteration))
 
-    def on_evaluation(self, run: Trainer, metrics: Metrics) -> None:
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._write(evaluation_line(metrics))
 
-    def on_checkpoint(self, run: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         self._write(f"saved {path.name}")
 
-    def on_train_end(self, run: Trainer, result: TrainResult) -> None:
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
         self._write(f"stopped by {result.stopped}" if result.stopped else "finished")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end training after the step at hand; a second one ends it at once."""
+"""SIGTERM and SIGINT end training after the current step; a second signal ends it immediately."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class StopSignals:
-    """A context in which the first signal is remembered and the second has its usual effect.
+    """Context manager: the first signal sets a flag, the second has its default effect.
 
-    Outside the main thread Python allows no handlers; then signals keep their usual effect.
+    Python allows handlers in the main thread only; in other threads signals keep their default effect.
     """
 
     CAUGHT = (signal.SIGTERM, signal.SIGINT)

@@ -1,7 +1,8 @@
-"""Where training stands."""
+"""The counters of a run, and its result."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -10,8 +11,18 @@ class TrainState:
     """Counters that go into a checkpoint."""
 
     iteration: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Completed optimizer steps, including skipped ones."""
     consumed_samples: int = 0
-    """Samples taken by all ranks."""
+    """Samples consumed by all ranks."""
     skipped_iterations: int = 0
     """Steps without an update because a gradient overflowed in fp16."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. losses: the last evaluation, by validation set. stopped: reason of an early stop, else None."""
+
+    state: TrainState
+    losses: Mapping[str, float]
+    reference_losses: Mapping[str, float]
+    stopped: str | None

@@ -32,7 +32,9 @@ def merge(
     from mt_data.indexed import merging
     from mt_data.indexed.display import byte_progress
     from mt_data.indexed.layout import index_path
+    from mt_data.preprocess.files import refuse_remote_output
 
+    refuse_remote_output("--output-prefix", output_prefix)
     if os.path.exists(index_path(output_prefix)) and not overwrite:
         raise DataError(f"{index_path(output_prefix)} exists; choose another --output-prefix, or pass --overwrite")
     prefixes = merging.find_prefixes(input)

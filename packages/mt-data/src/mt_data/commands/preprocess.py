@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import tomllib
@@ -25,7 +26,14 @@ class PreprocessCommand(TyperCommand):
     """Lets `--input` and `--json-keys` take several values behind one option, as Megatron's script does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args, SPREAD_OPTIONS))
+        return super().parse_args(ctx, spread(in_todays_words(args), SPREAD_OPTIONS))
+
+
+def in_todays_words(arguments: Sequence[str]) -> list[str]:
+    """`--json-key`, as Megatron's older script has it, is `--json-keys`, with a note."""
+    if any(argument.partition("=")[0] == "--json-key" for argument in arguments):
+        typer.echo("note: --json-key is called --json-keys here", err=True)
+    return [re.sub("^--json-key(?==|$)", "--json-keys", argument) for argument in arguments]
 
 
 def spread(arguments: Sequence[str], options: Iterable[str]) -> list[str]:

@@ -37,9 +37,10 @@ def preview(
     data = load_run_data(config, preset, set_)
     dataset = data.build_one(split, name)
     checked_sample(dataset, first, split)
+    fields = data.host.datasets.get(data.config.data.dataset_type, key="data.dataset_type").sample
     count = samples or min(4, global_batch_size(data.config))
     console = Console(highlight=False)
     for index in range(first, min(first + count, len(dataset))):
         console.print(f"sample {index}: {dataset.describe(index)}", style="bold", markup=False)
-        console.print(render_sample(dataset[index], data.tokenizer, max_tokens))
+        console.print(render_sample(dataset[index], fields, data.tokenizer, max_tokens))
         console.print()

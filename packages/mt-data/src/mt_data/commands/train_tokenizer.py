@@ -12,6 +12,7 @@ import typer
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
+from mt_data.preprocess.files import refuse_remote_output
 from mt_data.preprocess.readers import Record, expand_globs, iter_documents
 from mt_data.tokenizers.training import FORMATS, Format, Kind, TrainedTokenizer, TrainOptions, train
 
@@ -44,6 +45,7 @@ def train_tokenizer(
         lower_case=lower_case,
         vocab_extra_ids=vocab_extra_ids,
     )
+    refuse_remote_output("--output", output)
     if output.is_dir() and any(output.iterdir()) and not overwrite:
         raise ConfigError(f"--output {str(output)!r} is not empty; name another directory, or pass --overwrite")
     texts = limited(texts_of(iter_documents(expand_globs(input)), json_keys), max_mb)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.paths import is_remote
 from mt_data.preprocess.zstd import create_zstd
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -21,8 +22,10 @@ def output_names(sources: Sequence[Path], ending: str | None = None) -> list[str
     """A name for each input: its path below the folder that all share, with `ending` in place of its own.
 
     Without `ending`, a compressed input gives an output compressed alike; "same" keeps the names.
-    Raises ConfigError when two inputs would be written to one output.
+    Raises ConfigError when two inputs would be written to one output, and for inputs in an object store.
     """
+    if remote := next((source for source in sources if is_remote(source)), None):
+        raise ConfigError(f"input {remote}: corpora are built from files of this machine; copy them here first")
     parent = Path(os.path.commonpath([source.resolve().parent for source in sources]))
     names: dict[str, Path] = {}
     for source in sources:

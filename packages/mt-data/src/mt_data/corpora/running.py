@@ -13,6 +13,7 @@ from mt_data.corpora.outputs import ENDINGS, atomic_writer, output_names
 from mt_data.corpora.report import CorpusReport
 from mt_data.corpora.state import FOLDER, locked
 from mt_data.corpora.streaming import Job, Reading, Running, Task, run_jobs
+from mt_data.preprocess.files import refuse_remote_output
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class RunOptions:
             raise ConfigError(f"--workers {self.workers} is not possible; give 1 or more")
         if self.ending is not None and self.ending not in ENDINGS:
             raise ConfigError(f"--ending {self.ending!r} is not known; give one of {', '.join(ENDINGS)}")
+        for option, folder in (("--output", self.output), ("--dropped", self.dropped)):
+            if folder is not None:
+                refuse_remote_output(option, folder)
         if self.dropped is not None and self.dropped.resolve() == self.output.resolve():
             raise ConfigError(f"--dropped and --output are both {self.output}; give --dropped a folder of its own")
         object.__setattr__(self, "output", self.output.resolve())

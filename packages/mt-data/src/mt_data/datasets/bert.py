@@ -61,6 +61,10 @@ class BertDataset:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.samples.fingerprint()
+
     def describe(self, index: int) -> str:
         return self.samples.describe(index)
 

@@ -16,6 +16,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Dataset, SplitRequest
 from mt_data.datasets.blend_index import BlendIndex, build_blend_index, build_exhaustive_blend_index, normalized
 from mt_data.datasets.config import BlendEntry
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.index_cache import IndexCache
 
 MAX_DATASETS = np.iinfo(np.int16).max
@@ -24,8 +25,11 @@ MAX_DATASETS = np.iinfo(np.int16).max
 class BlendedDataset:
     """Sample k is sample `index.dataset_sample_index[k]` of data set `index.dataset_index[k]`."""
 
-    def __init__(self, datasets: Sequence[Dataset], index: BlendIndex, names: Sequence[str]) -> None:
+    def __init__(
+        self, datasets: Sequence[Dataset], index: BlendIndex, names: Sequence[str], weights: Sequence[float] = ()
+    ) -> None:
         self.datasets = datasets
+        self.weights = list(weights)
         self.index = index
         self.names = names
 
@@ -35,6 +39,11 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         dataset, sample = self.place(index)
         return self.datasets[dataset][sample]
+
+    def fingerprint(self) -> str:
+        """The content of all data sets and their weights, which a file may name; those without one count as alike."""
+        found = [getattr(dataset, "fingerprint", str)() for dataset in self.datasets]
+        return combined([found, self.weights])
 
     def place(self, index: int) -> tuple[int, int]:
         """(data set, sample within it) of sample `index`; IndexError outside of [0, len)."""
@@ -94,7 +103,7 @@ def _by_weight(
         dataset = build_one(entry, math.ceil(need * (1 + surplus)))
         # Rounding can ask one more of a data set than its share.
         datasets.append(dataset if len(dataset) >= count else build_one(entry, count))
-    return BlendedDataset(datasets, index, [entry.prefix for entry in entries])
+    return BlendedDataset(datasets, index, [entry.prefix for entry in entries], weights.tolist())
 
 
 def _exhaustive(

@@ -58,6 +58,9 @@ class IndexedDataConfig(DataConfig):
     mmap_bin_files: bool = True
     """Map the arrays of `.idx` into memory, which the processes of a machine then share; false reads them. Tokens
     are read by the system either way, so that a file that shrinks, or a disk that fails, is an error."""
+    verify_checksums: bool = True
+    """Compare each block of 64 KiB of `.bin` at its first use, and each `.idx` as it is opened, with the checksums in
+    its manifest. Files without a manifest, as Megatron writes them, have none."""
     mid_level_dataset_surplus: NonNegativeFloat = Field(0.005)
     """Each data set of a weighted blend is built for this much more than its share."""
     accept_tokenizer_mismatch: bool = False

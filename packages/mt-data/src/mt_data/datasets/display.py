@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mt_core.specs import Tokenizer
+from mt_core.specs import CAUSAL_LM_SAMPLE, SampleField, Tokenizer
 
 LEARNED, CONTEXT, BOUNDARY = "green", "dim", "bold magenta"
-ID_FIELDS = ("tokens", "text", "labels")
-"""A field whose name contains one of these holds ids."""
+LABELS, TOKENS = "labels", "tokens"
+"""Fields of ids: `labels` unless it is a number of a class, and every field whose name ends in `tokens`."""
 # Control characters of a corpus must not reach the terminal: their pictures do.
 _PICTURES = (
     {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
@@ -23,10 +23,17 @@ _PICTURES = (
 )
 
 
-def render_sample(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, max_tokens: int) -> RenderableType:
-    """A causal sample as coloured text; the fields one by one of any other sample."""
-    causal = {"tokens", "labels", "loss_mask"} <= sample.keys() and sample["tokens"].ndim == 1
-    return _render_causal(sample, tokenizer, max_tokens) if causal else _render_fields(sample, tokenizer, max_tokens)
+def render_sample(
+    sample: Mapping[str, np.ndarray], fields: Sequence[SampleField], tokenizer: Tokenizer, max_tokens: int
+) -> RenderableType:
+    """A causal sample as coloured text; the fields one by one of any other sample.
+
+    fields: what the data set declares (`DatasetSpec.sample`). The names alone do not say what a sample is: a masked
+    language model's has `tokens`, `labels` and `loss_mask` too, and so has one with the label of a class.
+    """
+    always = {field for field in CAUSAL_LM_SAMPLE if field.name != "segment_ids"}
+    render = _render_causal if always <= set(fields) else _render_fields
+    return render(sample, tokenizer, max_tokens)
 
 
 def _render_causal(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, max_tokens: int) -> RenderableType:
@@ -69,12 +76,23 @@ def _runs(window: NDArray[np.int64], learned: NDArray[np.bool_], eod: int | None
 
 def _render_fields(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, max_tokens: int) -> RenderableType:
     parts: list[RenderableType] = []
-    for name, array in sample.items():
-        values = np.asarray(array).reshape(-1)[:max_tokens]
-        parts.append(Text.assemble((f"{name} ", "bold"), f"{array.dtype}{list(array.shape)} {values.tolist()}"))
-        if any(part in name for part in ID_FIELDS) and values.dtype.kind in "iu":
-            parts.append(Text(printable(tokenizer.decode(values[values >= 0].tolist())), LEARNED))
+    for name, value in sample.items():
+        array = np.asarray(value)
+        shown = array.reshape(-1)[:max_tokens].tolist()
+        parts.append(Text.assemble((f"{name} ", "bold"), f"{array.dtype}{list(array.shape)} {shown}"))
+        if _holds_ids(name, array):
+            rows = array.reshape(-1, array.shape[-1])[:, :max_tokens]
+            parts.extend(Text(_decoded(row, tokenizer), LEARNED) for row in rows)
     return Group(*parts)
+
+
+def _holds_ids(name: str, array: np.ndarray) -> bool:
+    return array.ndim > 0 and array.dtype.kind in "iu" and (name == LABELS or name.endswith(TOKENS))
+
+
+def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text of ids [s]; negative ones, which stand for no token, are left out."""
+    return printable(tokenizer.decode(ids[ids >= 0].tolist()))
 
 
 def printable(text: str) -> str:

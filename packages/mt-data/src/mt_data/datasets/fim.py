@@ -127,6 +127,10 @@ class FIMDataset:
         result[: len(arranged)] = arranged
         return self.samples.sample_of(result)
 
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.samples.fingerprint()
+
     def describe(self, index: int) -> str:
         return f"{self.samples.describe(index)} (rearranged for fill-in-the-middle)"
 

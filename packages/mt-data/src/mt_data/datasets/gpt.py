@@ -106,6 +106,8 @@ class TokenSource(Protocol):
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
+    def fingerprint(self) -> str: ...
+
 
 class GPTDataset:
     """Sample k is the k-th window of tokens in the order of `index`; see CAUSAL_LM_SAMPLE for its fields."""
@@ -131,6 +133,10 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         return self.sample_of(self.window(index))
+
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.source.fingerprint()
 
     def sample_of(self, window: NDArray[np.int64]) -> dict[str, np.ndarray]:
         """The fields for a window [sequence_length + extra] of tokens."""

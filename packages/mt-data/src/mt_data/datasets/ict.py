@@ -17,6 +17,7 @@ from mt_core.config.schema import Probability
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.config import IndexedDataConfig
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files, open_tokens
 from mt_data.datasets.pair_encoding import special_ids
 from mt_data.datasets.sentence_index import BlockIndexPlan, build_block_index
@@ -106,6 +107,10 @@ class ICTDataset:
 
     def describe(self, index: int) -> str:
         return self.samples.describe(index)
+
+    def fingerprint(self) -> str:
+        """The content of the two token files."""
+        return combined([self.samples.fingerprint(), self.titles.source.fingerprint()])
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         row = self.samples.row(index)

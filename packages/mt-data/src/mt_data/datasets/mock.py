@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mt_core.config.schema import DataConfig
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.gpt import GPTDataset, plan_index
 from mt_data.datasets.gpt_index import build_gpt_index
 from mt_data.datasets.samples import SampleRules
@@ -43,6 +44,10 @@ class MockTokens:
     def sequence_lengths(self) -> NDArray[np.int32]:
         random = np.random.default_rng(LENGTH_SEED)
         return random.integers(1, LONGEST + 1, DOCUMENTS, dtype=np.int32)
+
+    def fingerprint(self) -> str:
+        """What the documents follow from."""
+        return combined(["mock", self.vocab_size, self.eod])
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [length] of a document from `offset` on; all the rest by default."""

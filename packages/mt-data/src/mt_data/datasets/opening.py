@@ -114,7 +114,7 @@ def _token_file(
 
 def open_tokens(prefix: str, config: IndexedDataConfig, tokenizer: Tokenizer) -> IndexedDataset:
     """Open a token file. Raises DataError when it is damaged or was made with another tokenizer."""
-    reader = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+    reader = IndexedDataset(prefix, mmap=config.mmap_bin_files, verify_checksums=config.verify_checksums)
     if not config.accept_tokenizer_mismatch:
         _check_tokenizer(reader, tokenizer)
     return reader

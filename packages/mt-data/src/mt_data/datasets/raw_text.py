@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.paths import as_path
 from mt_core.specs import Tokenizer
 from mt_data.datasets.content_cache import ContentCache
 from mt_data.datasets.progress import index_progress
@@ -46,7 +47,7 @@ def is_raw_text(name: str) -> bool:
         detect_format(Path(name))
     except DataError:
         return False
-    return not Path(f"{name}.idx").exists()
+    return not as_path(f"{name}.idx").exists()
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ def tokenized(name: str, options: RawTextOptions, tokenizer: Tokenizer, cache: P
         raise ConfigError(f'data.json_key="{options.json_key}" cannot be part of a file name; rename the field')
     key = {
         "kind": "tokens",
-        "text": _content_hash(Path(name)),
+        "text": _content_hash(as_path(name)),
         "json_key": options.json_key,
         "tokenizer": tokenizer.fingerprint(),
         "version": VERSION,
     }
 
     def write(folder: Path) -> None:
-        _write_tokens(Path(name), options, tokenizer, folder / STEM)
+        _write_tokens(as_path(name), options, tokenizer, folder / STEM)
 
     try:
         return ContentCache(cache).get(key, write, _checked_prefix)

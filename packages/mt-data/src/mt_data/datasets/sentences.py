@@ -31,6 +31,8 @@ class SentenceSource(Protocol):
 
     def read(self, index: int) -> np.ndarray: ...
 
+    def fingerprint(self) -> str: ...
+
 
 class SentenceSamples:
     """Rows of a sentence index (mt_data.datasets.sentence_index), with the sentences behind them."""
@@ -43,6 +45,10 @@ class SentenceSamples:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.source.fingerprint()
 
     def row(self, index: int) -> list[int]:
         """The numbers of row `index`; IndexError outside of [0, len)."""

@@ -65,6 +65,10 @@ class T5Dataset:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.samples.fingerprint()
+
     def describe(self, index: int) -> str:
         return self.samples.describe(index)
 

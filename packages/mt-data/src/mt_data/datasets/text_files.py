@@ -38,7 +38,8 @@ class TextDataConfig(IndexedDataConfig):
 
     @model_validator(mode="after")
     def _check_unused(self) -> TextDataConfig:
-        refuse_unused(self, {"mmap_bin_files": True, "accept_tokenizer_mismatch": False}, "which reads text")
+        of_token_files = {"mmap_bin_files": True, "verify_checksums": True, "accept_tokenizer_mismatch": False}
+        refuse_unused(self, of_token_files, "which reads text")
         refuse_unused(self, STREAM_KEYS, "which cuts no samples from a stream of documents")
         return self
 

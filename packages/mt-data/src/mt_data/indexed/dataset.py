@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
+from mt_data.indexed.blocks import BlockChecksums, CheckedBlocks
 from mt_data.indexed.layout import LENGTH, MODE, POINTER, Sizes, data_path, index_path, read_sizes
 from mt_data.indexed.manifest import Manifest, manifest_path, parse_manifest
 from mt_data.indexed.reader import SequenceReader
 from mt_data.indexed.storage import (
     CHUNK_BYTES,
+    CHUNK_ELEMENTS,
     Bytes,
     FetchedObject,
     MappedFile,
@@ -32,30 +34,49 @@ class IndexedDataset(SequenceReader):
     """The sequences of `<prefix>.bin` and `<prefix>.idx`, in Megatron's format.
 
     Opening reads some 60 bytes of `.idx` and checks the header and both sizes; the arrays and the tokens are
-    touched when they are first used. Objects can be pickled and shared by threads.
+    touched when they are first used, and checked then: lengths against offsets, and, with verify_checksums, what is
+    read against the manifest. Objects can be pickled and shared by threads.
 
     prefix: a path without the suffix, or a URL ("s3://bucket/name") read through fsspec: `.idx` is fetched at
         once, `.bin` by ranges. mmap: map the files (what `get` and the arrays give are then views, not copies),
         or read them plainly. multimodal: whether `.idx` has a mode for each sequence, which the file itself does
-        not say.
+        not say. verify_checksums: compare each block of `.bin` at its first use, and `.idx` when the fingerprint
+        is taken, with what the manifest records; without a manifest there is nothing to compare with.
 
     Raises DataError when a file is missing, of another format, cut short, or does not belong to the other, and
     when a file has changed its size since. `read` finds that out for certain. Views are checked when they are
     given: one that is held while its file shrinks must not be touched any more, or the system ends the process.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True, multimodal: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        mmap: bool = True,
+        multimodal: bool = False,
+        verify_checksums: bool = False,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.multimodal = multimodal
         self._mmap = mmap
+        self._verify = verify_checksums
         #: what the header says, and the sizes of the files
         self.sizes, self._idx = _open(self.prefix, mmap, multimodal)
         self.dtype = self.sizes.layout.dtype
-        self._bin = _data_file(self.prefix, self.sizes.data_bytes, mmap)
+        self._bin = self._data_file()
         self._lengths_checked = self._boundaries_checked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.prefix, mmap=self._mmap, multimodal=self.multimodal), ()
+        options = {"mmap": self._mmap, "multimodal": self.multimodal, "verify_checksums": self._verify}
+        return partial(type(self), self.prefix, **options), ()
+
+    def _data_file(self) -> Bytes:
+        file = _data_file(self.prefix, self.sizes.data_bytes, self._mmap)
+        return CheckedBlocks(file, manifest_path(self.prefix), self._recorded_blocks) if self._verify else file
+
+    def _recorded_blocks(self) -> BlockChecksums | None:
+        manifest = self.manifest()
+        return None if manifest is None else manifest.bin_blocks
 
     def __repr__(self) -> str:
         return f"IndexedDataset({self.prefix!r}, sequences={len(self)}, dtype={self.dtype.name})"
@@ -92,10 +113,14 @@ class IndexedDataset(SequenceReader):
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """int32 [S], read-only: tokens of each sequence. Raises DataError when they do not add up to `.bin`."""
+        """int32 [S], read-only: tokens of each sequence.
+
+        Raises DataError when they do not add up to `.bin`, or do not follow from the byte offsets.
+        """
         lengths = self._lengths
         if not self._lengths_checked:
             self._check_lengths(lengths)
+            self._check_offsets(lengths)
             self._lengths_checked = True
         return lengths
 
@@ -107,6 +132,24 @@ class IndexedDataset(SequenceReader):
                 f"{data_path(self.prefix)} holds {self.num_tokens} (shortest {lengths.min(initial=0)}); "
                 f"see mt data verify {self.prefix}"
             )
+
+    def _check_offsets(self, lengths: NDArray[np.int32]) -> None:
+        """Lengths that changed but not their sum would give other sequences; each offset is the end before it."""
+        offsets, begin = self.byte_offsets, 0
+        for start in range(0, len(lengths), CHUNK_ELEMENTS):
+            ends = begin + np.cumsum(lengths[start : start + CHUNK_ELEMENTS], dtype=np.int64) * self.dtype.itemsize
+            found = offsets[start : start + CHUNK_ELEMENTS]
+            wrong = np.flatnonzero(found != np.concatenate([[begin], ends[:-1]]))
+            if len(wrong):
+                raise self._misplaced(start + int(wrong[0]), int(found[wrong[0]]))
+            begin = int(ends[-1])
+
+    def _misplaced(self, index: int, position: int) -> DataError:
+        return DataError(
+            f"{index_path(self.prefix)} is damaged: sequence {index} begins at byte {position} of "
+            f"{data_path(self.prefix)}, which is not where the sequences before it end by their lengths; copy or "
+            "write the data set again"
+        )
 
     @property
     def document_indices(self) -> NDArray[np.int64]:
@@ -133,14 +176,23 @@ class IndexedDataset(SequenceReader):
     # -- tokens of .bin -------------------------------------------------------------------------
 
     def _span(self, index: int) -> tuple[int, int]:
-        position = self._number(POINTER, self.sizes.layout.pointers_at, index)
+        position, end = self._begin_and_end(index)
         length = self._number(LENGTH, self.sizes.layout.lengths_at, index)
         if position < 0 or length < 0 or position + length * self.dtype.itemsize > self._bin.size:
             raise DataError(
                 f"{index_path(self.prefix)} is damaged: sequence {index} has offset {position} and length {length}, "
                 f"and {data_path(self.prefix)} has {self._bin.size} bytes"
             )
+        if position + length * self.dtype.itemsize != end:
+            raise self._misplaced(index + 1, end)
         return position, length
+
+    def _begin_and_end(self, index: int) -> tuple[int, int]:
+        """Bytes of `.bin` that a sequence takes, as the offsets say: its own and the next one's."""
+        count = min(2, len(self) - index)
+        data = self._idx.read(self.sizes.layout.pointers_at + index * POINTER.itemsize, count * POINTER.itemsize)
+        offsets = np.frombuffer(data, POINTER).tolist()
+        return offsets[0], offsets[1] if count == 2 else self._bin.size
 
     def _number(self, dtype: np.dtype, offset: int, index: int) -> int:
         data = self._idx.read(offset + index * dtype.itemsize, dtype.itemsize)
@@ -178,12 +230,27 @@ class IndexedDataset(SequenceReader):
     def fingerprint(self) -> str:
         """The content's identity: from the manifest's checksums, else from `.idx` and the size of `.bin`.
 
-        Tokens are not read. Without a manifest, other tokens in the same lengths give the same fingerprint.
+        Tokens are not read. Without a manifest, other tokens in the same lengths give the same fingerprint. With
+        verify_checksums `.idx` is read, so that the fingerprint is that of the file there is: DataError when it is
+        not the one that the manifest describes.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         manifest = self.manifest()
-        if manifest is not None:
-            return sha256(f"{manifest.bin.sha256} {manifest.idx.sha256}".encode()).hexdigest()
-        digest = sha256(f"{self.sizes.data_bytes} ".encode())
+        if manifest is None:
+            return self._index_digest(f"{self.sizes.data_bytes} ".encode())
+        if self._verify and (found := self._index_digest()) != manifest.idx.sha256:
+            raise DataError(
+                f"{index_path(self.prefix)} is damaged: its SHA-256 is {found}, and {manifest_path(self.prefix)} says "
+                f"{manifest.idx.sha256}; copy or write the data set again"
+            )
+        return sha256(f"{manifest.bin.sha256} {manifest.idx.sha256}".encode()).hexdigest()
+
+    def _index_digest(self, before: bytes = b"") -> str:
+        """SHA-256 of `before` and `.idx`."""
+        digest = sha256(before)
         for start in range(0, self._idx.size, CHUNK_BYTES):
             digest.update(self._idx.read(start, min(CHUNK_BYTES, self._idx.size - start)))
         return digest.hexdigest()

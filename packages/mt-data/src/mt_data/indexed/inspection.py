@@ -48,10 +48,10 @@ class Inspection:
     first_documents: list[DocumentPreview]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `manifest` is null when there is none."""
+        """Plain values; `manifest` is null when there is none, and without the checksums of blocks."""
         values = asdict(self)
         values["lengths"]["mean"] = self.lengths.mean
-        return values | {"manifest": self.manifest and self.manifest.model_dump()}
+        return values | {"manifest": self.manifest and self.manifest.model_dump(exclude={"bin_blocks"})}
 
 
 def inspect_dataset(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from mt_core.errors import DataError
+from mt_data.indexed.blocks import BlockChecksums
 
 
 def manifest_path(prefix: str) -> str:
@@ -42,6 +43,8 @@ class Manifest(BaseModel):
     multimodal: bool = False
     bin: FileRecord
     idx: FileRecord
+    bin_blocks: BlockChecksums | None = None
+    """Checksums of the blocks of `.bin`, compared as it is read; None in a manifest of an older release."""
     tokenizer: dict[str, Any] | None = None
     """tokenizer_type, config, fingerprint and vocab_size of the tokenizer; None when it is not known."""
     extra: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import sha256
 
 import numpy as np
@@ -73,6 +74,10 @@ class MemoryIndexedDataset(SequenceReader):
 
     def fingerprint(self) -> str:
         """SHA-256 of dtype, lengths, documents and tokens."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = sha256(self.dtype.str.encode())
         for array in (self._lengths, self._boundaries, self._tokens):
             digest.update(f"{array.size} ".encode())

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mt_core.errors import DataError
+from mt_data.indexed.blocks import BlockChecksummer
 from mt_data.indexed.manifest import FileRecord
 from mt_data.indexed.storage import CHUNK_BYTES
 
@@ -25,15 +26,17 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class PendingFile:
     """Writes `<path>.tmp`, hashing on the way; `publish` gives it its name.
 
+    blocks: take the checksums of its blocks too.
     The temporary name is fixed and locked: a second writer is refused, and what a killed one left is used again.
     Raises OSError as files do, and DataError when another process is writing the same file.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, blocks: bool = False) -> None:
         self.path = path
         self.temporary = path + SUFFIX
         self._file = open(_open_locked(self.temporary, path), "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
         self._digest = sha256()
+        self.blocks = BlockChecksummer() if blocks else None
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -41,6 +44,8 @@ class PendingFile:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self._file.write(view)
         self._digest.update(view)
+        if self.blocks is not None:
+            self.blocks.update(view)
         self.size += len(view)
 
     def record(self) -> FileRecord:

@@ -45,7 +45,7 @@ class IndexedDatasetWriter:
         with self._taking_back():
             folder = os.path.dirname(self.prefix) or "."
             os.makedirs(folder, exist_ok=True)
-            self._bin = self._open(data_path(self.prefix))
+            self._bin = self._open(data_path(self.prefix), blocks=True)
             self._lengths, self._boundaries, self._modes = (
                 self._spool(dtype, folder) for dtype in (LENGTH, POINTER, MODE)
             )
@@ -173,6 +173,7 @@ class IndexedDatasetWriter:
             multimodal=self.multimodal,
             bin=data,
             idx=index,
+            bin_blocks=None if self._bin.blocks is None else self._bin.blocks.record(),
             **origin,
         )
 
@@ -199,8 +200,8 @@ class IndexedDatasetWriter:
 
     # -- files ----------------------------------------------------------------------------------
 
-    def _open(self, path: str) -> PendingFile:
-        self._pending.append(PendingFile(path))
+    def _open(self, path: str, *, blocks: bool = False) -> PendingFile:
+        self._pending.append(PendingFile(path, blocks=blocks))
         return self._pending[-1]
 
     def _spool(self, dtype: np.dtype, folder: str) -> SpooledArray:

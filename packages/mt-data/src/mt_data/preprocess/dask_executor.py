@@ -6,7 +6,7 @@ Its workers must see the inputs, the tokenizer's files and the output's folder u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,9 @@ class DaskExecutor:
 
     def __init__(self, scheduler: str) -> None:
         self.scheduler = scheduler
+
+    def prepared(self, task: Task) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]:
         with _connected(self.scheduler) as client:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from mt_core.errors import DataError, MtError
 from mt_data.preprocess.encoder import DocumentEncoder
@@ -31,6 +34,10 @@ class Executor(Protocol):
     width: int
     """Shards done at once."""
 
+    def prepared(self, task: Task) -> AbstractContextManager[None]:
+        """Surrounds a run. Entered before the run starts threads or takes locks, so that it can fork processes."""
+        ...
+
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]: ...
 
 
@@ -43,28 +50,48 @@ class InlineExecutor:
     def __init__(self, encoder: DocumentEncoder) -> None:
         self.encoder = encoder
 
+    def prepared(self, task: Task) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]:
         for shard in shards:
             yield run_shard(task, shard, self.encoder)
 
 
 class ProcessExecutor:
-    """In processes of this machine. Each builds the tokenizer once; results go through files, not pipes."""
+    """In processes of this machine; results go through files, not pipes.
+
+    With an encoder the processes are forks of this one, made in `prepared`: they import nothing and build no
+    tokenizer. Without, or where this process cannot be forked safely, each is started anew and builds its own.
+    """
 
     feeds_streams = True
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, encoder: DocumentEncoder | None = None) -> None:
         self.width = workers
+        self.encoder = encoder
+        self._forks: list[_Worker] = []
+
+    @contextmanager
+    def prepared(self, task: Task) -> Iterator[None]:
+        try:
+            if self.encoder is not None and can_fork():
+                for _ in range(self.width):
+                    self._forks.append(_fork(task, self.encoder))
+            yield
+        finally:
+            end_all(self._forks)
+            self._forks = []
 
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]:
-        workers: list[_Worker] = []
+        workers, self._forks = self._forks, []
+        idle = workers.copy()
         try:
-            idle: list[_Worker] = []
             for shard in shards:
                 while not idle and len(workers) == self.width:
                     yield from _finished(workers, idle)
                 if not idle:
-                    workers.append(_Worker(task))
+                    workers.append(_spawn(task))
                     idle.append(workers[-1])
                 idle.pop().give(shard)
             while len(idle) < len(workers):
@@ -72,8 +99,15 @@ class ProcessExecutor:
             for worker in workers:
                 worker.dismiss()
         finally:
-            for worker in workers:
-                worker.end()
+            end_all(workers)
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process can work: no other Python thread holds a lock that would stay locked in it.
+
+    Linux only: the libraries of macOS do not survive a fork.
+    """
+    return sys.platform == "linux" and threading.active_count() == 1
 
 
 def _finished(workers: list[_Worker], idle: list[_Worker]) -> Iterator[ShardResult]:
@@ -89,15 +123,10 @@ def _finished(workers: list[_Worker], idle: list[_Worker]) -> Iterator[ShardResu
 class _Worker:
     """A process that does one shard at a time, as seen from outside."""
 
-    def __init__(self, task: Task) -> None:
-        # spawn: a forked child would inherit the locks of this process's threads.
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
+    def __init__(self, process: Any, connection: Connection) -> None:
+        self.connection = connection
         self.shard: Shard | None = None
-        self._process = context.Process(target=_work, args=(task, theirs), daemon=True, name="mt-preprocess")
-        with _sigint_blocked():
-            self._process.start()
-        theirs.close()
+        self._process = process
 
     def give(self, shard: Shard) -> None:
         self.shard = shard
@@ -143,30 +172,64 @@ class _Worker:
         return DataError(f"a worker process {how} while it worked on {files}{memory}")
 
 
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A process started meanwhile never sees Ctrl-C, which reaches all of a terminal; this one sees it afterwards."""
+def end_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
+
+
+def _spawn(task: Task) -> _Worker:
+    """A worker in a fresh process: it imports what it needs and builds the tokenizer."""
     # Python starts this helper with the first process, and unblocks SIGINT when it has.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    return _start("spawn", task, None, [signal.SIGINT])
+
+
+def _fork(task: Task, encoder: DocumentEncoder) -> _Worker:
+    """A worker that is a copy of this process, encoder included."""
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of OpenBLAS's threads too, which handle a fork themselves (pthread_atfork).
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        # This process's handler of SIGTERM must not run in the copy, which puts the default back first.
+        return _start("fork", task, encoder, [signal.SIGINT, signal.SIGTERM])
+
+
+def _start(method: str, task: Task, encoder: DocumentEncoder | None, blocked: list[signal.Signals]) -> _Worker:
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(task, theirs, encoder), daemon=True, name="mt-preprocess")
+    with _blocked(blocked):
+        process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+@contextmanager
+def _blocked(signals: list[signal.Signals]) -> Iterator[None]:
+    """A process started meanwhile never sees Ctrl-C, which reaches all of a terminal; this one sees it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(task: Task, connection: Connection) -> None:
-    """What a worker process runs."""
+def _work(task: Task, connection: Connection, encoder: DocumentEncoder | None) -> None:
+    """What a worker process runs. It waits for its first shard before it touches the run's folder."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _end_with_parent()
     # EOFError, OSError: the other end is gone, and there is nobody to tell.
-    with writing_shards(Path(task.folder)), suppress(EOFError, OSError):
-        while (shard := connection.recv()) is not None:
-            connection.send(_answer(task, shard))
+    with suppress(EOFError, OSError):
+        shard = connection.recv()
+        with writing_shards(Path(task.folder)):
+            while shard is not None:
+                connection.send(_answer(task, shard, encoder))
+                shard = connection.recv()
 
 
-def _answer(task: Task, shard: Shard) -> ShardResult | Exception:
+def _answer(task: Task, shard: Shard, encoder: DocumentEncoder | None) -> ShardResult | Exception:
     try:
-        return run_shard(task, shard)
+        return run_shard(task, shard, encoder)
     except MtError as error:
         return error
     except Exception:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO
 
+from mt_core.errors import ConfigError
+
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Some network file systems are mounted without locks."""
+
+
+def refuse_remote_output(option: str, output: str | Path) -> None:
+    """ConfigError for an address of an object store (also one that became a path, which has a slash less)."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(output)):
+        raise ConfigError(
+            f"{option} {output}: outputs are written to files, since what is done is kept there until all is; give a "
+            "path, and copy them to the store when they are there"
+        )
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from mt_core.errors import DataError
+from mt_core.paths import is_remote
 
 Kind = Literal["jsonl", "text-lines", "text", "parquet"]
 Compression = Literal["gz", "zst"]
@@ -80,7 +81,7 @@ def open_stream(path: Path, found: InputFormat) -> Iterator[BinaryIO]:
 def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(decompressed stream, the file beneath it, whose `tell` says how far it was read). Raises as `open_stream`."""
     try:
-        with open(path, "rb", buffering=BUFFER_BYTES) as raw:
+        with open_bytes(path) as raw:
             if found.compression and path.stat().st_size == 0:
                 raise DataError(f"{path} was cut short: it is empty, which compressed data never is")
             with _decompressed(raw, path, found) as stream:
@@ -91,6 +92,11 @@ def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, Bi
         raise DataError(f"{path} is damaged gzip data ({error})") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """A file, or an object of a store, for reading from any place on. Raises OSError."""
+    return path.open("rb") if is_remote(path) else path.open("rb", buffering=BUFFER_BYTES)
 
 
 @contextmanager

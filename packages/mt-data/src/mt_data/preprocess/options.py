@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mt_core.errors import ConfigError
+from mt_data.preprocess.files import refuse_remote_output
 from mt_data.preprocess.machine import MachineShare
 from mt_data.preprocess.readers import MAX_LINE_BYTES
 
@@ -51,6 +52,7 @@ class PreprocessOptions:
 
     def __post_init__(self) -> None:
         _require(bool(self.input), "--input is missing; name files or patterns")
+        refuse_remote_output("--output-prefix", self.output_prefix)
         _require(bool(Path(self.output_prefix).name), f"--output-prefix {self.output_prefix!r} names a folder")
         _require(bool(self.json_keys), "--json-keys needs at least one key")
         _require(len(set(self.json_keys)) == len(self.json_keys), f"--json-keys {self.json_keys} repeats a key")

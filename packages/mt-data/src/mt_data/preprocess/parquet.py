@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_core.errors import DataError
+from mt_data.preprocess.formats import open_bytes
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -25,7 +26,7 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
     except ModuleNotFoundError as error:
         raise DataError(f"{path} needs pyarrow (pip install pyarrow, or mt-data[parquet])") from error
     try:
-        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        with open_bytes(path) as raw, pq.ParquetFile(raw, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error

@@ -12,7 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from mt_data.preprocess.formats import BUFFER_BYTES, InputFormat, detect_format, open_stream
+from mt_core.paths import as_path
+from mt_data.preprocess.formats import BUFFER_BYTES, InputFormat, detect_format, open_bytes, open_stream
 from mt_data.preprocess.readers import (
     MalformedRecord,
     OnMalformed,
@@ -100,7 +101,7 @@ class PartReader:
         self._lines_before: int | None = 0
 
     def __iter__(self) -> Iterator[Record]:
-        part, path = self.part, Path(self.part.path)
+        part, path = self.part, as_path(self.part.path)
         if isinstance(part, RowGroups):
             return self._row_groups(part)
         if isinstance(part, WholeFile):
@@ -118,14 +119,14 @@ class PartReader:
     def reject(self, line: int, reason: str) -> None:
         """Report a record of this part as unusable; `line` is its number as this reader gave it."""
         if self._lines_before is None:
-            self._lines_before = count_newlines(Path(self.part.path), self._start)
+            self._lines_before = count_newlines(as_path(self.part.path), self._start)
         self._on_malformed(MalformedRecord(self.part.path, self._lines_before + line, reason))
 
     def _renumbered(self, error: MalformedRecord) -> None:
         self.reject(error.line, error.reason)
 
     def _byte_range(self, part: ByteRange, found: InputFormat) -> Iterator[tuple[int, bytes]]:
-        with open_stream(Path(part.path), found) as stream:
+        with open_stream(as_path(part.path), found) as stream:
             self._start = seek_line_start(stream, part.begin, part.end)
             self._lines_before = None
             yield from iter_lines(
@@ -143,7 +144,7 @@ class PartReader:
     def _row_groups(self, part: RowGroups) -> Iterator[Record]:
         from mt_data.preprocess.parquet import iter_rows, open_parquet
 
-        path = Path(part.path)
+        path = as_path(part.path)
         with open_parquet(path) as file:
             for row, value in iter_rows(file, path, self.options.columns, part.groups):
                 yield Record(value, part.path, row)
@@ -160,7 +161,7 @@ def seek_line_start(stream: BinaryIO, begin: int, end: int) -> int:
 def count_newlines(path: Path, end: int) -> int:
     """Line ends among the first `end` bytes of a file."""
     count, left = 0, end
-    with open(path, "rb", buffering=0) as file:
+    with open_bytes(path) as file:
         while left and (block := file.read(min(left, BUFFER_BYTES))):
             count += block.count(b"\n")
             left -= len(block)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mt_core.errors import DataError
+from mt_core.paths import is_remote
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.parts import ByteRange, Part, RowGroups, Shard, WholeFile
 
@@ -30,7 +31,8 @@ class InputFile:
 
     path: Path
     size: int
-    mtime_ns: int
+    changed: int | str
+    """When it was changed, in ns; of an object of a store what tells its version."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,13 @@ def examine(paths: Iterable[Path]) -> list[InputFile]:
             stat = path.stat()
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        files.append(InputFile(path, stat.st_size, stat.st_mtime_ns))
+        files.append(InputFile(path, stat.st_size, _version(path) if is_remote(path) else stat.st_mtime_ns))
     return files
+
+
+def _version(path: Path) -> str:
+    """What differs between two versions of an object: its tag, its time, or what else the store tells."""
+    return str(path.fs.ukey(path.path))  # type: ignore[attr-defined]
 
 
 def default_shard_bytes(files: Iterable[InputFile], machines: int = 1) -> int:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from mt_core.errors import DataError
+from mt_core.paths import as_path
 from mt_data.preprocess.formats import InputFormat, detect_format, open_stream
 
 MAX_LINE_BYTES = 256 * 2**20
@@ -58,14 +59,15 @@ def raise_malformed(error: MalformedRecord) -> None:
 def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
     """The files that the patterns (`*`, `?`, `[...]`, `**`) match, sorted within each pattern.
 
-    Patterns keep their order, and a file that several match is taken once, at the first of them. Raises
-    DataError when a pattern matches nothing, or a folder.
+    A pattern with `://`, such as "s3://bucket/*.jsonl", is looked for through fsspec. Patterns keep their order, and a
+    file that several match is taken once, at the first of them.
+    Raises DataError when a pattern matches nothing, or a folder.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         text = str(pattern)
-        matches = [text] if Path(text).exists() else sorted(glob.glob(text, recursive=True))
-        files = [Path(match) for match in matches if not Path(match).is_dir()]
+        matches = _remote_matches(text) if "://" in text else _local_matches(text)
+        files = [match for match in matches if not match.is_dir()]
         if not files:
             what = f"is a folder; give {text.rstrip('/')}/*.jsonl" if matches else "matches no file"
             raise DataError(f"input {text!r} {what}")
@@ -73,6 +75,23 @@ def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
     if not found:
         raise DataError("no input given; name at least one file or pattern")
     return list(found)
+
+
+def _local_matches(pattern: str) -> list[Path]:
+    matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+    return [Path(match) for match in matches]
+
+
+def _remote_matches(pattern: str) -> list[Path]:
+    """Raises DataError when the store cannot be asked."""
+    path = as_path(pattern)
+    try:
+        if path.exists():
+            return [path]
+        store: Any = path.fs  # type: ignore[attr-defined]
+        return [as_path(store.unstrip_protocol(found)) for found in sorted(store.glob(path.path))]  # type: ignore[attr-defined]
+    except OSError as error:
+        raise DataError(f"input {pattern!r} cannot be looked for: {error}") from error
 
 
 def iter_documents(
@@ -99,7 +118,7 @@ def iter_records(
     Raises MalformedRecord (unless `on_malformed` takes it) for a line that is no JSON object or too long, and
     DataError for what cannot be skipped: a missing file, a compressed file cut short, a missing column.
     """
-    path = Path(path)
+    path = as_path(path)
     found = detect_format(path, input_format)
     if found.kind == "parquet":
         yield from _parquet_records(path, columns)

@@ -36,7 +36,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     plan = plan_run(options)
     if plan.share.count > 1:
         progress.note(f"part {plan.share.index} of {plan.share.count} ({plan.share.origin})")
-    with lock_partial_folder(plan.partial_folder) as folder:
+    with plan.executor.prepared(plan.task), lock_partial_folder(plan.partial_folder) as folder:
         finished = _take_up(plan, folder, progress)
         reused = 0
         if finished is None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_core.paths import absolute
 from mt_core.specs import Tokenizer
 from mt_data.indexed import dtype_for_vocab
 from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.machine import MachineShare, machine_share
 from mt_data.preprocess.options import PreprocessOptions
-from mt_data.preprocess.parts import ReadOptions
+from mt_data.preprocess.parts import ReadOptions, Shard
 from mt_data.preprocess.plan import (
     InputFile,
     Job,
@@ -73,7 +74,7 @@ class RunPlan:
         task, options = self.task, self.options
         return {
             "version": IDENTITY_VERSION,
-            "inputs": [[str(file.path.absolute()), file.size, file.mtime_ns] for file in self.files],
+            "inputs": [[str(absolute(file.path)), file.size, file.changed] for file in self.files],
             "input_format": options.input_format,
             "share": [self.share.index, self.share.count],
             "shard_bytes": self.shard_bytes,
@@ -102,7 +103,7 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     choice = TokenizerChoice.of(options.tokenizer_type, options.tokenizer)
     tokenizer = choice.build()
     paths = expand_globs(options.input)
-    files = examine(path.absolute() for path in paths) if options.executor == "dask" else examine(paths)
+    files = examine(map(absolute, paths)) if options.executor == "dask" else examine(paths)
     shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files, share.count)
     feeds_streams = options.executor == "local"
     all_jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
@@ -116,7 +117,7 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
         files=files,
         jobs=jobs,
         shard_bytes=max(shard_bytes, 1),
-        executor=build_executor(options, encoder, sum(job.input_bytes for job in jobs)),
+        executor=build_executor(options, encoder, jobs),
         task=task,
         outputs={key: Path(f"{prefix}_{key}_{options.level}") for key in options.json_keys},
         tokenizer_record={
@@ -145,13 +146,16 @@ def _task(options: PreprocessOptions, folder: str, choice: TokenizerChoice, toke
     )
 
 
-def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, input_bytes: int) -> Executor:
+def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, jobs: list[Job]) -> Executor:
     if options.executor == "dask":
         from mt_data.preprocess.dask_executor import DaskExecutor
 
         return DaskExecutor(options.dask_scheduler or "")
+    input_bytes = sum(job.input_bytes for job in jobs)
     workers = options.workers or min(available_cores(), 1 + input_bytes // BYTES_WORTH_A_WORKER)
-    return InlineExecutor(encoder) if workers == 1 else ProcessExecutor(workers)
+    if all(isinstance(job, Shard) for job in jobs):
+        workers = min(workers, len(jobs))  # a file that is cut while it is read gives nobody knows how many shards
+    return InlineExecutor(encoder) if workers <= 1 else ProcessExecutor(workers, encoder)
 
 
 def available_cores() -> int:

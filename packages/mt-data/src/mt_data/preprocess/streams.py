@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
 from queue import Full, Queue
 from threading import Event, Thread
 from typing import Generic, TypeVar
@@ -23,7 +22,7 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
 
     Of a line that is too long only so much is kept that it will be found too long.
     """
-    path = Path(job.path)
+    path = job.path
     chunk, first_line, read_before = 0, 1, 0
     with open_with_raw(path, detect_format(path, options.input_format)) as (stream, raw):
         while data := stream.read(chunk_bytes):

@@ -67,16 +67,19 @@ def _crossed(
     """
     left, right = pair
     left_until = right_until = number
+    left_rank, right_rank = rank[left], rank[right]
     while True:
         across = ranks_of_pairs.get((left, right))
         if across is not None and across < left_until and across <= right_until:
             return True
-        if rank[left] < 0 and rank[right] < 0:
+        if left_rank < 0 and right_rank < 0:
             return False
-        if rank[left] > rank[right]:
-            left_until, left = rank[left], parts[left][1]
+        if left_rank > right_rank:
+            left_until, left = left_rank, parts[left][1]
+            left_rank = rank[left]
         else:
-            right_until, right = rank[right], parts[right][0]
+            right_until, right = right_rank, parts[right][0]
+            right_rank = rank[right]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -123,24 +126,26 @@ def _parse_vocab(data: bytes, path: str) -> dict[str, int]:
 
 
 def _parse_merges(data: bytes, path: str, vocab: Mapping[str, int], vocab_path: str) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
     lines: dict[tuple[str, str], int] = {}
     for number, line in enumerate(decode_utf8(data, path, "merge_file").split("\n"), start=1):
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
-        where = f"tokenizer.merge_file={path!r} line {number}"
         left, _, right = line.partition(" ")
+        pair = (left, right)
         if not left or not right or " " in right:
-            raise DataError(f"{where}: {line!r} is not two tokens with one space between")
-        for name in (left, right, left + right):
-            if name not in vocab:
-                raise DataError(
-                    f"{where}: {line!r} needs the token {name!r}, which tokenizer.vocab_file={vocab_path!r} "
-                    "does not have; the two files must come from one tokenizer"
-                )
-        if (left, right) in lines:
-            raise DataError(f"{where}: {line!r} stands already in line {lines[left, right]}")
-        lines[left, right] = number
-        pairs.append((left, right))
-    return pairs
+            raise DataError(f"{_line(path, number)}: {line!r} is not two tokens with one space between")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            name = next(name for name in (left, right, left + right) if name not in vocab)
+            raise DataError(
+                f"{_line(path, number)}: {line!r} needs the token {name!r}, which tokenizer.vocab_file={vocab_path!r} "
+                "does not have; the two files must come from one tokenizer"
+            )
+        if pair in lines:
+            raise DataError(f"{_line(path, number)}: {line!r} stands already in line {lines[pair]}")
+        lines[pair] = number
+    return list(lines)
+
+
+def _line(path: str, number: int) -> str:
+    return f"tokenizer.merge_file={path!r} line {number}"

@@ -1,1 +1,21 @@
-"""BERT: a bidirectional encoder with masked-word and sentence-order heads, in its own form and in Megatron's."""
+"""BERT: a bidirectional encoder with MLM and sentence-order heads, post-norm (published) or pre-norm (Megatron)."""
+
+from mt_core.specs import Lazy, LossSpec, ModelSpec
+
+SPEC = ModelSpec(
+    name="bert",
+    doc="Bidirectional encoder with masked-word and sentence-order heads: BERT, Megatron's BERT",
+    config_type=Lazy("mt_models.bert.config:BertConfig"),
+    build=Lazy("mt_models.bert.model:build_bert"),
+    check=Lazy("mt_models.bert.config:check_bert"),
+    presets=Lazy("mt_models.bert.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.bert.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:BERT"),
+    },
+)
+LOSS = LossSpec(
+    name="bert",
+    doc="Cross entropy of masked words and of the order of two texts",
+    build=Lazy("mt_models.bert.loss:build_bert_loss"),
+)

@@ -1,6 +1,6 @@
 """Floating-point operations of BERT and the biencoder, from their configuration (counted as in mt_models.flops).
 
-Every position sees all others, so that there is one convention. What is done once a sequence is divided among its
+Every position attends to all others, so that there is one convention. Operations per sequence are averaged over its
 tokens.
 """
 
@@ -28,9 +28,9 @@ class BertFlops(EncoderFlops):
     """Forward FLOPs for each token, over all layers, and of the heads."""
 
     lm_head: float
-    """The layer before the logits of words."""
+    """The layer before the MLM logits."""
     output: float
-    """Logits of words."""
+    """MLM logits."""
     pooler: float
     binary_head: float
 

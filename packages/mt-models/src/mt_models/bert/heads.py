@@ -1,4 +1,4 @@
-"""BERT's heads: masked words, the pooled first position, the order of two texts."""
+"""BERT's heads: MLM, the pooler of the first position, sentence order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_models.blocks.replicated import ReplicatedLinear
 
 
 class MaskedWordHead(nn.Module):
-    """norm(activation(W x + b)), from which the output layer makes logits: [B, S, H] -> the same."""
+    """norm(activation(W x + b)), the input of the output layer: [B, S, H] -> the same."""
 
     def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
         super().__init__()
@@ -46,6 +46,6 @@ class BinaryHead(ReplicatedLinear):
 
 
 def mean_of_tokens(hidden_states: Tensor, padding_mask: Tensor) -> Tensor:
-    """[B, S, H] and [B, S] with 1 for tokens -> [B, H], the mean over tokens: the usual embedding of a sentence."""
+    """[B, S, H] and [B, S] with 1 for tokens -> [B, H], the mean over tokens: the usual sentence embedding."""
     weights = padding_mask[..., None].to(hidden_states.dtype)
     return (hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)

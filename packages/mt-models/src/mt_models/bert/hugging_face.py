@@ -1,4 +1,4 @@
-"""BERT in Hugging Face's format: `bert` has norms behind the sums, `megatron-bert` before the blocks."""
+"""BERT in Hugging Face's format: `bert` is post-norm, `megatron-bert` is pre-norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
 from mt_models.bert.config import BertConfig
-from mt_models.hugging_face import IGNORED, OF_HEADS, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -19,15 +19,15 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-"""Theirs to ours; of several the first is written."""
+"""Hugging Face's value -> ours; if several map to one, the first is exported."""
 PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 
 
-def activation_to_ours(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("hidden_act", name, ACTIVATIONS)]
 
 
-def activation_to_theirs(name: str) -> str:
+def export_activation(name: str) -> str:
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return names[require_known("model.activation", name, names)]
 
@@ -37,7 +37,7 @@ def activation_to_theirs(name: str) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads a class of Hugging Face has."""
+    """Which heads a Hugging Face class has."""
 
     lm: bool
     binary: bool
@@ -50,7 +50,7 @@ CLASSES = {
     "ForNextSentencePrediction": Heads(lm=False, binary=True, pooler=True),
     "Model": Heads(lm=False, binary=False, pooler=True),
 }
-"""By the end of the class's name. A configuration that names no class is taken for the first."""
+"""By the suffix of the class name. A configuration without a class name is read as the first."""
 STEMS = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 
 
@@ -82,7 +82,7 @@ ENCODER_FIELDS = (
     Field("hidden_size", "hidden_size", default=768),
     Field("num_attention_heads", "num_attention_heads", default=12),
     Field("intermediate_size", "ffn_hidden_size", default=3072),
-    Field("hidden_act", "activation", activation_to_ours, activation_to_theirs, default="gelu"),
+    Field("hidden_act", "activation", import_activation, export_activation, default="gelu"),
     Field("max_position_embeddings", "max_position_embeddings", default=512),
     Field("type_vocab_size", "num_tokentypes", default=2),
     Field("layer_norm_eps", "norm_epsilon", default=1e-12),
@@ -90,18 +90,23 @@ ENCODER_FIELDS = (
     Field("attention_probs_dropout_prob", "attention_dropout", float, default=0.1),
     Field("initializer_range", "init_method_std", default=0.02),
 )
+WRITTEN = ("is_decoder", "add_cross_attention", "is_encoder_decoder")
 ENCODER_FIXED = (
-    Fixed("is_decoder", (False,)),
-    Fixed("add_cross_attention", (False,)),
-    Fixed("is_encoder_decoder", (False,)),
+    *(Fixed(key, (False,)) for key in WRITTEN),
     Fixed("tie_word_embeddings", (True,)),
     Fixed("position_embedding_type", ("absolute",)),
+    # From Google's original code. Both name the pooler: one linear layer on the first token.
+    Fixed("directionality", ("bidi",), written=False),
+    Fixed("pooler_type", ("first_token_transform",), written=False),
+    *(entry for entry in NOT_A_CHOICE if entry.theirs not in WRITTEN),
 )
 ENCODER_IGNORED = {
     **{key: why for key, why in IGNORED.items() if key != "architectures"},
-    "chunk_size_feed_forward": "computes the same products in pieces",
-    "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
     "classifier_dropout": OF_HEADS,
+    **dict.fromkeys(
+        ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
+        "of other poolers than that on the first token, in Google's first code",
+    ),
 }
 
 
@@ -125,7 +130,7 @@ def config_map(model_type: str) -> ConfigMap:
         ignored=ENCODER_IGNORED,
         further=further,
         further_keys=("architectures",),
-        further_back=lambda model: {
+        export_extra=lambda model: {
             "architectures": [class_of(model, stem)],
             "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
         },

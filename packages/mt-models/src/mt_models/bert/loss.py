@@ -1,4 +1,4 @@
-"""BERT's loss: masked words, and the order of the two texts."""
+"""BERT's loss: MLM, and sentence order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mt_models.bert.model import BertOutput
 
 
 class BertLoss:
-    """Cross entropy of each masked word, plus that of its sample's order: [B, S], counted where words are masked.
+    """Cross entropy of each masked token, plus that of its sample's order: [B, S], counted at masked tokens.
 
-    Masked, summed and divided by the number of masked words, that is the mean over words plus a mean over
-    samples in which a sample weighs as many times as it has masked words. Both are independent of how the
-    global batch is cut into micro-batches. With equally many masked words in every sample it is the sum of the
+    Masked, summed and divided by the number of masked tokens, this is the mean over tokens plus a mean over
+    samples weighted by their numbers of masked tokens. Both are independent of how the
+    global batch is split into micro-batches. With equally many masked tokens in every sample it is the sum of the
     two plain means, which is what Megatron takes for each micro-batch.
     """
 

@@ -1,13 +1,13 @@
 """The BERT model (Devlin et al., 2019): embedding, bidirectional layers, heads.
 
 Shapes: B batch, S sequence, H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence
-parallelism hidden states between the layers are divided along S.
+parallelism hidden states between the layers are sharded along S.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,22 @@ from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
-from mt_core.nn.stage import Stage, whole
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.bert.config import BertConfig
 from mt_models.bert.heads import BinaryHead, MaskedWordHead, Pooler
 from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.post_norm import PostNormLayer, PostNormStack
-from mt_models.blocks.tables import LearnedTable, like_word_vectors
+from mt_models.blocks.tables import LearnedTable, like_token_embeddings
 from mt_models.blocks.tied_output import TiedOutput
 from mt_models.blocks.transformer import TransformerLayer, TransformerStack
 
 
 class BertEmbedding(nn.Module):
-    """Word, position and token-type vectors, summed; normalized if norms stand behind sums; then dropout."""
+    """Token, position and token-type embeddings, summed; normalized if post-norm; then dropout."""
 
     def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
         super().__init__()
@@ -57,16 +58,16 @@ class BertEmbedding(nn.Module):
         if self.tokentype_embeddings is not None:
             types = torch.zeros_like(tokens) if tokentype_ids is None else tokentype_ids
             added = added + self.tokentype_embeddings(types)
-        x = self.word_embeddings(tokens) + like_word_vectors(added, self.ctx)
+        x = self.word_embeddings(tokens) + like_token_embeddings(added, self.ctx)
         if self.layernorm is not None:
             x = self.layernorm(x)
         return self.dropout(x)
 
 
-class BertEncoder(nn.Module):
-    """Embedding and layers, without heads; what every BERT-like model begins with."""
+class BertEncoder(Model):
+    """Embedding and layers, without heads; shared by all BERT-like models."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "tokentype_ids", "padding_mask", "position_ids")
+    inputs: tuple[str, ...] = ("tokens", "tokentype_ids", "padding_mask", "position_ids")
 
     def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class BertEncoder(nn.Module):
         self.encoder = build_layers(config, environment)
 
     def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
-        """What this process holds of it."""
+        """The part of the model that this process holds."""
         return BertEmbedding(self.config, self.ctx) if environment.has_first else None
 
     def hidden_states(
@@ -99,7 +100,7 @@ class BertEncoder(nn.Module):
         padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """States of the stage before (None for the first) -> those behind the layers of this one: [B, S, H]."""
+        """Hidden states of the previous stage (None for the first) -> those after this stage's layers: [B, S, H]."""
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         seen = None if padding_mask is None else padding_mask.bool()
@@ -114,8 +115,8 @@ class BertEncoder(nn.Module):
 
 
 class BertOutput(NamedTuple):
-    """hidden_states: [B, S, H]. logits: [B, S, V] of the masked-word head. pooled: [B, H]. binary_logits: [B, 2],
-    of texts in their order and of exchanged ones. None for a head that the model does not have."""
+    """hidden_states: [B, S, H]. logits: [B, S, V] of the MLM head. pooled: [B, H]. binary_logits: [B, 2], for texts
+    in order and exchanged. None for a head that the model does not have."""
 
     hidden_states: Tensor
     logits: Tensor | None
@@ -137,7 +138,7 @@ class BertModel(BertEncoder):
 
     def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
         if not environment.has_first and environment.has_last and self.config.add_lm_head:
-            # The last stage's copy of the word vectors, which are its output matrix.
+            # The last stage's copy of the token embeddings, which are its LM head.
             return TokenEmbedding(self.config, self.ctx)
         return super().build_embedding(environment)
 
@@ -169,7 +170,7 @@ class BertModel(BertEncoder):
         padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor | BertOutput:
-        """hidden [B, S, H] of the stage before -> that for the next, or the output. See Pipelined."""
+        """hidden [B, S, H] of the previous stage -> the next stage's input, or the output. See Pipelined."""
         x = self.states_of_stage(stage, hidden, tokens, tokentype_ids, padding_mask, position_ids)
         return self.heads(x) if stage.last else x
 
@@ -180,7 +181,7 @@ class BertModel(BertEncoder):
         yield from self.encoder.stage_modules(stage)
 
     def heads(self, x: Tensor) -> BertOutput:
-        """[B, S, H] behind the last layer -> the output"""
+        """[B, S, H] after the last layer -> the output"""
         logits = None
         if self.lm_head is not None and self.output_layer is not None:
             assert self.embedding is not None
@@ -191,7 +192,7 @@ class BertModel(BertEncoder):
 
 
 def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """[B, S, H], divided along S with sequence parallelism -> [B, H] of position 0, on every rank."""
+    """[B, S, H], sharded along S with sequence parallelism -> [B, H] of position 0, on every rank."""
     return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
 
 

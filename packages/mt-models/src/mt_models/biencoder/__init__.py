@@ -1,1 +1,19 @@
-"""Two BERT encoders, of questions and of texts, trained to find the text that a question comes from."""
+"""Two BERT encoders, of questions and of texts, trained to retrieve the text that a question comes from."""
+
+from mt_core.specs import Lazy, LossSpec, ModelSpec
+
+SPEC = ModelSpec(
+    name="biencoder",
+    doc="Two BERT encoders that find the text a question comes from (inverse cloze task)",
+    config_type=Lazy("mt_models.biencoder.config:BiencoderConfig"),
+    build=Lazy("mt_models.biencoder.model:build_biencoder"),
+    check=Lazy("mt_models.biencoder.config:check_biencoder"),
+    presets=Lazy("mt_models.biencoder.presets:PRESETS"),
+    name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},
+)
+LOSS = LossSpec(
+    name="retrieval",
+    doc="Cross entropy of each question's own text among those of the micro-batch on all ranks",
+    build=Lazy("mt_models.biencoder.loss:build_retrieval_loss"),
+    compares_samples=True,
+)

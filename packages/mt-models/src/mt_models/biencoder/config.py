@@ -1,4 +1,4 @@
-"""Configuration of the biencoder: that of its BERT towers, and how their vectors are compared."""
+"""Configuration of the biencoder: that of its BERT towers, and how their embeddings are compared."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ class PairFlops(Flops):
     tower: EncoderFlops
     """For each token, of either."""
     projection: float
-    """Of both vectors."""
+    """Projections of both embeddings."""
     scores: float
-    """Of the question's vector with those of all texts of the batch."""
+    """Scores of the question's embedding against those of all texts of the batch."""
     seq_length: int
 
     @property
@@ -27,7 +27,7 @@ class PairFlops(Flops):
 
 
 def flops_per_pair(config: BiencoderConfig, seq_length: int, *, texts: int) -> PairFlops:
-    """texts: those that a question is compared with, the samples of the micro-batch on all ranks."""
+    """texts: number of texts that a question is compared with: the samples of the micro-batch on all ranks."""
     width = config.biencoder_projection_dim or config.hidden_size
     return PairFlops(
         tower=encoder_flops(config, seq_length),

@@ -1,4 +1,4 @@
-"""The retrieval loss: each question has to find its text among those of the same micro-batch on all ranks."""
+"""The retrieval loss: contrastive, with the texts of the same micro-batch on all ranks as negatives."""
 
 from __future__ import annotations
 

@@ -1,23 +1,24 @@
-"""The biencoder (Lee et al., Latent Retrieval, 2019): questions and texts become vectors, whose products are scores.
+"""The biencoder (Lee et al., Latent Retrieval, 2019): embeds questions and texts; scores are dot products.
 
-Shapes: B batch, S sequence, P width of the vectors (biencoder_projection_dim, or hidden_size without projection).
+Shapes: B batch, S sequence, P width of the embeddings (biencoder_projection_dim, or hidden_size without projection).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
+from mt_core.nn.model import Model
 from mt_models.bert.model import BertEncoder, first_position
 from mt_models.biencoder.config import BiencoderConfig
 from mt_models.blocks.replicated import ReplicatedLinear
 
 
 class Tower(BertEncoder):
-    """tokens [B, S] -> vectors [B, P]."""
+    """tokens [B, S] -> embeddings [B, P]."""
 
     def __init__(self, config: BiencoderConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
@@ -35,16 +36,16 @@ class Tower(BertEncoder):
 
 
 class Vectors(NamedTuple):
-    """query, context: [B, P]. Row i of the one belongs to row i of the other."""
+    """query, context: [B, P]. Row i of query and row i of context are a pair."""
 
     query: Tensor
     context: Tensor
 
 
-class BiencoderModel(nn.Module):
+class BiencoderModel(Model):
     """Questions [B, S] and the texts that they come from [B, S] -> Vectors."""
 
-    inputs: ClassVar[tuple[str, ...]] = tuple(
+    inputs: tuple[str, ...] = tuple(
         f"{side}_{name}" for side in ("query", "context") for name in ("tokens", "tokentype_ids", "padding_mask")
     )
 

@@ -1,4 +1,4 @@
-"""The retriever of ORQA and REALM: two towers of BERT's base size, vectors of 128."""
+"""The retriever of ORQA and REALM: two towers of BERT's base size, embeddings of 128."""
 
 from __future__ import annotations
 

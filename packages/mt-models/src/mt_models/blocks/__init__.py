@@ -1,1 +1,1 @@
-"""Pieces that families are composed from."""
+"""Building blocks that model families share."""

@@ -1,4 +1,4 @@
-"""Self-attention: one matrix for queries, keys and values, positions, the core, the output projection."""
+"""Self-attention: fused QKV projection, positions, the core, the output projection."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SelfAttention(nn.Module):
     """x -> linear_proj(core(q, k, v)): [batch, sequence, hidden] -> the same.
 
     Rows of linear_qkv are grouped by key-value group, as Megatron stores them: for each group its query
-    heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups, or a part of the
-    queries of one group when there are more ranks than groups.
+    heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups. With more ranks than
+    groups, ranks share a group and each has some of its query heads; the rows are padded to a multiple of the ranks.
     window: see AttentionPattern. qkv_bias, output_bias: of linear_qkv and linear_proj; default: as the
     configuration's biases.
     """
@@ -82,12 +82,14 @@ class SelfAttention(nn.Module):
         self.tp = ctx.tp
         self.ranks_per_group = max(ctx.tp.size // config.query_groups, 1)
         width = config.num_attention_heads * config.head_dim
+        self.rows = width + 2 * config.query_groups * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            width + 2 * config.query_groups * config.head_dim,
+            self.rows,
             ctx,
             bias=config.add_bias_linear or config.add_qkv_bias if qkv_bias is None else qkv_bias,
             init=normal(config.init_method_std),
+            padded=-(-self.rows // ctx.tp.size) * ctx.tp.size,
         )
         self.linear_proj = RowParallelLinear(
             width,
@@ -134,13 +136,13 @@ class SelfAttention(nn.Module):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
     def _group_of_rank(self, rows: Tensor) -> Tensor:
-        """[B, S, rows of this rank] -> [B, S, rows of the group that it shares with others], as Megatron does it:
-        the rows of all are gathered, and each rank keeps its group's (and computes with its part of the queries)."""
-        groups = gather_from(rows, rows.dim() - 1, self.tp).chunk(self.tp.size // self.ranks_per_group, -1)
-        return groups[self.tp.rank // self.ranks_per_group]
+        """[B, S, rows of this rank] -> [B, S, rows of the group that it shares with other ranks], as Megatron does it:
+        all rows are gathered, and each rank keeps its group's (and computes with its share of the queries)."""
+        whole = gather_from(rows, rows.dim() - 1, self.tp)[..., : self.rows]  # without padding
+        return whole.chunk(self.tp.size // self.ranks_per_group, -1)[self.tp.rank // self.ranks_per_group]
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Each head of the queries and keys, if the model asks for it."""
+        """Applied to each head of the queries and keys, if the model has it."""
         if self.q_layernorm is None or self.k_layernorm is None:
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)

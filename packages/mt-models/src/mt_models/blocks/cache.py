@@ -1,4 +1,4 @@
-"""Keys and values of the positions already seen, so that decoding computes each position once."""
+"""KV cache: keys and values of previous positions, so that decoding computes each position once."""
 
 from __future__ import annotations
 

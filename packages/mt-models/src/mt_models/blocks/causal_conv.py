@@ -1,6 +1,6 @@
-"""A short causal convolution along the sequence, each channel on its own: y_t = b + sum_j w_j x_(t - k + 1 + j).
+"""A short depthwise causal convolution along the sequence: y_t = b + sum_j w_j x_(t - k + 1 + j).
 
-Shapes: B batch, S positions, C channels, k taps; the last tap is that of the position itself.
+Shapes: B batch, S positions, C channels, k taps; the last tap is applied to the position itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | N
 
 
 def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor) -> Tensor:
-    """As causal_conv, where a position takes nothing from other segments: segment_ids [B, S]."""
+    """As causal_conv, without crossing segment boundaries: segment_ids [B, S]."""
     length, taps = x.shape[1], weight.shape[1]
     y = x * weight[:, -1]
     for distance in range(1, min(taps, length)):
@@ -28,5 +28,5 @@ def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segm
 
 
 def with_past(x: Tensor, count: int, past: Tensor | None) -> Tensor:
-    """[B, S, C] -> [B, count + S, C], behind `past` [B, count, C] or zeros."""
+    """[B, S, C] -> [B, count + S, C], with `past` [B, count, C] or zeros in front."""
     return F.pad(x, (0, 0, count, 0)) if past is None else torch.cat([past, x], dim=1)

@@ -1,7 +1,7 @@
-"""Cross attention: queries of the decoder over what the encoder made of its sequence.
+"""Cross attention: queries of the decoder, keys and values of the encoder's output.
 
 Shapes: B batch, S decoder positions, T encoder positions, H hidden, N heads, D head size. Tensor parallelism gives
-each rank whole heads; with sequence parallelism S and T are divided between the layers.
+each rank whole heads; with sequence parallelism S and T are sharded between the layers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mt_core.nn.dropout import AttentionDropout, Dropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
 from mt_models.blocks.layer_stack import LayerStack
@@ -24,7 +24,7 @@ from mt_models.blocks.transformer import LayerShape, TransformerLayer, block_nor
 
 
 class DecoderLayerCache(LayerCache):
-    """Keys and values of a decoder layer: its own positions, and once those of the encoder's."""
+    """Keys and values of a decoder layer: of its self-attention, and of the cross attention (computed once)."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -44,7 +44,7 @@ class DecoderCache(KeyValueCache):
 class CrossAttention(nn.Module):
     """linear_proj(core(linear_q(x), k, v)) with k, v from linear_kv(memory): [B, S, H], [B, T, H] -> [B, S, H].
 
-    Rows of linear_kv stand head by head, a head's keys before its values. query_scale multiplies the queries.
+    Rows of linear_kv are grouped by head, a head's keys before its values. query_scale multiplies the queries.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CrossAttention(nn.Module):
 
 
 class ScaledQueryAttention(SelfAttention):
-    """Self-attention whose queries are multiplied by a number; sqrt(D) undoes the core's division by it."""
+    """Self-attention with scaled queries: a scale of sqrt(D) cancels the core's 1 / sqrt(D)."""
 
     def __init__(
         self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
@@ -122,7 +122,7 @@ class CrossAttentionLayer(TransformerLayer):
 
 
 class DecoderStack(LayerStack):
-    """Layers that attend to what an encoder made."""
+    """Decoder layers with cross attention."""
 
     def __init__(
         self,

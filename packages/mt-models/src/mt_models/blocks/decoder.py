@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,16 @@ from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, pr
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
 from mt_core.nn.linear_loss import Unprojected
-from mt_core.nn.stage import Stage, whole
+from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import LayerShape, TransformerStack
 
 
-class WordShape(Protocol):
-    """What a table of word vectors reads from its configuration."""
+class EmbeddingConfigLike(Protocol):
+    """What the token embeddings read from the configuration of their model."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -33,7 +34,7 @@ class WordShape(Protocol):
     def make_vocab_size_divisible_by(self) -> int: ...
 
 
-class DecoderShape(LayerShape, WordShape, Protocol):
+class DecoderConfigLike(LayerShape, EmbeddingConfigLike, Protocol):
     """What a decoder reads from its configuration, beside what its layers read."""
 
     @property
@@ -41,9 +42,9 @@ class DecoderShape(LayerShape, WordShape, Protocol):
 
 
 class TokenEmbedding(LayoutModule):
-    """A vector for each token."""
+    """Token embeddings."""
 
-    def __init__(self, config: WordShape, ctx: ParallelContext) -> None:
+    def __init__(self, config: EmbeddingConfigLike, ctx: ParallelContext) -> None:
         super().__init__(ctx)
         assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
         self.word_embeddings = VocabParallelEmbedding(
@@ -59,17 +60,18 @@ class TokenEmbedding(LayoutModule):
         return self.word_embeddings(tokens)
 
 
-class CausalDecoder(nn.Module):
-    """tokens [B, S] -> logits [B, S, vocab]: over the true vocabulary, divided over tensor-parallel ranks.
+class CausalDecoder(Model):
+    """tokens [B, S] -> logits [B, S, vocab]: over the true vocabulary, sharded over tensor-parallel ranks.
 
-    A family gives its embedding and says how to make layer number i and the norm behind the last; in `pattern`
-    and `angles` it says what attention is given. Of a model that is cut into pipeline stages only the layers of
-    this process are made.
+    A family gives its embedding and functions that build layer number i and the final norm; `pattern` and `angles`
+    return the inputs of attention. With pipeline parallelism only the layers of this stage are built.
     """
+
+    continues_text: ClassVar[bool] = True
 
     def __init__(
         self,
-        config: DecoderShape,
+        config: DecoderConfigLike,
         environment: ModelEnvironment,
         embedding: Callable[[Any, ParallelContext], TokenEmbedding],
         layer: Callable[[int], nn.Module],
@@ -83,7 +85,7 @@ class CausalDecoder(nn.Module):
         if environment.has_first:
             self.embedding = embedding(config, ctx)
         elif environment.has_last and tied:
-            # The last stage's copy of the word vectors, which are its output matrix.
+            # The last stage's copy of the token embeddings, which are its LM head.
             self.embedding = TokenEmbedding(config, ctx)
         self.decoder = TransformerStack(
             {number: layer(number) for number in environment.layers(config.num_layers)},
@@ -115,7 +117,7 @@ class CausalDecoder(nn.Module):
     ) -> Any:
         """position_ids [B, S]: default 0 ..., after the cached ones. segment_ids [B, S]: see AttentionPattern.
 
-        project: False gives what logits are made of (`Unprojected`), for a loss that does without them.
+        project: False returns the input of the LM head (`Unprojected`), for a loss that does not materialize logits.
         """
         stage = whole(self.config.num_layers)
         return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, project=project)
@@ -131,7 +133,7 @@ class CausalDecoder(nn.Module):
         *,
         project: bool = True,
     ) -> Any:
-        """hidden [B, S, H] of the stage before -> that for the next, or the logits. See Pipelined."""
+        """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
         if position_ids is None:
             start = cache.length if cache else 0
             position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
@@ -154,7 +156,7 @@ class CausalDecoder(nn.Module):
             yield self.output_layer
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
-        """Which keys a query sees."""
+        """The attention mask: which keys a query sees."""
         return AttentionPattern(segment_ids=segment_ids)
 
     def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
@@ -168,12 +170,12 @@ class CausalDecoder(nn.Module):
 
     @property
     def needs_logits(self) -> str | None:
-        """Why a loss cannot do without the logits; None where they are a product and nothing more."""
+        """Why a loss needs the logits; None if they are a plain matrix product."""
         is_product = type(self).logits is CausalDecoder.logits
         return None if is_product else f"{type(self).__name__} makes more of its logits than a product"
 
     def unprojected(self, x: Tensor) -> Unprojected:
-        """What the logits of x [B, S, H] are made of."""
+        """The input of the LM head for x [B, S, H], with its weight."""
         if self.output_layer is not None:
             matrix: VocabParallelEmbedding | VocabParallelOutput = self.output_layer
         else:
@@ -185,8 +187,3 @@ class CausalDecoder(nn.Module):
     def new_cache(self, capacity: int) -> KeyValueCache:
         """An empty cache for decoding up to `capacity` positions."""
         return KeyValueCache(self.config.num_layers, capacity)
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        """Longest sequence it can take; None when there is no limit."""
-        return None

@@ -1,4 +1,4 @@
-"""What the configurations of Llama and its relatives share, with the rules that tie the keys together."""
+"""What the configurations of Llama-like families share, with the rules that tie the keys together."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class DecoderConfig(ModelConfig):
         """The sliding window of a layer, counted from 0; None: it sees everything before."""
         return None
 
-    # What the family does not let one choose, for the blocks that ask.
+    # Fixed values for keys of the shared blocks that the family does not expose.
 
     @property
     def normalization(self) -> Literal["LayerNorm", "RMSNorm"]:

@@ -1,4 +1,4 @@
-"""Rules of models that are built whole and see whole sequences."""
+"""Rules of models that support neither pipeline stages nor context parallelism."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class EncoderConfig(Section):
     attention_backend: str = "sdpa"
     """Name of the attention backend."""
 
-    # What the shared blocks read, besides.
+    # Fixed values for keys that the shared blocks read.
 
     @property
     def normalization(self) -> Literal["LayerNorm"]:

@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are."""
+"""Freezes parts of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_core.nn.layout import LayoutModule
 
 
 def freeze(module: nn.Module) -> None:
-    """No parameter of the module is trained; all are stored and resumed like any other."""
+    """Disable gradients of the module's parameters; they are saved and resumed like all others."""
     for part in module.modules():
         if isinstance(part, LayoutModule):
             part.layouts = {name: replace(layout, trained=False) for name, layout in part.layouts.items()}

@@ -12,7 +12,7 @@ from mt_core.parallel.context import ParallelContext
 class GatedRMSNorm(LayoutModule):
     """RMSNorm of x * silu(gate), the mean square over each of `groups` equal parts of the channels, in fp32.
 
-    Tensor parallelism gives each rank whole groups. (The norm comes after the gate: norm_before_gate=False there.)
+    Tensor parallelism gives each rank whole groups. (The norm is applied after the gate: norm_before_gate=False.)
     """
 
     weight: Tensor

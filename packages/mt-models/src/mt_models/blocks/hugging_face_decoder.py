@@ -1,4 +1,4 @@
-"""Names and fields that Llama's relatives share in Hugging Face's format."""
+"""Names and fields that Llama-like families share in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mt_models.blocks.decoder_config import DecoderConfig
 from mt_models.hugging_face import per_layer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` says of each layer."""
+"""Values of `layer_types`."""
 
 OURS = "decoder.layers.{i}."
 THEIRS = "model.layers.{i}."
 
 
 class Heads(Protocol):
-    """What is read of a configuration to tell the size of its heads."""
+    """Fields from which the head size is computed."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -30,7 +30,7 @@ class Heads(Protocol):
 
 
 def decoder_name_map(config: DecoderConfig, layer: list[Rule]) -> NameMap:
-    """Embedding, final norm and output around the rules of a layer."""
+    """Embedding, final norm and LM head, around the rules of a layer."""
     rules: list[Rule] = [
         Same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         *layer,
@@ -70,7 +70,7 @@ def feed_forward_rules(*, bias: bool = False) -> list[Rule]:
 
 
 def norm_rules(norms: Mapping[str, str]) -> list[Rule]:
-    """Ours -> theirs, within a layer."""
+    """Our name -> Hugging Face's, within a layer."""
     return [Same(f"{OURS}{ours}.weight", f"{THEIRS}{theirs}.weight") for ours, theirs in norms.items()]
 
 
@@ -85,8 +85,26 @@ def negated(value: Any) -> Any:
     return None if value is None else not value
 
 
+def one_of(external: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
+    """The value under any of several spellings. Raises ConfigError if they contradict one another."""
+    given = {key: external[key] for key in keys if external.get(key) is not None}
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        listed = " and ".join(f"{key}={value!r}" for key, value in given.items())
+        raise ConfigError(f"{listed} contradict each other; they mean the same, so remove what is wrong")
+    return values[0] if values else default
+
+
+POSITIONS = "max_position_embeddings"
+
+
+def longest_sequence(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`max_position_embeddings` of a model without a table of positions, where it is known, in either direction."""
+    return {} if values.get(POSITIONS) is None else {POSITIONS: values[POSITIONS]}
+
+
 def decoder_fields(*, tied: bool, epsilon: float = 1e-6, positions: int) -> tuple[Field, ...]:
-    """Fields that all relatives have. tied, epsilon, positions: Hugging Face's defaults for the family."""
+    """Fields that all these families have. tied, epsilon, positions: Hugging Face's defaults for the family."""
     return (
         Field("vocab_size", "vocab_size"),
         Field("num_hidden_layers", "num_layers"),
@@ -94,15 +112,15 @@ def decoder_fields(*, tied: bool, epsilon: float = 1e-6, positions: int) -> tupl
         Field("num_attention_heads", "num_attention_heads"),
         Field("intermediate_size", "ffn_hidden_size"),
         Field("max_position_embeddings", "max_position_embeddings", default=positions),
-        Field("rms_norm_eps", "norm_epsilon", to_ours=float, default=epsilon),
-        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
-        Field("attention_dropout", "attention_dropout", to_ours=lambda rate: float(rate or 0.0), default=0.0),
+        Field("rms_norm_eps", "norm_epsilon", import_value=float, default=epsilon),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
+        Field("attention_dropout", "attention_dropout", import_value=lambda rate: float(rate or 0.0), default=0.0),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=tied),
     )
 
 
-def shape_to_theirs(config: DecoderConfig) -> dict[str, Any]:
-    """Sizes whose defaults differ between the formats, written out."""
+def export_shape(config: DecoderConfig) -> dict[str, Any]:
+    """Sizes whose defaults differ between the formats are written explicitly."""
     return {
         "num_key_value_heads": config.query_groups,
         "head_dim": config.head_dim,
@@ -135,11 +153,11 @@ _SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
         "truncate": "rope_truncate",
     },
 }
-"""rope_type -> its parameters there -> keys of [model]."""
+"""rope_type -> its parameters in Hugging Face's format -> keys of [model]."""
 
 
 def require_even_heads(config: Heads, name: str) -> None:
-    """Raises ConfigError for heads of a size of their own, which a Hugging Face model `name` has no key for."""
+    """Raises ConfigError for an explicit head size, which a Hugging Face model `name` has no key for."""
     even = config.hidden_size // config.num_attention_heads
     if config.head_dim != even:
         raise ConfigError(
@@ -148,14 +166,14 @@ def require_even_heads(config: Heads, name: str) -> None:
         )
 
 
-def rope_to_ours(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
+def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
     """Keys of [model] from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
     base = float(given.pop("rope_theta", external.get("rope_theta", default_base)))
-    return {"rotary_base": base, **scaling_to_ours(given)}
+    return {"rotary_base": base, **import_scaling(given)}
 
 
-def scaling_to_ours(given: Mapping[str, Any]) -> dict[str, Any]:
+def import_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of [model] from the parameters of one scaling. Raises ConfigError for an unknown type or parameter."""
     parameters = dict(given)
     legacy = parameters.pop("type", "default")
@@ -173,12 +191,12 @@ def scaling_to_ours(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling_type": kind, **values}
 
 
-def rope_to_theirs(config: DecoderConfig) -> dict[str, Any]:
+def export_rope(config: DecoderConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
-    return {"rope_theta": config.rotary_base, "rope_scaling": scaling_to_theirs(config)}
+    return {"rope_theta": config.rotary_base, "rope_scaling": export_scaling(config)}
 
 
-def scaling_to_theirs(config: DecoderConfig) -> dict[str, Any] | None:
+def export_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     if config.rope_scaling_type == "none":
         return None
     fields = _SCALING_FIELDS[config.rope_scaling_type]

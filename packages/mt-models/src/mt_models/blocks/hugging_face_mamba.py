@@ -10,11 +10,12 @@ from mt_core.errors import ConfigError
 from mt_core.name_map import Rule, Same
 from mt_models.blocks.mamba_config import MambaLayerConfig
 
-OF_INITIALIZATION = "how new weights are drawn; it changes nothing that a model computes"
+OF_MAMBA1 = "how Mamba-1 draws new weights; it changes nothing that a model computes"
+KERNELS = "which kernel computes the same"
 
 
 def mixer_rules(config: MambaLayerConfig, ours: str, theirs: str) -> list[Rule]:
-    """Of a mixer that stands at `ours` (up to and with its dot) here and at `theirs` there."""
+    """Rules of a mixer with the prefix `ours` (with its dot) here and `theirs` in Hugging Face's format."""
     names = ["in_proj.weight", "conv1d.weight", "A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"]
     if config.mamba_conv_bias:
         names.append("conv1d.bias")
@@ -24,21 +25,21 @@ def mixer_rules(config: MambaLayerConfig, ours: str, theirs: str) -> list[Rule]:
 
 
 def time_step_fields(lower: str = "time_step_min") -> tuple[Field, ...]:
-    """Of the range of initial time steps."""
+    """Range of the initial time steps."""
     return (
-        Field(lower, "mamba_dt_min", to_ours=float, default=1e-3),
-        Field("time_step_max", "mamba_dt_max", to_ours=float, default=0.1),
-        Field("time_step_floor", "mamba_dt_init_floor", to_ours=float, default=1e-4),
+        Field(lower, "mamba_dt_min", import_value=float, default=1e-3),
+        Field("time_step_max", "mamba_dt_max", import_value=float, default=0.1),
+        Field("time_step_floor", "mamba_dt_init_floor", import_value=float, default=1e-4),
     )
 
 
-def limits_to_ours(limits: Any) -> dict[str, Any]:
+def import_limits(limits: Any) -> dict[str, Any]:
     """`time_step_limit` [low, high] -> keys of [model]; an infinite high is no limit."""
     low, high = (float(limit) for limit in limits)
     return {"mamba_dt_lower_limit": low, **({} if high == float("inf") else {"mamba_dt_upper_limit": high})}
 
 
-def limits_to_theirs(config: MambaLayerConfig) -> list[float]:
+def export_limits(config: MambaLayerConfig) -> list[float]:
     high = config.mamba_dt_upper_limit
     return [config.mamba_dt_lower_limit, float("inf") if high is None else high]
 

@@ -1,7 +1,7 @@
-"""Names and fields of mixtures of experts in Hugging Face's format.
+"""Names and fields of MoE layers in Hugging Face's format.
 
-Published files hold a tensor for each expert, and that is what is written. transformers 5 stacks them in memory, gate
-rows first as here; files that were saved so are read too.
+Published files hold one tensor per expert, and that is what is exported. transformers 5 stacks them in memory, gate
+rows first as here; files saved in that form are imported too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mt_core.config_map import Fixed
+from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import Concatenate, Rule, Same
 from mt_models.blocks.decoder_config import DecoderConfig
 from mt_models.blocks.hugging_face_decoder import OURS, THEIRS, feed_forward_rules
@@ -22,25 +23,41 @@ from mt_models.blocks.mixture import Mixture
 
 @dataclass(frozen=True)
 class StackedExperts(Rule):
-    """A tensor for each expert there, or several that are laid end to end; one with a leading axis of experts here.
+    """One tensor per expert (or several, concatenated) in Hugging Face's format; one with a leading expert axis here.
 
     theirs: all those of expert 0, then those of expert 1, and so on.
     """
 
     experts: int = 1
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = len(tensors) // self.experts
         return torch.stack([torch.cat(list(tensors[i : i + parts])) for i in range(0, len(tensors), parts)])
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         parts = len(self.sources) // self.experts
         return [part.contiguous() for expert in tensor for part in expert.chunk(parts)]
 
 
 @dataclass(frozen=True)
+class RouterWithoutBias(Rule):
+    """The router's matrix. Sigmoid routers of transformers always have an expert bias, which is exported as zeros."""
+
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        weight, bias = tensors
+        if not bias.is_meta and bias.count_nonzero():
+            raise CheckpointError(
+                f"{self.sources[1]} is not zero, but {BIAS_KEY} in config.json is false; set it to true"
+            )
+        return weight
+
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor, torch.zeros(tensor.shape[0], device=tensor.device)]
+
+
+@dataclass(frozen=True)
 class ExpertNames:
-    """Names within a layer; {e} stands for an expert."""
+    """Names within a layer; {e} is the expert's number."""
 
     router: str = "mlp.gate.weight"
     gate: str = "mlp.experts.{e}.gate_proj.weight"
@@ -54,8 +71,11 @@ class ExpertNames:
     stacked_down: str = "mlp.experts.down_proj"
 
 
-def expert_rules(mixture: Mixture, names: ExpertNames, *, ours: str = OURS, theirs: str = THEIRS) -> list[Rule]:
-    """The rules of a layer that is a mixture. ours, theirs: what stands before the names of a layer."""
+def expert_rules(
+    mixture: Mixture, names: ExpertNames, *, ours: str = OURS, theirs: str = THEIRS, always_biased: bool = False
+) -> list[Rule]:
+    """The rules of an MoE layer. ours, theirs: prefixes of the names of a layer. always_biased: the format has an
+    expert bias even if the model has none."""
     experts = range(mixture.num_experts)
     halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in (names.gate, names.up)]
     downs = [f"{theirs}{names.down}".replace("{e}", str(e)) for e in experts]
@@ -69,6 +89,8 @@ def expert_rules(mixture: Mixture, names: ExpertNames, *, ours: str = OURS, thei
         StackedExperts(fc1, tuple(halves), mixture.num_experts, others=in_memory(fc1, names.stacked_gate_up)),
         StackedExperts(fc2, tuple(downs), mixture.num_experts, others=in_memory(fc2, names.stacked_down)),
     ]
+    if always_biased and not mixture["moe_router_enable_expert_bias"]:
+        rules[0] = RouterWithoutBias(router, (f"{theirs}{names.router}", f"{theirs}{names.expert_bias}"))
     if mixture["moe_router_enable_expert_bias"]:
         rules.append(Same(f"{ours}mlp.router.expert_bias", f"{theirs}{names.expert_bias}"))
     if mixture.shared_size is not None:
@@ -80,10 +102,10 @@ def expert_rules(mixture: Mixture, names: ExpertNames, *, ours: str = OURS, thei
     return rules
 
 
-def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames) -> list[Rule]:
-    """The feed-forwards of all layers, mixtures or dense, each layer's written out."""
+def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames, *, always_biased: bool = False) -> list[Rule]:
+    """The feed-forwards of all layers, MoE or dense, one by one. always_biased: see expert_rules."""
     mixture = Mixture(config)
-    sparse, dense = expert_rules(mixture, names), feed_forward_rules()
+    sparse, dense = expert_rules(mixture, names, always_biased=always_biased), feed_forward_rules()
     return [
         rule.for_layer(number)
         for number, has_experts in enumerate(mixture.layers)
@@ -92,6 +114,71 @@ def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames) -> list[
 
 
 # -- configuration ---------------------------------------------------------------------------------
+
+BIAS_KEY = "moe_router_enable_expert_bias"
+"""A key in config.json: false if the expert bias is zeros that the model does not have. Only mt reads it."""
+
+
+def import_bias(external: Mapping[str, Any]) -> dict[str, bool]:
+    """Options of model.moe for a router with sigmoid scores."""
+    return {"moe_router_enable_expert_bias": bool(external.get(BIAS_KEY, True))}
+
+
+def export_bias(mixture: Mixture) -> dict[str, bool]:
+    return {} if mixture["moe_router_enable_expert_bias"] else {BIAS_KEY: False}
+
+
+def require_normalized(external: Mapping[str, Any]) -> None:
+    """Sigmoid scores are normalized over the chosen experts if there are several, as Megatron does.
+
+    Raises ConfigError for a norm_topk_prob that says something else.
+    """
+    several = external["num_experts_per_tok"] > 1
+    if bool(external.get("norm_topk_prob", True)) != several:
+        raise ConfigError(
+            f"norm_topk_prob={external.get('norm_topk_prob', True)} is not supported; it can be {several}, since "
+            f"num_experts_per_tok={external['num_experts_per_tok']}"
+        )
+
+
+def import_groups(external: Mapping[str, Any], score_topk: int) -> dict[str, int]:
+    if external.get("n_group") in (None, 1):
+        return {}
+    return {
+        "moe_router_num_groups": external["n_group"],
+        "moe_router_group_topk": external["topk_group"],
+        "moe_router_group_score_topk": score_topk,
+    }
+
+
+def group_scores(mixture: Mixture, fixed: int) -> tuple[int | None, ...]:
+    """Values of moe_router_group_score_topk equivalent to the number that the class has fixed, or to no groups."""
+    if mixture["moe_router_num_groups"] is None:
+        return (None,)
+    by_default = mixture["moe_router_topk"] // mixture["moe_router_group_topk"]
+    return (fixed, None) if by_default == fixed else (fixed,)
+
+
+def shared_experts(mixture: Mixture, kind: str) -> int:
+    """Width of the shared expert over that of a routed one. Raises ConfigError unless it is a whole number."""
+    shared, uneven = divmod(mixture.shared_size or 0, mixture.ffn_size)
+    if uneven or not shared:
+        raise ConfigError(
+            f"model.moe.moe_shared_expert_intermediate_size={mixture.shared_size} cannot be written as a Hugging Face "
+            f"{kind}; it can be a multiple of the experts' width {mixture.ffn_size}"
+        )
+    return shared
+
+
+def first_dense(mixture: Mixture, kind: str) -> int:
+    """Number of dense layers before the MoE layers. Raises ConfigError for dense layers elsewhere."""
+    if mixture.first_dense is None:
+        raise ConfigError(
+            f"model.moe.moe_layer_freq={mixture['moe_layer_freq']} cannot be written as a Hugging Face {kind}, whose "
+            "dense layers come first"
+        )
+    return mixture.first_dense
+
 
 MIXTURE_IGNORED = {
     "output_router_logits": "asks the Python class for its logits; training adds the losses of model.moe",
@@ -104,13 +191,13 @@ MIXTURE_IGNORED = {
 SILU = Fixed("hidden_act", ("silu", "swish"))
 
 
-def balance_to_ours(external: Mapping[str, Any], default: float) -> dict[str, Any]:
+def import_balance(external: Mapping[str, Any], default: float) -> dict[str, Any]:
     """Options of model.moe for `router_aux_loss_coef`."""
     coefficient = float(external.get("router_aux_loss_coef", default) or 0.0)
     return {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [coefficient]}
 
 
-def balance_to_theirs(mixture: Mixture) -> dict[str, float]:
+def export_balance(mixture: Mixture) -> dict[str, float]:
     """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none."""
     losses = [x for x in mixture.options.get("moe_router_load_balancing_type", ["aux_loss"]) if x.endswith("loss")]
     coefficients = mixture.options.get("moe_aux_loss_coeff") or [0.01] * len(losses)

@@ -4,12 +4,12 @@ For a position with hidden state x, C channels in its latent, and N heads:
 
     c = norm(W_dkv x)  [C]      k_pos = rotate(W_kr x)  [R], the same for every head
     k_n = [W_uk,n c, k_pos]     v_n = W_uv,n c
-    q_n = [q_nope,n, rotate(q_pos,n)], from x or from a latent of its own
+    q_n = [q_nope,n, rotate(q_pos,n)], from x or from a separate latent
 
-Positions rotate neighbouring channels.
+Rotary positions rotate adjacent channels (interleaved).
 
-Decoding keeps c and k_pos alone. A query then meets the latents themselves (the absorbed form): its product with
-W_uk,n c is that of W_uk,n^T q_nope,n with c, and W_uv,n is applied to the weighted sum of latents.
+The decoding cache holds c and k_pos only. Queries then attend to the latents (absorbed form): the product of q_nope,n
+with W_uk,n c equals that of W_uk,n^T q_nope,n with c, and W_uv,n is applied to the weighted sum of latents.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class LatentAttentionShape(Protocol):
 class LatentAttention(nn.Module):
     """x -> linear_proj(attention): [B, S, hidden] -> the same.
 
-    The ways down to latents are whole on every tensor-parallel rank, those up from them are divided by heads. Rows of
+    The down projections are replicated over tensor-parallel ranks, the up projections are sharded by heads. Rows of
     linear_q_up_proj (or linear_q_proj) are for each head the plain and then the rotated channels; rows of
     linear_kv_up_proj for each head those of the key and then of the value; linear_kv_down_proj has the rows of the
     latent and then of the rotated key. All as Megatron stores them.
 
-    remakes_heads: backward makes queries, keys and values of heads again from latents (or the hidden state).
+    remakes_heads: backward recomputes queries, keys and values of heads from latents (or the hidden state).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
         )
 
     def _declare_queries(self, config: LatentAttentionShape) -> None:
-        """One matrix, or two with a latent between them."""
+        """One matrix, or a down and an up projection with a latent between them."""
         hidden, rank, ctx, init = config.hidden_size, config.q_lora_rank, self.ctx, normal(config.init_method_std)
         width = config.num_attention_heads * (self.plain + self.rotated)
         self.linear_q_proj: nn.Module | None = None
@@ -151,9 +151,9 @@ class LatentAttention(nn.Module):
         return q if self.scale == 1.0 else q * self.scale
 
     def latents(self, x: Tensor, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
-        """[B, S, H] -> [B, S, C] (S divided with sequence parallelism), rotated keys [B, S, 1, R] of all positions"""
+        """[B, S, H] -> [B, S, C] (S sharded with sequence parallelism), rotated keys [B, S, 1, R] of all positions"""
         latents, positional = self.linear_kv_down_proj(x).split((self.latent, self.rotated), -1)
-        # Each rank has the one key for its own heads: its gradient is the sum of theirs.
+        # All heads share one rotated key. Each rank uses it for its own heads, so its gradient is summed over ranks.
         if self.ctx.sequence_parallel:
             positional = gather_from(positional, SEQUENCE_DIM, self.ctx.tp)
         else:
@@ -172,8 +172,8 @@ class LatentAttention(nn.Module):
     def absorbed(self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
         """latents [B, T, C], positional [B, T, 1, R] -> [B, S, heads of this rank, value]
 
-        All heads look at the same keys and values. Their size is beyond what kernels for training take, so that torch's
-        attention serves every choice of backend; there is no backward pass here.
+        All heads share the same keys and values. Their size is larger than training kernels support, so torch's
+        attention is used for every backend; there is no backward pass here.
         """
         up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
         key_up, value_up = up.split((self.plain, self.value), 1)
@@ -188,7 +188,7 @@ class LatentAttention(nn.Module):
     def _cached(
         self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: LatentLayerCache
     ) -> Tensor:
-        """A prompt expands its keys and values once; what follows looks at the latents."""
+        """A prompt expands its keys and values once; decoding steps attend to the latents."""
         if self.ctx.sequence_parallel:
             latents = gather_from(latents, SEQUENCE_DIM, self.ctx.tp)
         fresh = cache.length == 0

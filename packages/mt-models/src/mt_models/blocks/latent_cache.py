@@ -1,4 +1,4 @@
-"""What latent attention keeps of positions already seen: one latent and one rotated key, for all heads together."""
+"""The cache of latent attention: one latent and one rotated key per position, shared by all heads."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.nn.recompute import Call, Recompute
-from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.parallel.pipeline.stage import Stage
 
 
 class LayerStack(nn.Module):

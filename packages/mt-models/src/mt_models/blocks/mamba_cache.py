@@ -1,4 +1,4 @@
-"""What decoding keeps of the positions already seen, in models whose layers keep different things."""
+"""Caches for decoding in models with layers of several kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_models.blocks.cache import KeyValueCache, LayerCache
 
 
 class StateCache:
-    """Of a Mamba layer; its size does not depend on the length of the sequence.
+    """Cache of a Mamba layer; its size does not depend on the length of the sequence.
 
     conv_inputs: the last k - 1 inputs of the three convolutions, each [B, k - 1, channels]. state: [B, H, P, N] in
     fp32. Both None until the first positions have been seen.

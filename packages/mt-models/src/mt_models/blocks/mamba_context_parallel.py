@@ -1,19 +1,20 @@
-"""The scan of a Mamba-2 mixer over sequences that are divided over context-parallel ranks, as Megatron divides it.
+"""The scan of a Mamba-2 mixer over sequences sharded over context-parallel ranks, as in Megatron.
 
-A recurrence has to see its positions in order, so an all-to-all trades positions for heads: each rank scans the whole
-sequence for its share of the heads, and the results go back (compare mt_core.parallel.context_parallel.ulysses).
-Groups that do not divide over the ranks are repeated. Each rank's gradient of the weights of its heads is complete,
-and zero for the others: the sum over ranks, which data parallelism takes anyway, is that of one process.
+A recurrence needs its positions in order, so an all-to-all exchanges positions for heads: each rank scans the whole
+sequence for its share of the heads, and a second all-to-all sends the results back (as in Ulysses, see
+mt_core.nn.context_parallel.ulysses). Groups that are not divisible by the ranks are repeated. Each rank's gradient of
+the weights of its heads is complete, and zero for the others: the sum over ranks, which data parallelism takes anyway,
+equals that of one process.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from mt_core.nn.context_parallel.masks import SegmentGatherer
+from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
+from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
-from mt_core.parallel.context_parallel.masks import SegmentGatherer
-from mt_core.parallel.context_parallel.ulysses import group_repeats, to_heads, to_tokens
-from mt_core.parallel.context_parallel.zigzag import in_order
 from mt_models.blocks.mamba_scan import MambaScan, ScanInputs, ScanWeights
 
 
@@ -37,7 +38,7 @@ class ContextParallelScan:
 
 
 def own_weights(weights: ScanWeights, repeats: int, axis: Axis) -> ScanWeights:
-    """Those of the heads that this rank scans, and of the groups that serve them."""
+    """The heads that this rank scans, and their groups."""
 
     def of_heads(x: Tensor) -> Tensor:
         return x.chunk(axis.size)[axis.rank]

@@ -26,8 +26,8 @@ from mt_models.blocks.packed_linear import PackedColumnParallelLinear, packed_la
 class MambaMixer(LayoutModule):
     """x -> out_proj(norm(scan(x, B, C, dt), gate z)): [batch, sequence, hidden] -> the same.
 
-    Rows of in_proj stand in the blocks z, x, B, C, dt, as Megatron stores them, and the channels of conv1d in the
-    blocks x, B, C. A_log, D and dt_bias are fp32 whatever the format of the other weights.
+    Rows of in_proj are the blocks z, x, B, C, dt, in Megatron's order, and the channels of conv1d the
+    blocks x, B, C. A_log, D and dt_bias are fp32 whatever the dtype of the other weights.
     """
 
     A_log: Tensor
@@ -64,7 +64,7 @@ class MambaMixer(LayoutModule):
         self.declare(name, ParameterLayout((heads,), init, (split,), dtype=torch.float32))
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: StateCache | None = None) -> Tensor:
-        """segment_ids [B, S]: documents that the sequence is packed from; each starts anew."""
+        """segment_ids [B, S]: the documents of a packed sequence; convolutions and state are reset between them."""
         z, x, b, c, dt = self.in_proj(hidden)
         inputs = ScanInputs(self._heads(x), self._groups(b), self._groups(c), dt)
         if cache is None:
@@ -112,7 +112,7 @@ class MambaMixer(LayoutModule):
 
 
 class ConvolutionWeights(LayoutModule):
-    """Taps of three blocks of channels laid end to end: weight [channels, 1, k], as torch's Conv1d has it."""
+    """Taps of three concatenated blocks of channels: weight [channels, 1, k], as in torch's Conv1d."""
 
     weight: Tensor
     bias: Tensor | None
@@ -138,12 +138,12 @@ def uniform(bound: float) -> Init:
 
 
 def decay_rates(tensor: Tensor, generator: torch.Generator) -> None:
-    """Logarithms of rates drawn evenly from 1 to 16."""
+    """Logarithms of decay rates, uniform from 1 to 16."""
     tensor.uniform_(1.0, 16.0, generator=generator).log_()
 
 
 def time_step_bias(low: float, high: float, floor: float) -> Init:
-    """What softplus makes a time step of: drawn evenly on a logarithmic scale from `low` to `high`."""
+    """Inverse softplus of time steps that are log-uniform from `low` to `high`."""
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         steps = tensor.uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)

@@ -1,7 +1,7 @@
-"""What lies between the projections of a Mamba-2 mixer: convolutions, time steps, the recurrence, the skip.
+"""What a Mamba-2 mixer computes between its projections: convolutions, time steps, the recurrence, the skip.
 
 Shapes: B batch, S positions, H heads, P head size, G groups, N state size, k taps of the convolution. The heads and
-groups may be all of a model's or the share of a rank.
+groups are all of the model's, or those of this rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ScanInputs(NamedTuple):
     x: Tensor
     """[B, S, H, P]"""
     b: Tensor
-    """[B, S, G, N]: what writes to the state."""
+    """[B, S, G, N]: input matrix of the state."""
     c: Tensor
-    """[B, S, G, N]: what reads from it."""
+    """[B, S, G, N]: output matrix of the state."""
     dt: Tensor
     """[B, S, H]: time steps before their bias and softplus."""
 
@@ -36,7 +36,7 @@ class ScanWeights(NamedTuple):
     A_log: Tensor
     """[H]: the state decays by the rate exp(A_log)."""
     D: Tensor
-    """[H]: how much of x goes past the recurrence."""
+    """[H]: factor of the skip connection."""
     dt_bias: Tensor
     """[H]"""
 
@@ -50,7 +50,7 @@ class MambaScan:
     dt_upper_limit: float | None
 
     def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
-        """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state start anew in each document."""
+        """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state are reset between documents."""
         if segment_ids is None:
             parts = [causal_conv(*part) for part in _convolutions(inputs, weights)]
         else:
@@ -68,7 +68,7 @@ class MambaScan:
         return y + skipped(x, weights)
 
     def advance(self, inputs: ScanInputs, weights: ScanWeights, cache: StateCache) -> Tensor:
-        """The positions after those of the cache, which takes them up -> [B, S, H, P]."""
+        """The positions after those in the cache, which is updated -> [B, S, H, P]."""
         parts = _convolutions(inputs, weights)
         pasts = cache.conv_inputs or (None, None, None)
         x, b, c = _activated([causal_conv(*part, past) for part, past in zip(parts, pasts, strict=True)], inputs)

@@ -1,4 +1,4 @@
-"""A causal decoder whose layers are of several kinds, each with a cache of its own kind."""
+"""A causal decoder with layers of several kinds, each with its kind of cache."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from mt_core.nn.context_parallel import check_sequence_length
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.norm import Normalization
-from mt_core.parallel.context_parallel import check_sequence_length
 from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.mamba_cache import MixedCache, StateCache
 
 
 class MixedShape(Protocol):
-    """What the decoder itself reads from its configuration; what its layers read is theirs."""
+    """What the decoder reads from its configuration; its layers declare what they read."""
 
     @property
     def num_layers(self) -> int: ...
@@ -45,7 +45,7 @@ class MixedDecoder(CausalDecoder):
     def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
         embedding = Fp32Embedding if config.fp32_residual_connection else TokenEmbedding
         check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
-        # DecoderShape also asks for the shape of attention, which only attention reads.
+        # DecoderConfigLike also asks for the shape of attention, which only attention reads.
         super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]
         self.dtype = environment.parallel.params_dtype
 
@@ -62,7 +62,7 @@ class MixedDecoder(CausalDecoder):
 
 
 class Fp32Embedding(TokenEmbedding):
-    """Word vectors that start a residual stream in fp32."""
+    """Token embeddings that start a residual stream in fp32."""
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         return super().forward(tokens, position_ids).float()

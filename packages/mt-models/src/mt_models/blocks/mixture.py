@@ -1,7 +1,7 @@
-"""What families read of `model.moe`: which layers are mixtures, and the sizes that names and FLOPs depend on.
+"""What families read of `model.moe`: which layers are MoE, and the sizes that names and FLOPs depend on.
 
-The options belong to the feed-forward "moe" of another distribution, which checks and uses them; here are those that
-change what the weights are or mean, with the same defaults. Imports no torch.
+The MoE layer is the feed-forward "moe" of another distribution, which validates and uses the options. Here are those
+that change the weights or their meaning, with the same defaults. Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MixtureShape(Protocol):
 
 
 class Mixture:
-    """`model.moe` of a family whose layers are mixtures, as attributes. Raises ConfigError if it is not set."""
+    """`model.moe` of a family with MoE layers, as attributes. Raises ConfigError if it is not set."""
 
     def __init__(self, config: MixtureShape) -> None:
         if config.moe is None or "num_experts" not in config.moe:
@@ -63,12 +63,12 @@ class Mixture:
 
     @property
     def first_dense(self) -> int | None:
-        """How many layers before the first mixture are dense; None: dense layers stand elsewhere too."""
+        """Number of dense layers before the first MoE layer; None: dense layers occur elsewhere too."""
         first = self.layers.index(True) if True in self.layers else len(self.layers)
         return first if all(self.layers[first:]) else None
 
     def require(self, architecture: str, **allowed: tuple[Any, ...]) -> None:
-        """Raise ConfigError unless options that a format has no word for are at their defaults.
+        """Raise ConfigError unless options that a format cannot express are at their defaults.
 
         allowed: option -> the values that the format can express; none: any.
         """
@@ -86,5 +86,5 @@ ANY: tuple[Any, ...] = ()
 
 
 def frequency_of(layers: list[bool]) -> int | str:
-    """`moe_layer_freq` for these layers: 1 when all are mixtures, else runs such as "([0]*3+[1]*58)"."""
+    """`moe_layer_freq` for these layers: 1 if all are MoE, else runs such as "([0]*3+[1]*58)"."""
     return 1 if all(layers) else pattern_of(layers)

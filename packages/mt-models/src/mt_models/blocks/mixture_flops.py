@@ -1,4 +1,4 @@
-"""FLOPs of the feed-forwards of a model with mixtures: those of the experts that a token has, not of all."""
+"""FLOPs of the feed-forwards of a model with MoE layers: those of a token's active experts, not of all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mixture_flops(config: MixtureFlopShape) -> float:
 
 
 def inactive_parameters(config: MixtureFlopShape) -> int:
-    """Weights of the experts that a token does not have: total parameters less these are the active ones."""
+    """Weights of the experts that a token does not use: total parameters minus these are the active ones."""
     mixture, matrices = Mixture(config), 3 if is_gated(config.activation) else 2
     width = mixture["moe_latent_size"] or config.hidden_size
     return sum(mixture.layers) * (mixture.num_experts - mixture.topk) * matrices * width * mixture.ffn_size

@@ -1,11 +1,11 @@
 """Multi-token prediction (DeepSeek-V3, 2024): further layers that predict the tokens after the next one.
 
 Depth d (from 1) predicts at position i the token i + d + 1, from the state of depth d - 1 (of the model itself before
-the first depth) and the word vector of token i + d:
+the first depth) and the token embedding of token i + d:
 
     h_d = norm(layer(eh_proj [enorm(embedding(t_{i+d})), hnorm(h_{d-1})]))
 
-Embedding and output matrix are those of the model. The losses are for training alone: decoding runs without them.
+Embedding and LM head are those of the model. The losses are for training alone: decoding runs without them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.nn.layout import normal
 from mt_core.nn.loss import Loss
 from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import NumberedLayers
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.replicated import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles
@@ -51,7 +51,7 @@ class PredictionShape(Protocol):
 
 
 class TokenPrediction(nn.Module):
-    """One depth. eh_proj [H, 2H] is whole on every tensor-parallel rank."""
+    """One depth. eh_proj [H, 2H] is replicated on every tensor-parallel rank."""
 
     def __init__(self, config: PredictionShape, layer: nn.Module, ctx: ParallelContext) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class MultiTokenPrediction(nn.Module):
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
     ) -> Tensor:
-        """hidden [B, S, H], what the output matrix sees -> the same, with the losses tied to it.
+        """hidden [B, S, H], the input of the LM head -> the same, with the losses attached to its autograd graph.
 
         batch: tokens, labels [B, S], loss_mask [B, S], maybe segment_ids [B, S].
         """
@@ -130,7 +130,7 @@ class MultiTokenPrediction(nn.Module):
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """[B, S] -> the same with position i + by at i, and zeros behind the end."""
+    """[B, S] -> [B, S] shifted left by `by`, padded with zeros."""
     moved = torch.zeros_like(x)
     if by < x.shape[1]:
         moved[:, :-by] = x[:, by:]

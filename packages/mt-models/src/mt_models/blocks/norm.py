@@ -1,4 +1,4 @@
-"""Norms beside those of mt_core."""
+"""Norms that are not in mt_core."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from mt_core.parallel.context import AxisName, ParallelContext
 class ZeroCenteredRMSNorm(LayoutModule):
     """x / sqrt(mean(x^2) + eps) * (1 + weight) over the last dimension, in fp32 (Gemma).
 
-    per_head: the norm is over each head [..., heads, size] and not over the residual stream; then tensor
-    parallelism gives every rank other heads instead of sequence parallelism other positions.
+    per_head: the norm is over each head [..., heads, size] instead of the residual stream. The weight's gradient is
+    then partial over tp because ranks have different heads; otherwise because sequence parallelism gives them
+    different positions.
     """
 
     weight: Tensor

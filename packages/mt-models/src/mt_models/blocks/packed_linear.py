@@ -12,12 +12,13 @@ from mt_core.parallel.context import ParallelContext
 
 
 def packed_layout(blocks: Sequence[int], rest: Sequence[int], init: Init) -> ParameterLayout:
-    """Of the shape [sum of blocks, *rest]; a tensor-parallel rank holds its share of each block, which all divide."""
+    """Of the shape [sum of blocks, *rest]; a tensor-parallel rank holds its share of each block. Block sizes have to be
+    divisible by the ranks."""
     return ParameterLayout((sum(blocks), *rest), init, (Split(dim=0, axis="tp", sections=tuple(blocks)),))
 
 
 class PackedColumnParallelLinear(LinearModule):
-    """y = x W^T + b, W [sum of blocks, in], with the rows of every block divided over the ranks."""
+    """y = x W^T + b, W [sum of blocks, in], with the rows of every block sharded over the ranks."""
 
     cut: Cut = "output"
     bias: Tensor | None
@@ -32,5 +33,5 @@ class PackedColumnParallelLinear(LinearModule):
         self.declare("bias", packed_layout(blocks, (), zeros) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[B, S, in] (S divided with sequence parallelism) -> [B, S, block / tp] for each block"""
+        """[B, S, in] (S sharded with sequence parallelism) -> [B, S, block / tp] for each block"""
         return self.multiply(x, self.weight, self.bias, self.ctx).split(self.local_blocks, dim=-1)

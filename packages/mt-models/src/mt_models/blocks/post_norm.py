@@ -1,4 +1,4 @@
-"""The post-norm transformer layer of the first transformers and of BERT, and a stack of them."""
+"""The post-norm transformer layer of the original transformer and of BERT, and a stack of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.layer_stack import LayerStack
 from mt_models.blocks.transformer import LayerShape, block_norm
@@ -31,7 +31,7 @@ class PostNormLayer(nn.Module):
 
 
 class PostNormStack(LayerStack):
-    """Layers alone: the last one ends in a norm."""
+    """A stack without a final norm: each layer ends in a norm."""
 
     def forward(self, x: Tensor, pattern: AttentionPattern, stage: Stage | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""

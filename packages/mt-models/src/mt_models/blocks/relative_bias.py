@@ -1,4 +1,4 @@
-"""The relative position bias of T5 (Raffel et al., 2020): a learned number for each head and range of distances."""
+"""The relative position bias of T5 (Raffel et al., 2020): a learned bias for each head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mt_core.parallel.context import ParallelContext
 
 
 class RelativeBias(LayoutModule):
-    """Biases of scores from a table [buckets, heads], divided by heads over tensor-parallel ranks.
+    """Biases of scores from a table [buckets, heads], sharded by heads over tensor-parallel ranks.
 
-    bidirectional: keys before and behind a query have buckets of their own; otherwise keys behind it share that
+    bidirectional: keys before and after a query have different buckets; otherwise keys after it share the bucket
     of distance 0, since a causal query does not see them.
     """
 
@@ -54,8 +54,8 @@ class RelativeTable(LayoutModule):
 def buckets_of(distance: Tensor, buckets: int, max_distance: int, *, bidirectional: bool) -> Tensor:
     """The bucket of each distance (key position - query position).
 
-    Of the buckets of one direction the first half are single distances, and the second half ranges that grow
-    geometrically up to max_distance; all beyond share the last.
+    Of the buckets of one direction the first half are single distances, and the second half are ranges whose bounds
+    grow geometrically up to max_distance; larger distances share the last bucket.
     """
     first = torch.zeros_like(distance)
     if bidirectional:
@@ -65,7 +65,7 @@ def buckets_of(distance: Tensor, buckets: int, max_distance: int, *, bidirection
     else:
         distance = (-distance).clamp(min=0)
     single = buckets // 2
-    # A distance of 0 is single; 1 in its place keeps the logarithm finite.
+    # 1 instead of a distance of 0 keeps the logarithm finite; the result is not used.
     growth = (distance.clamp(min=1).float() / single).log() / math.log(max_distance / single)
     ranged = (single + (growth * (buckets - single)).long()).clamp(max=buckets - 1)
     return first + torch.where(distance < single, distance, ranged)

@@ -1,4 +1,4 @@
-"""A linear layer that every tensor-parallel rank holds whole: the small matrices of heads."""
+"""A linear layer that is replicated on every tensor-parallel rank: the small matrices of heads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mt_core.parallel.context import AxisName, ParallelContext
 class ReplicatedLinear(LinearModule):
     """y = x W^T + b, W [out, in].
 
-    on_sequence: it is applied to the residual stream, which sequence parallelism divides, so that each rank's
-    gradient is that of its own positions.
+    on_sequence: it is applied to the residual stream, which sequence parallelism shards, so that each rank's
+    gradient is partial, from its own positions.
     """
 
     cut: Cut = "none"

@@ -1,4 +1,4 @@
-"""Layers with one block each: x + block(norm(x)). Models that mix kinds of layers are stacks of these.
+"""Layers with one block each: x + block(norm(x)). Models with several kinds of layers are stacks of these.
 
 All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
 residual stream; blocks compute in that of the weights.

@@ -16,7 +16,7 @@ def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
 class RotaryAngles:
     """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 
-    in_window: the angles of layers with a sliding window, where these turn by other frequencies.
+    in_window: the angles of layers with a sliding window, if these use other frequencies.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RotaryAngles:
 
 
 def rotary_features(config: object) -> tuple[Feature, ...] | None:
-    """What a model asks of the kernel `rotary`; None if its positions are not rotary. Batches bring their positions."""
+    """Requirements for the kernel `rotary`; None without rotary positions. Position ids are part of the batch."""
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
     head_dim = getattr(config, "head_dim", 0)
@@ -46,14 +46,14 @@ def rotary_features(config: object) -> tuple[Feature, ...] | None:
 
 
 def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned in their own number format, as Hugging Face's models do; the kernels turn in fp32."""
+    """Queries and keys rotated in their own dtype, as Hugging Face's models do; the kernels rotate in fp32."""
     return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R channels of x [B, S, N, D] by cos and sin [B or 1, S, 1, R / 2]; the others pass.
+    """Rotate the first R channels of x [B, S, N, D] by cos and sin [B or 1, S, 1, R / 2]; the others are unchanged.
 
-    interleaved: channel pairs are neighbours (2i, 2i + 1); otherwise (i, i + R / 2).
+    interleaved: pairs are adjacent channels (2i, 2i + 1); otherwise (i, i + R / 2).
     """
     rotary_dim = 2 * cos.shape[-1]
     turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]

@@ -1,4 +1,4 @@
-"""The decoder that Llama and its relatives share: RMSNorm, a gated feed-forward, rotary positions."""
+"""The decoder of Llama-like families: RMSNorm, a gated feed-forward, rotary positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_models.blocks.rotary_scaling import build_rotary
 
 
 class RotaryDecoder(CausalDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i."""
+    """tokens [B, S] -> logits [B, S, vocab]; a family gives a function that builds layer number i."""
 
     config: DecoderConfig
 

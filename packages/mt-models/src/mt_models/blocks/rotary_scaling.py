@@ -1,4 +1,4 @@
-"""Rotary frequencies stretched for sequences longer than those trained on.
+"""Scaled rotary frequencies for sequences longer than those trained on.
 
 D rotated channels, frequencies w_i = base^(-2i / D), L original positions, factor s. A frequency turns
 L w / 2 pi times over the original positions.
@@ -36,15 +36,15 @@ class FixedRotary:
         self.frequencies, self.scale = frequencies, scale
 
     def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
-        # Moved once: a copy in each pass would be waited for.
+        # Moved to the device once: the host would wait for a copy in each forward pass.
         self.frequencies = self.frequencies.to(position_ids.device)
         return RotaryAngles(position_ids, self.frequencies, self.scale)
 
 
 class DynamicRotary:
-    """A base that grows with the sequence once it is longer than `original` positions.
+    """A base that depends on the sequence length once that exceeds `original` positions.
 
-    With a cache the length is its capacity: what is kept of earlier positions cannot follow a base that changes.
+    With a cache the length is its capacity: cached keys are already rotated, and cannot follow a changing base.
     """
 
     def __init__(self, rotary_dim: int, base: float, factor: float, original: int) -> None:
@@ -63,7 +63,7 @@ class DynamicRotary:
 
 
 def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
-    """The rotary positions that a configuration asks for; base: instead of config.rotary_base."""
+    """The rotary positions of a configuration; base: overrides config.rotary_base."""
     base = config.rotary_base if base is None else base
     frequencies = inverse_frequencies(config.rotary_dim, base)
     factor = config.rope_scaling_factor or 1.0
@@ -90,7 +90,7 @@ def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: f
 
 
 def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original: int) -> Tensor:
-    """[D / 2]: channels below the ramp keep their frequency, those above it have it divided."""
+    """[D / 2]: channels below the ramp keep their frequency, those above it have it divided by the factor."""
     size = config.rotary_dim
     start = _channel_of(config.rope_beta_fast, size, base, original)
     end = _channel_of(config.rope_beta_slow, size, base, original)
@@ -104,12 +104,12 @@ def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original
 
 
 def _channel_of(turns: float, size: int, base: float, original: int) -> float:
-    """The (fractional) channel whose frequency turns so many times over the original positions."""
+    """The (fractional) channel whose frequency makes so many turns over the original positions."""
     return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 def yarn_scale(config: DecoderConfig, factor: float) -> float:
-    """What queries and keys are multiplied by, so that attention stays as sharp over more keys."""
+    """The attention factor (mscale) of queries and keys, which keeps attention as sharp over more keys."""
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
     if config.rope_mscale and config.rope_mscale_all_dim:

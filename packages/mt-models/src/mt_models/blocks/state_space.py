@@ -74,7 +74,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Segments:
-    """Which positions of a chunk are of one segment with others; bool."""
+    """Boolean masks for positions of one segment, within a chunk and across chunks."""
 
     apart: Tensor
     """[B, K, L, L]: two positions are of different segments."""
@@ -101,7 +101,7 @@ def _segments(segment_ids: Tensor, size: int) -> _Segments:
 
 
 def _within_chunks(inputs: Tensor, decay: Tensor, b: Tensor, c: Tensor, segments: _Segments | None) -> Tensor:
-    """What positions take from those of their own chunk: [B, K, L, G, R, P]."""
+    """Contributions from positions of the same chunk: [B, K, L, G, R, P]."""
     scores = torch.einsum("bklgn,bksgn->bkgls", c, b)
     size = decay.shape[2]
     hidden = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1)
@@ -116,7 +116,7 @@ def _within_chunks(inputs: Tensor, decay: Tensor, b: Tensor, c: Tensor, segments
 def _states_before_chunks(
     inputs: Tensor, decay: Tensor, b: Tensor, start: Tensor | None, segments: _Segments | None
 ) -> tuple[Tensor, Tensor]:
-    """States at the start of every chunk [B, K, G, R, P, N], and behind the last one [B, G, R, P, N]."""
+    """States at the start of every chunk [B, K, G, R, P, N], and after the last one [B, G, R, P, N]."""
     to_end = (decay[:, :, -1:] - decay).exp()
     over_chunk = decay[:, :, -1].exp()
     if segments is not None:

@@ -1,4 +1,4 @@
-"""Learned vectors looked up by number: positions, token types."""
+"""Replicated embedding tables: positions, token types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mt_core.parallel.context import ParallelContext
 
 
 class LearnedTable(LayoutModule):
-    """A vector for each of `rows` numbers: [rows, hidden], the same on every tensor-parallel rank."""
+    """An embedding table [rows, hidden], replicated on every tensor-parallel rank."""
 
     weight: Tensor
 
@@ -25,7 +25,7 @@ class LearnedTable(LayoutModule):
         return F.embedding(numbers, self.weight)
 
 
-def like_word_vectors(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """Vectors of whole sequences [B, S, H] as a word embedding gives them: with sequence parallelism this rank's
-    piece of S. The gradient of the whole comes back on every rank."""
+def like_token_embeddings(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Embeddings of whole sequences [B, S, H] in the form of token embeddings: with sequence parallelism this rank's
+    slice of S. Backward all-gathers, so that every rank gets the gradient of the whole."""
     return split_to(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x

@@ -1,4 +1,4 @@
-"""Logits from the word embeddings, with a bias for each id: the output of masked language models and of T5."""
+"""Logits from tied token embeddings, with a bias for each id: the LM head of MLM models and of T5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_core.parallel.context import ParallelContext
 
 
 class TiedOutput(LayoutModule):
-    """x E^T + b with the word vectors E [vocab, hidden]; it owns b [vocab], which is divided as E's rows are."""
+    """x E^T + b with the token embeddings E [vocab, hidden]; it owns b [vocab], which is sharded as E's rows are."""
 
     bias: Tensor | None
 

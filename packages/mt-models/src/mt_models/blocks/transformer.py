@@ -14,8 +14,8 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.residual import bias_dropout_add
 from mt_core.nn.norm import build_norm
 from mt_core.nn.recompute import Recompute
-from mt_core.nn.stage import Stage
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
 from mt_models.blocks.cache import KeyValueCache, LayerCache
 from mt_models.blocks.layer_stack import LayerStack
@@ -32,14 +32,14 @@ class LayerShape(AttentionShape, Protocol):
 
 
 def block_norm(config: LayerShape, ctx: ParallelContext) -> nn.Module:
-    """The norm of a model's choice, over its width."""
+    """The configured norm, over the hidden size."""
     return build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
 
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): [batch, sequence, hidden] -> the same.
 
-    attention: instead of the SelfAttention that the configuration describes.
+    attention: replaces the SelfAttention that the configuration describes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""RMSNorm over all heads of a position together, which tensor parallelism divides by heads."""
+"""RMSNorm over all heads of a position together, sharded by heads over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mt_core.parallel.context import ParallelContext
 class WideRMSNorm(LayoutModule):
     """x / sqrt(mean(x^2) + eps) * weight, the mean over heads and channels [..., heads, size] in fp32.
 
-    weight: [heads * size], divided over tp as the heads are.
+    weight: [heads * size], sharded over tp as the heads are.
     """
 
     weight: Tensor
@@ -25,7 +25,7 @@ class WideRMSNorm(LayoutModule):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, heads of this rank, size] -> the same"""
         wide = x.float().flatten(-2)
-        # The sum is used by each rank for its own heads, so that its gradient is the sum of theirs.
+        # Each rank uses the all-reduced sum for its own heads, so that its gradient has to be all-reduced too.
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ctx.tp), self.ctx.tp)
         normed = wide * (squares / self.width + self.eps).rsqrt() * self.weight.float()
         return normed.to(x.dtype).view_as(x)

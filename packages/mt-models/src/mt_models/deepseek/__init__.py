@@ -1,1 +1,17 @@
-"""DeepSeek-V2 and V3: latent attention, many small experts beside shared ones, prediction of several tokens."""
+"""DeepSeek-V2 and V3: latent attention, many small experts with shared experts, multi-token prediction."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="deepseek",
+    doc="DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction",
+    config_type=Lazy("mt_models.deepseek.config:DeepseekConfig"),
+    build=Lazy("mt_models.deepseek.model:build_deepseek"),
+    check=Lazy("mt_models.deepseek.config:check_deepseek"),
+    presets=Lazy("mt_models.deepseek.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.deepseek.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:DEEPSEEK"),
+    },
+    shrink=Lazy("mt_models.deepseek.shrink:shrink_deepseek"),
+)

@@ -24,7 +24,7 @@ class DeepseekFlops(TokenFlops):
 
     @property
     def training(self) -> float:
-        """Forward and backward, of all that is trained."""
+        """Forward and backward, MTP included."""
         return 3 * (self.forward + self.prediction)
 
 
@@ -49,7 +49,7 @@ def flops_per_token(config: DeepseekConfig, seq_length: int, *, convention: Conv
 
 
 def projection_flops(config: DeepseekConfig) -> float:
-    """Of one layer's attention: the ways down and up, and the output."""
+    """One layer's attention: the down and up projections, and the output projection."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     rank, query = config.q_lora_rank, heads * config.head_dim
     queries = hidden * query if rank is None else hidden * rank + rank * query

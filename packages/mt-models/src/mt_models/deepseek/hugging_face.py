@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 in Hugging Face's format.
 
-The layers of multi-token prediction stand behind the others, with further copies of the embedding and the output.
+The MTP layers come after the others, with further copies of the embedding and the LM head.
 """
 
 from __future__ import annotations
@@ -19,19 +19,32 @@ from mt_models.blocks.hugging_face_decoder import (
     THEIRS,
     decoder_fields,
     decoder_name_map,
+    export_rope,
     feed_forward_rules,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
 )
-from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, ExpertNames, expert_rules
+from mt_models.blocks.hugging_face_mixture import (
+    BIAS_KEY,
+    MIXTURE_IGNORED,
+    SILU,
+    ExpertNames,
+    expert_rules,
+    export_bias,
+    first_dense,
+    group_scores,
+    import_bias,
+    import_groups,
+    require_normalized,
+    shared_experts,
+)
 from mt_models.blocks.mixture import ANY, Mixture, frequency_of
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 
 NAMES = ExpertNames()
 NORM_EPSILON = 1e-6
-"""Of the norms of latents there, whatever rms_norm_eps says."""
+"""Epsilon of the norms of latents in Hugging Face's classes, independent of rms_norm_eps."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------
@@ -43,9 +56,10 @@ def name_map(config: DeepseekConfig) -> NameMap:
 
 
 def layer_rules(config: DeepseekConfig, number: int) -> list[Rule]:
-    """Of layer `number`; those of multi-token prediction are counted behind the others."""
+    """Rules of layer `number`; MTP layers are numbered after the others."""
     sparse = config.moe is not None and Mixture(config).layers[number]
-    feed_forward = expert_rules(Mixture(config), NAMES) if sparse else feed_forward_rules()
+    biased = model_type_of(config) == "deepseek_v3"
+    feed_forward = expert_rules(Mixture(config), NAMES, always_biased=biased) if sparse else feed_forward_rules()
     return [rule.for_layer(number) for rule in (*norm_rules(PRE_NORMS), *latent_rules(config), *feed_forward)]
 
 
@@ -105,13 +119,14 @@ ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "qk_head_dim")
 
 
 def model_type_of(config: DeepseekConfig) -> str:
+    """A model without MoE layers is a deepseek_v3 with all layers before its first MoE layer."""
     if config.moe is None:
-        raise ConfigError("model.moe is not set; a Hugging Face deepseek_v2 or deepseek_v3 is a mixture of experts")
+        return "deepseek_v3"
     return "deepseek_v3" if Mixture(config)["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
 
 
-def mixture_to_ours(external: Mapping[str, Any], *, dense: int, shared: int, layers: int) -> dict[str, Any]:
-    """Options of model.moe of both generations; dense, shared, layers: defaults there."""
+def import_mixture(external: Mapping[str, Any], *, dense: int, shared: int, layers: int) -> dict[str, Any]:
+    """Options of model.moe for both versions; dense, shared, layers: defaults in Hugging Face's format."""
     layers = external.get("num_hidden_layers", layers)
     dense = min(external.get("first_k_dense_replace", dense), layers)
     ffn = external["moe_intermediate_size"]
@@ -130,17 +145,7 @@ def mixture_to_ours(external: Mapping[str, Any], *, dense: int, shared: int, lay
     }
 
 
-def groups_to_ours(external: Mapping[str, Any], score_topk: int) -> dict[str, int]:
-    if external.get("n_group") in (None, 1):
-        return {}
-    return {
-        "moe_router_num_groups": external["n_group"],
-        "moe_router_group_topk": external["topk_group"],
-        "moe_router_group_score_topk": score_topk,
-    }
-
-
-def _shared_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import__shared(external: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups = external["num_attention_heads"], external.get("num_key_value_heads")
     if groups not in (None, heads):
         raise ConfigError(f"num_key_value_heads={groups} is not supported; it can be num_attention_heads={heads}")
@@ -148,53 +153,61 @@ def _shared_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"rms_norm_eps={epsilon} is not supported: norms of latents have {NORM_EPSILON} there")
     if external.get("topk_method") not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ConfigError(f"topk_method={external['topk_method']!r} is not supported")
-    return rope_to_ours(external)
+    return import_rope(external)
+
+
+def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
+    return bool(external.get("first_k_dense_replace", default) >= external.get("num_hidden_layers", layers))
 
 
 def v2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
-    moe = mixture_to_ours(external, dense=0, shared=2, layers=32)
+    if _all_dense(external, default=0, layers=32):
+        return import__shared(external)
+    moe = import_mixture(external, dense=0, shared=2, layers=32)
     moe["moe_router_pre_softmax"] = True
     if external.get("topk_method") == "group_limited_greedy":
-        moe |= groups_to_ours(external, score_topk=1)
-    return {**_shared_to_ours(external), "moe": moe}
+        moe |= import_groups(external, score_topk=1)
+    return {**import__shared(external), "moe": moe}
 
 
 def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
-    moe = mixture_to_ours(external, dense=3, shared=1, layers=61)
-    moe |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    moe |= groups_to_ours({"n_group": 8, "topk_group": 4, **external}, score_topk=2)
     predicted = external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 0))
-    return {**_shared_to_ours(external), "moe": moe, "mtp_num_layers": predicted}
+    values = {**import__shared(external), "mtp_num_layers": predicted}
+    if _all_dense(external, default=3, layers=61):
+        return values
+    require_normalized(external)
+    moe = import_mixture(external, dense=3, shared=1, layers=61)
+    moe |= {"moe_router_score_function": "sigmoid", **import_bias(external)}
+    moe |= import_groups({"n_group": 8, "topk_group": 4, **external}, score_topk=2)
+    return {**values, "moe": moe}
 
 
-def _mixture_to_theirs(config: DeepseekConfig, mixture: Mixture) -> dict[str, Any]:
-    if mixture.first_dense is None:
-        raise ConfigError(
-            f"model.moe.moe_layer_freq={mixture['moe_layer_freq']} cannot be written as a Hugging Face DeepSeek, whose "
-            "dense layers come first"
-        )
-    shared, uneven = divmod(mixture.shared_size or 0, mixture.ffn_size)
-    if uneven or not shared:
-        raise ConfigError(
-            f"model.moe.moe_shared_expert_intermediate_size={mixture.shared_size} cannot be written as a Hugging Face "
-            f"DeepSeek; it can be a multiple of the experts' width {mixture.ffn_size}"
-        )
+def export__shared(config: DeepseekConfig) -> dict[str, Any]:
+    """Fields present with and without MoE layers."""
     if config.norm_epsilon != NORM_EPSILON:
         raise ConfigError(
             f"model.norm_epsilon={config.norm_epsilon} cannot be written as a Hugging Face DeepSeek, whose norms of "
             f"latents have {NORM_EPSILON}"
         )
+    return {
+        **export_rope(config),
+        "num_key_value_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_size,
+    }
+
+
+def export__mixture(config: DeepseekConfig, mixture: Mixture) -> dict[str, Any]:
+    kind = model_type_of(config)
+    dense, shared = first_dense(mixture, kind), shared_experts(mixture, kind)
     types = mixture.options.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficients = mixture.options.get("moe_aux_loss_coeff") or [0.01]
     return {
-        **rope_to_theirs(config),
-        "num_key_value_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_size,
+        **export__shared(config),
         "n_routed_experts": mixture.num_experts,
         "n_shared_experts": shared,
         "num_experts_per_tok": mixture.topk,
         "moe_intermediate_size": mixture.ffn_size,
-        "first_k_dense_replace": mixture.first_dense,
+        "first_k_dense_replace": dense,
         "routed_scaling_factor": mixture["moe_router_topk_scaling_factor"] or 1.0,
         "aux_loss_alpha": coefficients[0] if types[0].endswith("loss") else 0.0,
         "seq_aux": types[0] == "seq_aux_loss",
@@ -210,26 +223,18 @@ EXPRESSED = dict.fromkeys(
 )  # fmt: skip
 
 
-def _group_scores(mixture: Mixture, fixed: int) -> tuple[int | None, ...]:
-    """Values of moe_router_group_score_topk that mean the number which the class has fixed, or no groups."""
-    if mixture["moe_router_num_groups"] is None:
-        return (None,)
-    by_default = mixture["moe_router_topk"] // mixture["moe_router_group_topk"]
-    return (fixed, None) if by_default == fixed else (fixed,)
-
-
 def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
     mixture = Mixture(config)
     grouped = mixture["moe_router_num_groups"] is not None
-    scores = _group_scores(mixture, 1)
+    scores = group_scores(mixture, 1)
     mixture.require("deepseek_v2", **EXPRESSED, moe_router_pre_softmax=(True,), moe_router_group_score_topk=scores)
     if config.mtp_num_layers:
         raise ConfigError(
             f"model.mtp_num_layers={config.mtp_num_layers} cannot be written as a Hugging Face deepseek_v2"
         )
     return {
-        **_mixture_to_theirs(config, mixture),
+        **export__mixture(config, mixture),
         "topk_method": "group_limited_greedy" if grouped else "greedy",
         "n_group": mixture["moe_router_num_groups"],
         "topk_group": mixture["moe_router_group_topk"],
@@ -238,17 +243,26 @@ def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def v3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
+    if config.moe is None:
+        counted = config.num_layers + config.mtp_num_layers  # the layers of prediction are dense, too
+        return {
+            **export__shared(config),
+            "first_k_dense_replace": counted,
+            "num_nextn_predict_layers": config.mtp_num_layers,
+        }
     mixture = Mixture(config)
-    scores = _group_scores(mixture, 2)
+    scores = group_scores(mixture, 2)
     mixture.require(
         "deepseek_v3",
         **EXPRESSED,
         moe_router_score_function=("sigmoid",),
-        moe_router_enable_expert_bias=(True,),
+        moe_router_enable_expert_bias=ANY,
         moe_router_group_score_topk=scores,
     )
     return {
-        **_mixture_to_theirs(config, mixture),
+        **export__mixture(config, mixture),
+        **export_bias(mixture),
+        "norm_topk_prob": mixture.topk > 1,
         "topk_method": "noaux_tc",
         "n_group": mixture["moe_router_num_groups"] or 1,
         "topk_group": mixture["moe_router_group_topk"] or 1,
@@ -281,21 +295,20 @@ V2 = ConfigMap(
     ignored={**IGNORED, **MIXTURE_IGNORED, **DERIVED},
     further=v2_to_ours,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
-    further_back=v2_to_theirs,
+    export_extra=v2_to_theirs,
 )
 V3 = ConfigMap(
     architecture="deepseek_v3",
     fields=(*decoder_fields(tied=False, positions=4096), *FIELDS),
     fixed=(
         *FIXED,
-        Fixed("norm_topk_prob", (True,)),
         Fixed("scoring_func", ("sigmoid",)),
         Fixed("rope_interleave", (True,)),
     ),
     ignored={**IGNORED, **MIXTURE_IGNORED, **DERIVED},
     further=v3_to_ours,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
-    further_back=v3_to_theirs,
+    further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
+    export_extra=v3_to_theirs,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

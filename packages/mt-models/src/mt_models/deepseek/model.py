@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: pre-norm layers of latent attention and mixtures of experts."""
+"""DeepSeek-V2 and V3: pre-norm layers of latent attention and MoE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.loss import build_cross_entropy
-from mt_core.nn.stage import Stage, whole
+from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.latent_attention import LatentAttention
@@ -25,7 +25,7 @@ class DeepseekModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]
 
     With multi-token prediction its inputs in training are labels and loss_mask too, and the last pipeline stage has a
-    copy of the word vectors.
+    copy of the token embeddings.
     """
 
     config: DeepseekConfig
@@ -50,7 +50,7 @@ class DeepseekModel(RotaryDecoder):
         *,
         project: bool = True,
     ) -> Any:
-        """labels, loss_mask [B, S]: of multi-token prediction, which ties its losses to the logits in training."""
+        """labels, loss_mask [B, S]: for multi-token prediction, whose losses are attached to the logits in training."""
         stage = whole(self.config.num_layers)
         return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, labels, loss_mask, project=project)
 

@@ -31,7 +31,7 @@ def _deepseek(
 
 
 def _v2_experts(num: int, ffn: int, scale: float, **keys: Any) -> dict[str, Any]:
-    """6 of `num` experts for a token, and 2 shared ones."""
+    """6 of `num` experts per token, and 2 shared ones."""
     return {
         "num_experts": num,
         "moe_router_topk": 6,

@@ -9,5 +9,5 @@ SIZES = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_he
 
 
 def shrink_deepseek(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
-    """q_lora_rank stays null where it is, which is another way to make queries."""
+    """q_lora_rank stays null if it is, since that is another code path."""
     return {key: size for key, size in SIZES.items() if model[key]}

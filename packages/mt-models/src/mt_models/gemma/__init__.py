@@ -1,1 +1,16 @@
-"""Gemma 2 and 3 (text): GeGLU, norms around every block, local and global layers in turn, soft caps."""
+"""Gemma 2 and 3 (text): GeGLU, norms around every block, alternating local and global layers, logit soft caps."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="gemma",
+    doc="Gemma 2 and 3, text: GeGLU, norms around every block, local and global layers in turn, soft caps",
+    config_type=Lazy("mt_models.gemma.config:GemmaConfig"),
+    build=Lazy("mt_models.gemma.model:build_gemma"),
+    check=Lazy("mt_models.gemma.config:check_gemma"),
+    presets=Lazy("mt_models.gemma.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.gemma.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:GEMMA"),
+    },
+)

@@ -16,12 +16,12 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_scaling,
+    export_shape,
     feed_forward_rules,
+    import_rope,
+    import_scaling,
     norm_rules,
-    rope_to_ours,
-    scaling_to_ours,
-    scaling_to_theirs,
-    shape_to_theirs,
 )
 from mt_models.gemma.config import GemmaConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
@@ -59,7 +59,7 @@ def layer_types(config: GemmaConfig) -> list[str]:
     return [FULL if config.window_of(i) is None else SLIDING for i in range(config.num_layers)]
 
 
-def pattern_to_ours(external: Mapping[str, Any], default: int) -> int:
+def import_pattern(external: Mapping[str, Any], default: int) -> int:
     """sliding_window_pattern from layer_types, if it is given."""
     kinds = external.get("layer_types")
     if kinds is None:
@@ -74,7 +74,7 @@ def pattern_to_ours(external: Mapping[str, Any], default: int) -> int:
 
 
 def gemma2_rope(external: Mapping[str, Any]) -> dict[str, Any]:
-    values = rope_to_ours(external)
+    values = import_rope(external)
     if "rope_scaling_type" in values:
         raise ConfigError(
             f"rope_scaling={values['rope_scaling_type']} of a gemma2 is not supported; it can be null or default"
@@ -89,12 +89,12 @@ def gemma3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     local = dict(kinds.get(SLIDING) or {})
     base = whole.pop("rope_theta", external.get("rope_theta", 1000000.0))
     local_base = local.pop("rope_theta", external.get("rope_local_base_freq", 10000.0))
-    if scaling_to_ours(local) or set(kinds) - {FULL, SLIDING}:
+    if import_scaling(local) or set(kinds) - {FULL, SLIDING}:
         raise ConfigError(
             f"rope_parameters={dict(kinds)} is not supported: it has the keys {FULL} and {SLIDING}, and the rope_type "
             f"of {SLIDING} can only be default"
         )
-    return {"rotary_base": float(base), "rotary_base_local": float(local_base), **scaling_to_ours(whole)}
+    return {"rotary_base": float(base), "rotary_base_local": float(local_base), **import_scaling(whole)}
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ def _own_fields(attention_cap: float | None, final_cap: float | None) -> tuple[F
         Field("num_key_value_heads", "num_query_groups", default=4),
         Field("head_dim", "kv_channels", default=256),
         Field("sliding_window", "sliding_window", default=4096),
-        Field("query_pre_attn_scalar", "query_pre_attn_scalar", to_ours=real, default=256),
-        Field("attn_logit_softcapping", "attn_logit_softcapping", to_ours=real, default=attention_cap),
-        Field("final_logit_softcapping", "final_logit_softcapping", to_ours=real, default=final_cap),
+        Field("query_pre_attn_scalar", "query_pre_attn_scalar", import_value=real, default=256),
+        Field("attn_logit_softcapping", "attn_logit_softcapping", import_value=real, default=attention_cap),
+        Field("final_logit_softcapping", "final_logit_softcapping", import_value=real, default=final_cap),
     )
 
 
@@ -122,13 +122,17 @@ FIXED = (
     Fixed("use_bidirectional_attention", (False, None)),
     *NOT_A_CHOICE,
 )
-IGNORED_HERE = {**IGNORED, "hidden_act": "of Gemma 1; hidden_activation is what counts"}
+IGNORED_HERE = {
+    **IGNORED,
+    "hidden_act": "of Gemma 1; hidden_activation is what counts",
+    "sliding_window_size": "repeats sliding_window, which the class reads",
+}
 
 
 def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": False,
-        "sliding_window_pattern": pattern_to_ours(external, 2),
+        "sliding_window_pattern": import_pattern(external, 2),
         "attention_backend": "eager" if external.get("attn_logit_softcapping", 50.0) else "sdpa",
         **gemma2_rope(external),
     }
@@ -137,7 +141,7 @@ def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
 def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
-        "sliding_window_pattern": pattern_to_ours(external, 6),
+        "sliding_window_pattern": import_pattern(external, 6),
         "attention_backend": "eager" if external.get("attn_logit_softcapping") else "sdpa",
         **gemma3_rope(external),
     }
@@ -145,7 +149,7 @@ def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sizes(config: GemmaConfig) -> dict[str, Any]:
     return {
-        **shape_to_theirs(config),
+        **export_shape(config),
         "layer_types": layer_types(config),
         "query_pre_attn_scalar": whole_if_it_is(config.query_pre_attn_scalar or config.head_dim),
         "rope_theta": config.rotary_base,
@@ -163,7 +167,7 @@ def gemma2_back(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def gemma3_back(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GemmaConfig.model_validate(model)
-    rope = {"rope_local_base_freq": config.rotary_base_local, "rope_scaling": scaling_to_theirs(config)}
+    rope = {"rope_local_base_freq": config.rotary_base_local, "rope_scaling": export_scaling(config)}
     return {**_sizes(config), **rope}
 
 
@@ -174,7 +178,7 @@ GEMMA2 = ConfigMap(
     ignored=IGNORED_HERE,
     further=gemma2_further,
     further_keys=(*ROPE_KEYS, "layer_types"),
-    further_back=gemma2_back,
+    export_extra=gemma2_back,
 )
 GEMMA3 = ConfigMap(
     architecture="gemma3_text",
@@ -189,7 +193,7 @@ GEMMA3 = ConfigMap(
         "sliding_window_pattern",
         "_sliding_window_pattern",
     ),
-    further_back=gemma3_back,
+    export_extra=gemma3_back,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -1,9 +1,9 @@
-"""Gemma 2 and 3: a norm before and behind every block, local and global attention in turn.
+"""Gemma 2 and 3: a norm before and after every block, alternating local and global attention.
 
     x = x + norm(attention(norm(x)))
     x = x + norm(GeGLU(norm(x)))
 
-Norms multiply by 1 + weight, word vectors by sqrt(hidden_size).
+Norms multiply by 1 + weight, token embeddings by sqrt(hidden_size).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mt_models.gemma.config import GemmaConfig
 
 
 class GemmaEmbedding(TokenEmbedding):
-    """Word vectors times sqrt(hidden_size), a factor rounded to the number format of the vectors."""
+    """Token embeddings times sqrt(hidden_size), where the factor is rounded to the dtype of the embeddings."""
 
     def __init__(self, config: GemmaConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
@@ -103,7 +103,7 @@ class GemmaModel(CausalDecoder):
 
     @property
     def needs_logits(self) -> str | None:
-        """Why a loss cannot do without the logits."""
+        """Why a loss needs the logits."""
         cap = self.config.final_logit_softcapping
         return None if cap is None else f"model.final_logit_softcapping={cap} bends the logits"
 

@@ -1,1 +1,16 @@
-"""GPT: a decoder wide enough for GPT-2, GPT-3 and Llama-like models."""
+"""GPT: a decoder general enough for GPT-2, GPT-3 and Llama-like models."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="gpt",
+    doc="Decoder-only transformer: GPT-2, GPT-3 and Llama-like models",
+    config_type=Lazy("mt_models.gpt.config:GPTConfig"),
+    build=Lazy("mt_models.gpt.model:build_gpt"),
+    check=Lazy("mt_models.gpt.config:check_gpt"),
+    presets=Lazy("mt_models.gpt.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.gpt.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:GPT"),
+    },
+)

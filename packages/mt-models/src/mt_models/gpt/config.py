@@ -34,8 +34,9 @@ class GPTConfig(ModelConfig):
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of the feed-forward. Default: 4 hidden_size, or 8/3 hidden_size rounded down to a multiple
     of 64 (at least 64) when the activation is gated."""
-    max_position_embeddings: PositiveInt | None = used_when(None, position_embedding_type="learned_absolute")
-    """Rows of the table of learned positions, the longest sequence that the model can take."""
+    max_position_embeddings: PositiveInt | None = used_when(None, position_embedding_type=("learned_absolute", "rope"))
+    """Rows of the table of learned positions, the longest sequence that the model can take. With rope, which has no
+    table, the longest sequence that the model was trained for, as converted checkpoints state it."""
     position_embedding_type: PositionEmbedding = "learned_absolute"
     """learned_absolute, rope (rotary), alibi or none."""
     rotary_base: Annotated[float, Field(gt=0)] = used_when(10000.0, position_embedding_type="rope")

@@ -1,6 +1,6 @@
 """GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi) and GPT-NeoX (parallel residual) in Hugging Face's format.
 
-A GPT that is none of them and a Llama or a Qwen in all but name is written as that; it is read as that family.
+A GPT that is equivalent to a Llama or a Qwen is exported as that, and is imported as that family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS = "decoder.layers.{i}."
 
 @dataclass(frozen=True)
 class Names:
-    """What the parts are called in one of the formats; `block` is the prefix of a layer, `stem` of the model."""
+    """Names of the parts in one of the formats; `block` is the prefix of a layer, `stem` of the model."""
 
     stem: str
     block: str
@@ -93,7 +93,7 @@ BUFFERS = {
     "bloom": (),
     "gpt_neox": ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
 }
-"""Masks and frequencies that older versions stored with each layer."""
+"""Buffers (masks, frequencies) that older versions stored with each layer."""
 
 
 def name_map(config: GPTConfig) -> NameMap:
@@ -126,7 +126,7 @@ def _norm_rules(names: Names) -> list[Rule]:
 
 
 def _matrix_rules(names: Names, matrix: type[Rule]) -> list[Rule]:
-    """matrix: Transpose for GPT-2, which multiplies from the right and stores [in, out]."""
+    """matrix: Transpose for GPT-2, whose Conv1D stores [in, out]."""
     rules: list[Rule] = []
     for ours, theirs in (
         ("self_attention.linear_proj", names.projection),
@@ -139,7 +139,7 @@ def _matrix_rules(names: Names, matrix: type[Rule]) -> list[Rule]:
 
 
 def _qkv_rule(config: GPTConfig, kind: str, part: str, theirs: str) -> Rule:
-    """GPT-2 and GPTBigCode store all queries, then keys, then values; BLOOM and GPT-NeoX go head by head, as we do."""
+    """GPT-2 and GPTBigCode store all queries, then keys, then values; BLOOM and GPT-NeoX group by head, as we do."""
     names = (f"{OURS}self_attention.linear_qkv.{part}", f"{theirs}.{part}")
     if kind in ("bloom", "gpt_neox"):
         return Same(*names)
@@ -167,7 +167,7 @@ def spelling(config: GPTConfig, name: str) -> str:
 
 
 class GPTFamily(HuggingFaceFamily):
-    """Writes a GPT that is a relative's model in all but name as one."""
+    """Exports a GPT that is equivalent to a model of another family as one."""
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         assert isinstance(config, GPTConfig)
@@ -185,7 +185,7 @@ Demands = Mapping[str, tuple[Any, ...]]
 
 
 def model_type_of(config: GPTConfig) -> str:
-    """Which of the four. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
+    """One of the four. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
     demands = _demands(config)
     found = _first_fit(config, demands)
     if found is None:
@@ -225,7 +225,7 @@ def _first_fit(config: GPTConfig, demands: Mapping[str, Demands]) -> str | None:
 
 
 def _obstacle(config: GPTConfig, demands: Demands) -> str | None:
-    """The first key that keeps a configuration from a format, in words."""
+    """The first key that a format cannot express, as a message."""
     for key, values in demands.items():
         value = getattr(config, key)
         if value not in values:

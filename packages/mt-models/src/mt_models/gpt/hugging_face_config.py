@@ -7,7 +7,7 @@ from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
-from mt_models.blocks.hugging_face_decoder import negated, rope_to_ours
+from mt_models.blocks.hugging_face_decoder import POSITIONS, import_rope, longest_sequence, negated, one_of
 from mt_models.gpt.config import GPTConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
 
@@ -24,7 +24,7 @@ BACK = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 BIGCODE_BACK = {**BACK, "gelu_tanh": "gelu_pytorch_tanh"}  # the same function, rounded otherwise
 
 
-def activation_to_ours(name: str) -> str:
+def import_activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ConfigError(f"the activation {name!r} is not supported; it can be {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -36,14 +36,14 @@ def _common_fields(layers: str, heads: str, hidden: str, epsilon: str, *, tied: 
         Field(layers, "num_layers"),
         Field(hidden, "hidden_size"),
         Field(heads, "num_attention_heads"),
-        Field(epsilon, "norm_epsilon", to_ours=float, default=1e-5),
-        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field(epsilon, "norm_epsilon", import_value=float, default=1e-5),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=tied),
     )
 
 
-def _dropout_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
-    """embd_pdrop and resid_pdrop are one number here."""
+def import__dropout(external: Mapping[str, Any]) -> dict[str, Any]:
+    """embd_pdrop and resid_pdrop are one key here."""
     embedding, residual = (float(external.get(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
         raise ConfigError(f"embd_pdrop={embedding} and resid_pdrop={residual} differ; set both to one value")
@@ -73,7 +73,8 @@ DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
 IGNORED_GPT2 = {
     **IGNORED,
     "n_ctx": "repeats n_positions",
-    "gradient_checkpointing": "recompute.recompute_granularity chooses it",
+    "n_special": "of GPT-1's vocabulary; the class does not read it",
+    "predict_special_tokens": "of GPT-1's vocabulary; the class does not read it",
     "reorder_and_upcast_attn": "changes rounding only; precision.attention_softmax_in_fp32 chooses it",
     **dict.fromkeys(
         (
@@ -91,7 +92,7 @@ GPT2 = ConfigMap(
     architecture="gpt2",
     fields=(
         *GPT2_FIELDS,
-        Field("activation_function", "activation", activation_to_ours, BACK.get, default="gelu_new"),
+        Field("activation_function", "activation", import_activation, BACK.get, default="gelu_new"),
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
@@ -99,16 +100,16 @@ GPT2 = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored=IGNORED_GPT2,
-    further=_dropout_to_ours,
+    further=import__dropout,
     further_keys=DROPOUTS,
-    further_back=_gpt2_back,
+    export_extra=_gpt2_back,
 )
 
 GPT_BIGCODE = ConfigMap(
     architecture="gpt_bigcode",
     fields=(
         *GPT2_FIELDS,
-        Field("activation_function", "activation", activation_to_ours, BIGCODE_BACK.get, default="gelu_pytorch_tanh"),
+        Field("activation_function", "activation", import_activation, BIGCODE_BACK.get, default="gelu_pytorch_tanh"),
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
@@ -126,9 +127,9 @@ GPT_BIGCODE = ConfigMap(
             "of an inference server",
         ),
     },
-    further=lambda external: {"num_query_groups": 1, **_dropout_to_ours(external)},
+    further=lambda external: {"num_query_groups": 1, **import__dropout(external)},
     further_keys=DROPOUTS,
-    further_back=_gpt2_back,
+    export_extra=_gpt2_back,
 )  # fmt: skip
 
 
@@ -160,8 +161,8 @@ BLOOM = ConfigMap(
     architecture="bloom",
     fields=(
         *_common_fields("n_layer", "n_head", "hidden_size", "layer_norm_epsilon", tied=True),
-        Field("hidden_dropout", "hidden_dropout", to_ours=float, default=0.0),
-        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+        Field("hidden_dropout", "hidden_dropout", import_value=float, default=0.0),
+        Field("attention_dropout", "attention_dropout", import_value=float, default=0.0),
     ),
     fixed=(Fixed("apply_residual_connection_post_layernorm", (False,)), *NOT_A_CHOICE),
     ignored={
@@ -177,26 +178,34 @@ BLOOM = ConfigMap(
     },
     further=_bloom_further,
     further_keys=("n_embed", "num_attention_heads", "n_inner"),
-    further_back=_bloom_back,
+    export_extra=_bloom_back,
 )
 
 
 def _neox_further(external: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
-    share = given.pop("partial_rotary_factor", external.get("rotary_pct", 0.25))
-    base = external.get("rope_theta", external.get("rotary_emb_base", 10000.0))
-    values = rope_to_ours({"rope_parameters": {"rope_theta": base, **given}})
+    nested = {f"rope_parameters.{key}": given.pop(key, None) for key in ("partial_rotary_factor", "rope_theta")}
+    stated = {**external, **nested}
+    share = one_of(stated, ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"), 0.25)
+    base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta", "rotary_emb_base"), 10000.0)
+    values = import_rope({"rope_parameters": {"rope_theta": base, **given}})
     if "rope_scaling_type" in values:
         raise ConfigError(
             f"rope_scaling={values['rope_scaling_type']} of a gpt_neox is not supported; it can be null or default"
         )
-    return {**values, "rotary_percent": float(share), "position_embedding_type": "rope"}
+    return {
+        **values,
+        **longest_sequence(external),
+        "rotary_percent": float(share),
+        "position_embedding_type": "rope",
+    }
 
 
 def _neox_back(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rotary_pct": model["rotary_percent"],
         "rotary_emb_base": model["rotary_base"],
+        **longest_sequence(model),
         **_ffn_back(model, "intermediate_size"),
     }
 
@@ -206,20 +215,24 @@ GPT_NEOX = ConfigMap(
     fields=(
         *_common_fields("num_hidden_layers", "num_attention_heads", "hidden_size", "layer_norm_eps", tied=False),
         Field("intermediate_size", "ffn_hidden_size"),
-        Field("hidden_act", "activation", activation_to_ours, BACK.get, default="gelu"),
-        Field("hidden_dropout", "hidden_dropout", to_ours=float, default=0.0),
-        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+        Field("hidden_act", "activation", import_activation, BACK.get, default="gelu"),
+        Field("hidden_dropout", "hidden_dropout", import_value=float, default=0.0),
+        Field("attention_dropout", "attention_dropout", import_value=float, default=0.0),
         Field("use_parallel_residual", "parallel_residual", default=True),
     ),
-    fixed=(Fixed("attention_bias", (True,)), *NOT_A_CHOICE),
-    ignored={
-        **IGNORED,
-        "max_position_embeddings": "rotary positions have no table; data.seq_length says how long samples are",
-        "classifier_dropout": OF_HEADS,
-    },
+    fixed=(
+        Fixed("attention_bias", (True,)),
+        Fixed("hidden_dropout_prob", (0,), written=False),  # older names of the two dropouts, which are never read
+        Fixed("attention_probs_dropout_prob", (0,), written=False),
+        *NOT_A_CHOICE,
+    ),
+    ignored={**IGNORED, "classifier_dropout": OF_HEADS},
     further=_neox_further,
-    further_keys=("rope_parameters", "rope_scaling", "rope_theta", "rotary_pct", "rotary_emb_base"),
-    further_back=_neox_back,
-)
+    further_keys=(
+        POSITIONS,
+        "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base",
+    ),
+    export_extra=_neox_back,
+)  # fmt: skip
 
 CONFIG_MAPS = {"gpt2": GPT2, "gpt_bigcode": GPT_BIGCODE, "bloom": BLOOM, "gpt_neox": GPT_NEOX}

@@ -1,6 +1,6 @@
-"""A GPT that is a Llama or a Qwen in all but name, as a model of that family.
+"""Exports a GPT that is equivalent to a Llama or a Qwen as a model of that family.
 
-The parameters have the same canonical names and shapes in both, so that the other family's map writes them.
+The parameters have the same canonical names and shapes in both, so that the other family's name map applies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ SAME_KEYS = (
 
 
 def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
-    return {**{key: getattr(config, key) for key in SAME_KEYS}, "ffn_hidden_size": config.ffn_size}
+    keys = {**{key: getattr(config, key) for key in SAME_KEYS}, "ffn_hidden_size": config.ffn_size}
+    longest = config.max_position_embeddings
+    return keys if longest is None else {**keys, "max_position_embeddings": longest}
 
 
 _DECODER: Mapping[str, tuple[Any, ...]] = {
@@ -78,4 +80,4 @@ RELATIVES: Mapping[str, Relative] = {
     "qwen2": Relative(QWEN, {**_QWEN, "add_qkv_bias": (True,), "qk_layernorm": (False,)}, as_qwen),
     "qwen3": Relative(QWEN, {**_QWEN, "add_qkv_bias": (False,), "qk_layernorm": (True,)}, as_qwen),
 }
-"""`model_type` -> what a GPT has to be for it."""
+"""`model_type` -> the values that a GPT needs for it."""

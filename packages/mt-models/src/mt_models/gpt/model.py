@@ -1,4 +1,4 @@
-"""The GPT model: words and positions, a stack of transformer layers, logits."""
+"""The GPT model: token and position embeddings, a stack of transformer layers, logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.alibi import alibi_slopes
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.tables import LearnedTable, like_word_vectors
+from mt_models.blocks.tables import LearnedTable, like_token_embeddings
 from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
 
 
 class GPTEmbedding(TokenEmbedding):
-    """Word vectors, plus learned positions or a norm if the model has them, then dropout."""
+    """Token embeddings, plus learned positions or a norm if configured, then dropout."""
 
     def __init__(self, config: GPTConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
@@ -36,7 +36,7 @@ class GPTEmbedding(TokenEmbedding):
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         x = super().forward(tokens, position_ids)
         if self.position_embeddings is not None:
-            x = x + like_word_vectors(self.position_embeddings(position_ids), self.ctx)
+            x = x + like_token_embeddings(self.position_embeddings(position_ids), self.ctx)
         if self.layernorm is not None:
             x = self.layernorm(x)
         return self.dropout(x)
@@ -64,13 +64,13 @@ class GPTModel(CausalDecoder):
     def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
         if self.frequencies is None:
             return None
-        # Moved once: a copy in each pass would be waited for.
+        # Moved to the device once: the host would wait for a copy in each forward pass.
         self.frequencies = self.frequencies.to(position_ids.device)
         return RotaryAngles(position_ids, self.frequencies)
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Longest sequence it can take; None when positions are not a table."""
+        """Longest supported sequence; None without learned positions."""
         return self.config.table_size
 
 

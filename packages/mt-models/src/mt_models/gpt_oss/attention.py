@@ -1,4 +1,4 @@
-"""Attention with sinks: a trained score of each head that stands for no key."""
+"""Attention with sinks: a learned logit per head that takes part in the softmax without a key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_models.blocks.attention import AttentionShape, SelfAttention
 
 
 class CoreAttention(LayoutModule):
-    """The core with its sinks softmax_offset [N], divided over tensor-parallel ranks as the heads are.
+    """The core with its sinks softmax_offset [N], sharded over tensor-parallel ranks as the heads are.
 
     The name is Megatron-Core's (softmax_type "learnable").
     """

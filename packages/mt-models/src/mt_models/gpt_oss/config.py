@@ -61,7 +61,7 @@ class GptOssConfig(DecoderConfig):
 
 
 def check_gpt_oss(config: Config) -> None:
-    """Raise ConfigError for what is no decoder, no mixture, or no pattern of windows."""
+    """Raise ConfigError for an invalid decoder, MoE or pattern of windows."""
     check_decoder(config)
     model = config.model
     assert isinstance(model, GptOssConfig)

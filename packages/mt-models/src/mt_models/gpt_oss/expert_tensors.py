@@ -1,7 +1,7 @@
-"""The experts of GPT-OSS in Hugging Face's files: one tensor for all of a layer, gate and up in alternate columns.
+"""The experts of GPT-OSS in Hugging Face's files: one tensor per layer, gate and up in alternating columns.
 
-E experts, H hidden size, F inner width. Matrices are stored [in, out] there, [out, in] here. The published files have
-the matrices in MXFP4, row by row of [out, in].
+E experts, H hidden size, F inner width. Matrices are stored [in, out] in the files, [out, in] here. The published
+files have the matrices in MXFP4, in the order [out, in].
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mt_models.gpt_oss.mxfp4 import dequantize
 class InterleavedBias(Rule):
     """[E, 2F], gate and up in turn there, halves here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return halves(tensors[0].unsqueeze(-1)).squeeze(-1)
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [in_turn(tensor.unsqueeze(-1)).squeeze(-1)]
 
 
@@ -32,10 +32,10 @@ class InterleavedBias(Rule):
 class InterleavedMatrices(Rule):
     """[E, H, 2F] with gate and up in turn there, [E, 2F, H] with halves here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return halves(tensors[0].transpose(1, 2))
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [in_turn(tensor).transpose(1, 2).contiguous()]
 
 
@@ -43,10 +43,10 @@ class InterleavedMatrices(Rule):
 class TransposedMatrices(Rule):
     """[E, in, out] there, [E, out, in] here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].transpose(1, 2).contiguous()
 
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         return [tensor.transpose(1, 2).contiguous()]
 
 
@@ -54,7 +54,7 @@ class TransposedMatrices(Rule):
 class QuantizedMatrices(Rule):
     """Blocks [E, out, in / 32, 16] and scales [E, out, in / 32] there; [E, out, in] in bf16 here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         blocks, scales = tensors
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
             raise CheckpointError(
@@ -71,8 +71,8 @@ class QuantizedMatrices(Rule):
 class QuantizedInterleavedMatrices(QuantizedMatrices):
     """The same with gate and up in alternate rows there, halves here."""
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        return halves(super().to_ours(tensors))
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        return halves(super().import_value(tensors))
 
 
 def halves(rows: Tensor) -> Tensor:

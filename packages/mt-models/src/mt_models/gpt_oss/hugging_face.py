@@ -1,4 +1,4 @@
-"""GPT-OSS in Hugging Face's format; files in MXFP4 are read, bf16 is written."""
+"""GPT-OSS in Hugging Face's format; imports MXFP4 and bf16, exports bf16."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    export_shape,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
-    shape_to_theirs,
 )
-from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, balance_to_ours, balance_to_theirs
+from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, export_balance, import_balance
 from mt_models.blocks.mixture import ANY, Mixture
 from mt_models.gpt_oss.config import GptOssConfig
 from mt_models.gpt_oss.expert_tensors import (
@@ -45,7 +45,7 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-"""What is meant where a configuration does not say how positions are scaled."""
+"""The default rope scaling of a configuration without one."""
 
 
 def name_map(config: GptOssConfig) -> NameMap:
@@ -79,7 +79,7 @@ def expert_rules() -> list[Rule]:
 # -- configuration -----------------------------------------------------------------------------------
 
 
-def windows_to_ours(kinds: Sequence[str] | None) -> int | str:
+def import_windows(kinds: Sequence[str] | None) -> int | str:
     """window_attn_skip_freq for `layer_types`: a number where one says it, else a pattern."""
     if kinds is None:
         return 2
@@ -106,24 +106,24 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
     scaled = external.get("rope_parameters") or external.get("rope_scaling") or YARN
     positions = {"rope_parameters": scaled, "rope_theta": external.get("rope_theta", 150000.0)}
     return {
-        **rope_to_ours(positions),
-        "window_attn_skip_freq": windows_to_ours(external.get("layer_types")),
+        **import_rope(positions),
+        "window_attn_skip_freq": import_windows(external.get("layer_types")),
         "moe": {
             "num_experts": external.get("num_local_experts", 128),
             "moe_router_topk": external.get("num_experts_per_tok", external.get("experts_per_token", 4)),
-            **balance_to_ours(external, default=0.001),
+            **import_balance(external, default=0.001),
         },
     }
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GptOssConfig.model_validate(model)
     mixture = Mixture(config)
     mixture.require("gpt_oss", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_bias=(None, True))
     return {
-        **shape_to_theirs(config),
-        **rope_to_theirs(config),
-        **balance_to_theirs(mixture),
+        **export_shape(config),
+        **export_rope(config),
+        **export_balance(mixture),
         "intermediate_size": mixture.ffn_size,
         "num_local_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.topk,
@@ -153,7 +153,7 @@ GPT_OSS = ConfigMap(
     },
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, "layer_types", "quantization_config"),
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -1,4 +1,4 @@
-"""GPT-OSS: pre-norm layers of attention with sinks, every second one over a window, and mixtures of experts."""
+"""GPT-OSS: pre-norm layers of attention with sinks, every second one with a sliding window, and MoE."""
 
 from __future__ import annotations
 

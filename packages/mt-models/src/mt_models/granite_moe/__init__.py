@@ -1,1 +1,16 @@
-"""Granite-MoE: Llama with mixtures of experts, and a factor on embeddings, scores, residual branches and logits."""
+"""Granite-MoE: Llama with MoE, and factors on embeddings, scores, residual branches and logits."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="granite_moe",
+    doc="Granite 3 MoE: small experts, factors on embeddings, scores and logits",
+    config_type=Lazy("mt_models.granite_moe.config:GraniteMoeConfig"),
+    build=Lazy("mt_models.granite_moe.model:build_granite_moe"),
+    check=Lazy("mt_models.granite_moe.config:check_granite_moe"),
+    presets=Lazy("mt_models.granite_moe.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:GRANITE_MOE"),
+    },
+)

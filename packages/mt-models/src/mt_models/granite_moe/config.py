@@ -19,7 +19,7 @@ class GraniteMoeConfig(DecoderConfig):
     moe: dict[str, Any]
     """Options of the mixtures; num_experts has to be set."""
     embedding_multiplier: Factor = 1.0
-    """Of word vectors."""
+    """Of token embeddings."""
     attention_multiplier: Factor | None = None
     """Of the products of queries and keys. Default: 1 / sqrt(head size)."""
     residual_multiplier: Factor = 1.0

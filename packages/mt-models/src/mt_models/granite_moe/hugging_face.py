@@ -15,11 +15,11 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
 )
-from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, balance_to_ours, balance_to_theirs
+from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, export_balance, import_balance
 from mt_models.blocks.mixture import ANY, Mixture
 from mt_models.granite_moe.config import GraniteMoeConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
@@ -41,18 +41,18 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
     moe = {
         "num_experts": external.get("num_local_experts", 8),
         "moe_router_topk": external.get("num_experts_per_tok", 2),
-        **balance_to_ours(external, default=0.001),
+        **import_balance(external, default=0.001),
     }
-    return {**rope_to_ours(external), "moe": moe}
+    return {**import_rope(external), "moe": moe}
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GraniteMoeConfig.model_validate(model)
     mixture = Mixture(config)
     mixture.require("granitemoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
     return {
-        **rope_to_theirs(config),
-        **balance_to_theirs(mixture),
+        **export_rope(config),
+        **export_balance(mixture),
         "num_key_value_heads": config.query_groups,
         "attention_multiplier": config.attention_multiplier or config.head_dim**-0.5,
         "intermediate_size": mixture.ffn_size,
@@ -66,16 +66,16 @@ GRANITE_MOE = ConfigMap(
     fields=(
         *decoder_fields(tied=False, positions=2048),
         Field("num_key_value_heads", "num_query_groups"),
-        Field("embedding_multiplier", "embedding_multiplier", to_ours=float, default=1.0),
-        Field("attention_multiplier", "attention_multiplier", to_ours=float, default=1.0),
-        Field("residual_multiplier", "residual_multiplier", to_ours=float, default=1.0),
-        Field("logits_scaling", "logits_scaling", to_ours=float, default=1.0),
+        Field("embedding_multiplier", "embedding_multiplier", import_value=float, default=1.0),
+        Field("attention_multiplier", "attention_multiplier", import_value=float, default=1.0),
+        Field("residual_multiplier", "residual_multiplier", import_value=float, default=1.0),
+        Field("logits_scaling", "logits_scaling", import_value=float, default=1.0),
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MIXTURE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

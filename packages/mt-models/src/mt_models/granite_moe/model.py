@@ -1,4 +1,4 @@
-"""Granite-MoE: the layers of Llama with mixtures of experts and four factors."""
+"""Granite-MoE: the layers of Llama with MoE and four factors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mt_models.granite_moe.config import GraniteMoeConfig
 
 
 class GraniteEmbedding(TokenEmbedding):
-    """Word vectors times embedding_multiplier."""
+    """Token embeddings times embedding_multiplier."""
 
     def __init__(self, config: GraniteMoeConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
@@ -71,7 +71,7 @@ class GraniteMoeModel(CausalDecoder):
 
     @property
     def needs_logits(self) -> str | None:
-        """Why a loss cannot do without the logits."""
+        """Why a loss needs the logits."""
         scale = self.config.logits_scaling
         return None if scale == 1.0 else f"model.logits_scaling={scale} divides the logits"
 

@@ -1,4 +1,4 @@
-"""Shapes of the Granite mixtures, as published."""
+"""Shapes of the Granite-MoE models, as published."""
 
 from __future__ import annotations
 

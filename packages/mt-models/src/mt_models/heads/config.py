@@ -1,5 +1,5 @@
-"""Configurations of models with a head that chooses. Each is that of its base model plus the head's keys, so that a
-preset of the base serves both: `preset = "bert-base-uncased"` with `model.family = "bert_classification"`."""
+"""Configurations of classification and multiple-choice models: the base model's keys plus the head's, so that a
+preset of the base applies: `preset = "bert-base-uncased"` with `model.family = "bert_classification"`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_models.gpt.config import GPTConfig, check_gpt
 from mt_models.llama.config import LlamaConfig, check_llama
 
 CLASSES_OF_DATASET = {"mnli": 3, "qqp": 2}
-"""Data sets whose samples have a class, and how many there are."""
+"""Data sets whose samples have a class, and their numbers of classes."""
 
 
 class HeadConfig(ModelConfig):

@@ -1,5 +1,5 @@
-"""Floating-point operations of models with a head that chooses, from their configuration (counted as in
-mt_models.flops). The head's are divided among the tokens of a text."""
+"""Floating-point operations of classification and multiple-choice models, from their configuration (counted as in
+mt_models.flops). The head's are averaged over the tokens of a text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flops_per_token(config: Any, seq_length: int, *, convention: Convention = "s
 
 
 def _layers(config: Any, seq_length: int, convention: Convention) -> tuple[Any, float]:
-    """What each token costs in the layers, and what the pooler of a text does."""
+    """FLOPs of the layers per token, and of the pooler per text."""
     if isinstance(config, BertConfig):
         return encoder_flops(config, seq_length), 2 * config.hidden_size**2
     return decoder_flops_per_token(config, seq_length, convention=convention), 0.0

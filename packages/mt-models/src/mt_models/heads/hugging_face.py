@@ -1,4 +1,4 @@
-"""Models that choose in Hugging Face's format: the base model's maps, and the head."""
+"""Classification and multiple-choice models in Hugging Face's format: the base model's maps, and the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASS_KEYS = ("id2label", "label2id", "num_labels")
 HEAD_KEYS = ("num_classes", "classifier_dropout")
 """Keys of [model] that the base does not have."""
 DEFAULT_CLASSES = 2
-"""What a file without a list of classes means."""
+"""The default number of classes of a configuration without a list of labels."""
 
 
 def num_classes(external: Mapping[str, Any]) -> int:
@@ -49,7 +49,7 @@ def with_classes(base: ConfigMap) -> ConfigMap:
         return {**below, "num_classes": num_classes(external)}
 
     def back(model: Mapping[str, Any]) -> dict[str, Any]:
-        below = base.further_back(model) if base.further_back is not None else {}
+        below = base.export_extra(model) if base.export_extra is not None else {}
         return {**below, **class_names(model)}
 
     return replace(
@@ -57,7 +57,7 @@ def with_classes(base: ConfigMap) -> ConfigMap:
         ignored={key: why for key, why in base.ignored.items() if key not in CLASS_KEYS},
         further=further,
         further_keys=(*base.further_keys, *CLASS_KEYS),
-        further_back=back,
+        export_extra=back,
     )
 
 
@@ -76,7 +76,7 @@ def bert_base(model_type: str, task: str) -> ConfigMap:
             "classifier_dropout": external.get("classifier_dropout"),
         },
         further_keys=("classifier_dropout",),
-        further_back=lambda model: {
+        export_extra=lambda model: {
             "architectures": [f"{STEMS[model_type]}For{task}"],
             "classifier_dropout": model.get("classifier_dropout"),
             "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
@@ -112,11 +112,11 @@ BERT_MULTIPLE_CHOICE = HuggingFaceFamily(
 
 def without_head(base: ConfigMap) -> ConfigMap:
     """A base's map whose way back does not see the head's keys, which its [model] does not have."""
-    back = base.further_back
+    back = base.export_extra
     if back is None:
         return base
     return replace(
-        base, further_back=lambda model: back({key: value for key, value in model.items() if key not in HEAD_KEYS})
+        base, export_extra=lambda model: back({key: value for key, value in model.items() if key not in HEAD_KEYS})
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss of models that choose: cross entropy of the right class or text, one number a sample."""
+"""The loss of classification and multiple choice: cross entropy of the right class or text, one value per sample."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""Heads that choose, on BERT and on causal decoders. Parameters of the base keep the names that they have without.
+"""Classification and multiple-choice heads on BERT and causal decoders. Parameters of the base keep their names.
 
 Shapes: B batch, C classes, N texts to choose from, S sequence, H hidden.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
-from mt_core.nn.stage import whole
+from mt_core.nn.model import Model
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import whole
 from mt_models.bert.heads import Pooler
 from mt_models.bert.model import BertEncoder, first_position
 from mt_models.blocks.decoder import CausalDecoder
@@ -33,10 +34,10 @@ from mt_models.heads.config import (
 from mt_models.llama.model import LlamaModel
 
 
-class TextVector(nn.Module):
-    """A base model that gives one vector for a text: [B, S] -> [B, H], dropout included."""
+class TextVector(Model):
+    """A base model that gives one feature vector per text: [B, S] -> [B, H], dropout included."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "tokentype_ids", "padding_mask")
+    inputs: tuple[str, ...] = ("tokens", "tokentype_ids", "padding_mask")
     config: Any
     ctx: ParallelContext
 
@@ -69,27 +70,20 @@ class BertText(TextVector, BertEncoder):
 
 
 class DecoderText(TextVector, CausalDecoder):
-    """The state at the last token. Mixed in before a causal decoder, whose output layer it leaves out.
+    """The state at the last token. A mixin that precedes a causal decoder, whose output layer it leaves out.
 
-    Padding stands on either side: it is a segment of its own, and positions count tokens.
+    Padding may be on either side: it is a separate segment, and positions count tokens.
     """
 
     inputs = ("tokens", "padding_mask")
+    continues_text = False
+    is_divisible = False
+    """The head reads the whole model's states."""
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)  # type: ignore[call-arg]  # of the family's decoder, next in line
         self.ctx = environment.parallel
         self.output_layer = None
-
-    @property
-    def new_cache(self) -> Any:
-        """Absent, as callers ask with hasattr: a model that chooses continues no text."""
-        raise AttributeError("new_cache")
-
-    @property
-    def run_stage(self) -> Any:
-        """Absent too: the head reads the whole model's states."""
-        raise AttributeError("run_stage")
 
     def logits(self, x: Tensor) -> Tensor:
         """The states themselves, which the head reads: [B, S, H]"""
@@ -100,7 +94,7 @@ class DecoderText(TextVector, CausalDecoder):
             return self.drop(self._states(tokens)[:, -1])
         counted = padding_mask.cumsum(1)
         x = self._states(tokens, (counted - 1).clamp(min=0), padding_mask)
-        # The first place at which all tokens are counted is that of the last token.
+        # argmax gives the first position at which all tokens have been counted: that of the last token.
         last = counted.argmax(1)
         return self.drop(x[torch.arange(len(last), device=x.device), last])
 
@@ -113,7 +107,7 @@ class DecoderText(TextVector, CausalDecoder):
 
 
 class Classifier(TextVector):
-    """tokens [B, S] -> logits [B, C]. Mixed in before what gives the vector of a text."""
+    """tokens [B, S] -> logits [B, C]. A mixin that precedes the model of the feature vector."""
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
@@ -126,7 +120,7 @@ class Classifier(TextVector):
 
 
 class Chooser(TextVector):
-    """tokens [B, N, S] -> a score for each text [B, N]. Mixed in before what gives the vector of a text."""
+    """tokens [B, N, S] -> a score for each text [B, N]. A mixin that precedes the model of the feature vector."""
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)

@@ -1,4 +1,4 @@
-"""Heads bring no presets: those of the base model serve, with model.family set to the head's."""
+"""Heads have no presets: use those of the base model, with model.family set to the head's."""
 
 from __future__ import annotations
 

@@ -1,1 +1,16 @@
-"""Hybrids: Mamba-2, attention and feed-forward layers in the order that a pattern gives."""
+"""Hybrids: Mamba-2, attention and feed-forward layers in the order of a pattern."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="hybrid",
+    doc="Mamba-2, attention and feed-forward layers in the order of a pattern: Nemotron-H, Bamba",
+    config_type=Lazy("mt_models.hybrid.config:HybridConfig"),
+    build=Lazy("mt_models.hybrid.model:build_hybrid"),
+    check=Lazy("mt_models.hybrid.config:check_hybrid"),
+    presets=Lazy("mt_models.hybrid.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:HYBRID"),
+    },
+)

@@ -1,4 +1,4 @@
-"""Bamba in Hugging Face's format: a layer is Mamba or attention and then a gated feed-forward, so two of ours."""
+"""Bamba in Hugging Face's format: a layer is Mamba or attention and then a gated feed-forward, thus two of ours."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import negated, require_even_heads
-from mt_models.blocks.hugging_face_mamba import expansion, limits_to_ours, limits_to_theirs, mixer_rules
+from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, negated, require_even_heads
+from mt_models.blocks.hugging_face_mamba import KERNELS, expansion, export_limits, import_limits, mixer_rules
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
 from mt_models.hybrid.config import HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
@@ -74,6 +74,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     pattern = "".join((ATTENTION if layer in attention else MAMBA) + FEED_FORWARD for layer in layers)
     hidden, heads = external.get("hidden_size", 4096), external.get("mamba_n_heads", 128)
     head_dim = _mamba_head_dim(external, hidden, heads)
+    _require_pairs(hidden // external.get("num_attention_heads", 32))
     return {
         "hybrid_layer_pattern": pattern,
         "mamba_num_heads": heads,
@@ -82,8 +83,19 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_base": _rotary_base(external),
         "rotary_percent": ROTATED,
-        **limits_to_ours(external.get("time_step_limit") or (0.0, float("inf"))),
+        **longest_sequence(external),
+        **import_limits(external.get("time_step_limit") or (0.0, float("inf"))),
     }
+
+
+def _require_pairs(head_dim: int) -> None:
+    """Raises ConfigError for heads of which no even number of channels is rotated."""
+    rotated = int(head_dim * ROTATED)
+    if rotated == 0 or rotated % 2:
+        raise ConfigError(
+            f"hidden_size / num_attention_heads = {head_dim}: a bamba rotates {rotated} channels of such a head, but "
+            "positions turn pairs of channels; the size of a head has to be a multiple of 4"
+        )
 
 
 def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int:
@@ -132,9 +144,10 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_n_heads": config.mamba_heads,
         "mamba_d_head": config.mamba_head_dim,
         "mamba_expand": expansion(config),
-        "time_step_limit": limits_to_theirs(config),
+        "time_step_limit": export_limits(config),
         "rope_theta": config.rotary_base,
         "partial_rotary_factor": ROTATED,
+        **longest_sequence(model),
     }
 
 
@@ -146,15 +159,15 @@ BAMBA = ConfigMap(
         Field("intermediate_size", "ffn_hidden_size", default=14336),
         Field("num_attention_heads", "num_attention_heads", default=32),
         Field("num_key_value_heads", "num_query_groups", default=8),
-        Field("attention_dropout", "attention_dropout", to_ours=lambda rate: float(rate or 0.0), default=0.0),
+        Field("attention_dropout", "attention_dropout", import_value=lambda rate: float(rate or 0.0), default=0.0),
         Field("mamba_d_state", "mamba_state_dim", default=256),
         Field("mamba_n_groups", "mamba_num_groups", default=1),
         Field("mamba_d_conv", "mamba_conv_kernel", default=4),
         Field("mamba_conv_bias", "mamba_conv_bias", default=True),
         Field("mamba_proj_bias", "mamba_proj_bias", default=False),
         Field("mamba_chunk_size", "mamba_chunk_size", default=256),
-        Field("rms_norm_eps", "norm_epsilon", to_ours=float, default=1e-5),
-        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field("rms_norm_eps", "norm_epsilon", import_value=float, default=1e-5),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
     ),
     fixed=(
@@ -166,16 +179,17 @@ BAMBA = ConfigMap(
     ),
     ignored={
         **IGNORED,
-        "max_position_embeddings": "rotary positions have no last one",
         "attn_rotary_emb": "the class rotates half of a head whatever it says",
+        "use_mamba_kernels": KERNELS,
         "num_logits_to_keep": OF_GENERATION,
         "layers_block_type": "follows from attn_layer_indices",
         "layer_types": "follows from attn_layer_indices",
     },
     further=_further,
     further_keys=(
+        POSITIONS,
         "attn_layer_indices", "num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_expand", "time_step_limit",
         "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor",
     ),
-    further_back=_further_back,
+    export_extra=_further_back,
 )  # fmt: skip

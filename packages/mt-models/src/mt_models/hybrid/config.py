@@ -41,6 +41,9 @@ class HybridConfig(MambaLayerConfig):
     """Base of the rotary wavelengths."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = used_when(1.0, position_embedding_type="rope")
     """Fraction of a head's channels that is rotated."""
+    max_position_embeddings: PositiveInt | None = None
+    """The longest sequence that the model was trained for, as converted checkpoints state it; there is no table, and
+    longer sequences are not refused."""
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of a feed-forward. Default: 4 hidden_size."""
     activation: Activation = "squared_relu"
@@ -88,7 +91,7 @@ class HybridConfig(MambaLayerConfig):
     def output_init_std(self) -> float:
         return self.init_method_std / math.sqrt(self.num_layers if self.use_scaled_init_method else 1.0)
 
-    # What the family does not let one choose, for the blocks that ask.
+    # Fixed values for keys of the shared blocks that the family does not expose.
 
     @property
     def normalization(self) -> Literal["RMSNorm"]:
@@ -112,7 +115,7 @@ class HybridConfig(MambaLayerConfig):
 
 
 def check_hybrid(config: Config) -> None:
-    """Raise ConfigError for a pattern that cannot be read or divided into stages, and heads that do not divide."""
+    """Raise ConfigError for a pattern that cannot be read or split into stages, and heads that do not divide."""
     model = config.model
     assert isinstance(model, HybridConfig)
     check_pattern(model.hybrid_layer_pattern)

@@ -8,7 +8,8 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.blocks.hugging_face_mamba import OF_INITIALIZATION, mixer_rules
+from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, one_of
+from mt_models.blocks.hugging_face_mamba import KERNELS, OF_MAMBA1, mixer_rules
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
 from mt_models.hybrid.config import HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
@@ -31,6 +32,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+NO_POSITIONS = "the class has no positions in attention, whatever the file says"
 OF_EXPERTS = "of layers of experts, which a pattern that is read has not"
 SMALLEST_TIME_STEP = 1e-30
 """Written for a lower limit of 0, since transformers takes the logarithm of it for new weights."""
@@ -74,12 +76,13 @@ def _require_no_experts(layers: str) -> None:
 def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     layers = _pattern(external)
     _require_no_experts(layers)
-    epsilon = _one_of(external, ("layer_norm_epsilon", "rms_norm_eps"), 1e-5)
+    epsilon = one_of(external, ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-5)
     return {
         "hybrid_layer_pattern": layers,
-        "kv_channels": _one_of(external, ("head_dim", "attention_head_dim"), 128),
+        "kv_channels": one_of(external, ("head_dim", "attention_head_dim"), 128),
         "norm_epsilon": float(epsilon),
         "position_embedding_type": "none",
+        **longest_sequence(external),
     }
 
 
@@ -93,14 +96,6 @@ def _pattern(external: Mapping[str, Any]) -> str:
     if listed is None:
         return str(pattern)
     return "".join(SYMBOLS[require_known("layers_block_type", str(kind), SYMBOLS)] for kind in listed)
-
-
-def _one_of(external: Mapping[str, Any], keys: tuple[str, str], default: Any) -> Any:
-    """The value under either of two spellings. Raises ConfigError if they contradict one another."""
-    values = {external[key] for key in keys if external.get(key) is not None}
-    if len(values) > 1:
-        raise ConfigError(f"{keys[0]}={external[keys[0]]!r} and {keys[1]}={external[keys[1]]!r} contradict each other")
-    return values.pop() if values else default
 
 
 def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,25 +116,29 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": config.ffn_size,
         "mamba_num_heads": config.mamba_heads,
         "layer_norm_epsilon": config.norm_epsilon,
+        **longest_sequence(model),
     }
 
 
-def _activation_to_ours(name: str) -> str:
+def import__activation(name: str) -> str:
     return ACTIVATIONS[require_known("mlp_hidden_act", name, ACTIVATIONS)]
 
 
-def _activation_to_theirs(name: str) -> str:
+def export__activation(name: str) -> str:
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     if name not in names:
-        raise ConfigError(f"model.activation={name} cannot be written as a nemotron_h; it can be {', '.join(names)}")
+        raise ConfigError(
+            f"model.activation={name} cannot be written as a nemotron_h; it can be {', '.join(names)}; with swiglu and "
+            "a feed-forward behind every Mamba or attention layer and nowhere else it is a granitemoehybrid"
+        )
     return names[name]
 
 
-def time_step_to_ours(limit: float) -> float:
+def import_time_step(limit: float) -> float:
     return 0.0 if limit <= SMALLEST_TIME_STEP else float(limit)
 
 
-def time_step_to_theirs(limit: float) -> float:
+def export_time_step(limit: float) -> float:
     return max(limit, SMALLEST_TIME_STEP)
 
 
@@ -150,9 +149,9 @@ NEMOTRON_H = ConfigMap(
         Field("hidden_size", "hidden_size", default=4096),
         Field("num_attention_heads", "num_attention_heads", default=32),
         Field("num_key_value_heads", "num_query_groups", default=8),
-        Field("attention_dropout", "attention_dropout", to_ours=float, default=0.0),
+        Field("attention_dropout", "attention_dropout", import_value=float, default=0.0),
         Field("intermediate_size", "ffn_hidden_size", default=21504),
-        Field("mlp_hidden_act", "activation", _activation_to_ours, _activation_to_theirs, default="relu2"),
+        Field("mlp_hidden_act", "activation", import__activation, export__activation, default="relu2"),
         Field("mamba_num_heads", "mamba_num_heads", default=128),
         Field("mamba_head_dim", "mamba_head_dim", default=64),
         Field("ssm_state_size", "mamba_state_dim", default=128),
@@ -162,10 +161,10 @@ NEMOTRON_H = ConfigMap(
         Field("use_bias", "mamba_proj_bias", default=False),
         Field("chunk_size", "mamba_chunk_size", default=128),
         # The class uses the smallest time step of new weights as the limit of all, with none above.
-        Field("time_step_min", "mamba_dt_lower_limit", time_step_to_ours, time_step_to_theirs, default=1e-3),
-        Field("time_step_max", "mamba_dt_max", to_ours=float, default=0.1),
-        Field("time_step_floor", "mamba_dt_init_floor", to_ours=float, default=1e-4),
-        Field("initializer_range", "init_method_std", to_ours=float, default=0.02),
+        Field("time_step_min", "mamba_dt_lower_limit", import_time_step, export_time_step, default=1e-3),
+        Field("time_step_max", "mamba_dt_max", import_value=float, default=0.1),
+        Field("time_step_floor", "mamba_dt_init_floor", import_value=float, default=1e-4),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
         Field("rescale_prenorm_residual", "use_scaled_init_method", default=True),
     ),
     fixed=(
@@ -182,11 +181,12 @@ NEMOTRON_H = ConfigMap(
     ),
     ignored={
         **IGNORED,
-        "max_position_embeddings": "there are no positions, and so no last one",
+        "partial_rotary_factor": NO_POSITIONS,
+        "rope_theta": NO_POSITIONS,
         "expand": "mamba_num_heads and mamba_head_dim say it",
         "time_step_limit": "the class takes time_step_min and no upper limit instead",
-        "time_step_rank": f"of Mamba-1; {OF_INITIALIZATION}",
-        "use_mamba_kernels": "which kernel computes the same",
+        "time_step_rank": OF_MAMBA1,
+        "use_mamba_kernels": KERNELS,
         "mamba_ssm_cache_dtype": "states are kept in fp32",
         "num_logits_to_keep": OF_GENERATION,
         "mtp_layers_block_type": "of layers of multi-token prediction, of which there are none",
@@ -202,7 +202,7 @@ NEMOTRON_H = ConfigMap(
     further=_further,
     further_keys=(
         "layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers", "head_dim",
-        "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps",
+        "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps", "norm_eps", POSITIONS,
     ),
-    further_back=_further_back,
+    export_extra=_further_back,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The pattern that says of which kind each layer is, as Megatron writes it: `M-M-*-|M-M-*-`.
+"""The pattern of layer kinds, in Megatron's notation: `M-M-*-|M-M-*-`.
 
 A symbol is a layer; `|` begins a new pipeline stage.
 """
@@ -23,7 +23,7 @@ MEGATRON_ONLY: Mapping[str, str] = {
     "+": "multi-head latent attention",
     "/": "multi-token prediction",
 }
-"""Symbols that mean something to Megatron, and have no layer here."""
+"""Symbols of Megatron that are not supported here."""
 
 
 def layers_of(pattern: str) -> str:

@@ -1,1 +1,16 @@
 """Llama 1, 2 and 3: RMSNorm, SwiGLU, grouped queries, rotary positions and their scalings."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="llama",
+    doc="Llama 1, 2 and 3: grouped queries, SwiGLU, rotary positions with their scalings",
+    config_type=Lazy("mt_models.llama.config:LlamaConfig"),
+    build=Lazy("mt_models.llama.model:build_llama"),
+    check=Lazy("mt_models.llama.config:check_llama"),
+    presets=Lazy("mt_models.llama.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.llama.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:ROTARY"),
+    },
+)

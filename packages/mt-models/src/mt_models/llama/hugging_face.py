@@ -13,11 +13,11 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    export_shape,
     feed_forward_rules,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
-    shape_to_theirs,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.llama.config import LlamaConfig
@@ -33,9 +33,9 @@ def name_map(config: LlamaConfig) -> NameMap:
     return decoder_name_map(config, layer)
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = LlamaConfig.model_validate(model)
-    return {**shape_to_theirs(config), **rope_to_theirs(config)}
+    return {**export_shape(config), **export_rope(config)}
 
 
 LLAMA = ConfigMap(
@@ -47,11 +47,16 @@ LLAMA = ConfigMap(
         Field("attention_bias", "attention_bias", default=False),
         Field("mlp_bias", "mlp_bias", default=False),
     ),
-    fixed=(Fixed("hidden_act", ("silu", "swish")), *NOT_A_CHOICE),
-    ignored=IGNORED,
-    further=rope_to_ours,
+    fixed=(
+        Fixed("hidden_act", ("silu", "swish")),
+        Fixed("is_llama_config", (True,), written=False),
+        Fixed("rope_interleaved", (False,), written=False),
+        *NOT_A_CHOICE,
+    ),
+    ignored={**IGNORED, "max_sequence_length": "repeats max_position_embeddings, which the class reads"},
+    further=import_rope,
     further_keys=ROPE_KEYS,
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -1,4 +1,4 @@
-"""Llama: x + attention(norm(x)), then x + SwiGLU(norm(x)), queries and keys turned by their positions."""
+"""Llama: x + attention(norm(x)), then x + SwiGLU(norm(x)), with rotary positions."""
 
 from __future__ import annotations
 

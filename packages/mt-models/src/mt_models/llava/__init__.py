@@ -1,1 +1,16 @@
-"""LLaVA: an image tower, a projection, and any decoder, which reads images as it reads words."""
+"""LLaVA: a vision tower, a projection, and any decoder, whose inputs are image features and token embeddings."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="llava",
+    doc="Images and text: a tower of the family vision in front of any decoder",
+    config_type=Lazy("mt_models.llava.config:LlavaConfig"),
+    build=Lazy("mt_models.llava.model:build_llava"),
+    check=Lazy("mt_models.llava.config:check_llava"),
+    presets=Lazy("mt_models.llava.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.llava.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:LLAVA"),
+    },
+)

@@ -1,4 +1,4 @@
-"""Configuration of LLaVA: that of its tower, of its decoder, and of what lies between."""
+"""Configuration of LLaVA: that of its vision tower, of its decoder, and of the projection."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _check_samples(model: LlavaConfig, config: Config) -> None:
 
 
 def _check_decoder(model: LlavaConfig, config: Config) -> None:
-    """By the rules of its own family, whose messages speak of a [model] section."""
+    """Check by the rules of the part's family, whose messages name a [model] section."""
     try:
         load_plugins().check_config(config.model_copy(update={"model": model.decoder}))
     except ConfigError as error:

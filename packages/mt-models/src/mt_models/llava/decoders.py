@@ -1,4 +1,4 @@
-"""The decoders that may stand in LLaVA, in Hugging Face's format."""
+"""The decoders that LLaVA can have in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_models.hugging_face import HuggingFaceFamily
 DECODERS: Mapping[str, Lazy[HuggingFaceFamily]] = {
     name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE") for name in ("llama", "mistral", "qwen", "gemma", "gpt")
 }
-"""Family -> its maps. Others can be trained as LLaVA's decoder, and have no form there."""
+"""Family -> its maps. Others can be trained as LLaVA's decoder, but not exported."""
 
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "llama": {

@@ -1,4 +1,4 @@
-"""Continuing a text with images in it, with what continues texts without (mt_core.inference.generation)."""
+"""Generation from prompts with images, on top of mt_core.inference.generation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mt_models.llava.model import LlavaModel
 class WithImages:
     """A decoder whose prompt has images: `generate_ids(WithImages(model, images), prompt, ...)`.
 
-    images: [N, C, img_h, img_w], in the order of their tokens in the prompt. Tokens that are decoded with a cache
-    after the prompt have none; without a cache the prompt comes again, and its images with it.
+    images: [N, C, img_h, img_w], in the order of their tokens in the prompt. With a cache, only the prompt's forward
+    pass has images; without a cache every step repeats the prompt, and its images with it.
     """
 
     def __init__(self, model: LlavaModel, images: Tensor) -> None:

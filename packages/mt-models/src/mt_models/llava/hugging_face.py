@@ -1,4 +1,4 @@
-"""LLaVA in Hugging Face's format: the maps of its tower and of its decoder, each under a name of its own.
+"""LLaVA in Hugging Face's format: the maps of its vision tower and of its decoder, each under a prefix.
 
 Names are those of the published checkpoints, which every version of transformers reads:
 
@@ -6,8 +6,8 @@ Names are those of the published checkpoints, which every version of transformer
 | --- | --- |
 | tower | `vision_tower.vision_model.` |
 | projection | `multi_modal_projector.` |
-| decoder without its output | `language_model.model.`, whatever it begins with by itself |
-| output | `language_model.lm_head.` |
+| decoder without its LM head | `language_model.model.`, whatever its prefix as a single model |
+| LM head | `language_model.lm_head.` |
 
 Modules of transformers 5 call them `model.vision_tower.`, `model.multi_modal_projector.`, `model.language_model.` and
 `lm_head.`, and leave `vision_model.` out; `spelling` knows these too.
@@ -19,17 +19,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
 from mt_models.llava.config import LlavaConfig
 from mt_models.llava.decoders import decoder_maps, read_decoder
 from mt_models.vision import hugging_face as vision
 
 TOWER, PROJECTION, DECODER = "vision_tower.", "multi_modal_projector.", "language_model."
 STEM, OUTPUT = "model.", "lm_head.weight"
-"""What a decoder's names, and its output matrix, are called under language_model."""
+"""What a decoder's names, and its LM head, are called under language_model."""
 
 # -- configuration -----------------------------------------------------------------------------------
 
@@ -43,39 +43,39 @@ ACTIVATIONS = {
 """Theirs to ours; of several the first is written."""
 
 
-def activation_to_ours(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("projector_hidden_act", name, ACTIVATIONS)]
 
 
-def activation_to_theirs(name: str) -> str:
+def export_activation(name: str) -> str:
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
 
 
-def layers_to_ours(layers: int | list[int]) -> list[int]:
+def import_layers(layers: int | list[int]) -> list[int]:
     return [layers] if isinstance(layers, int) else list(layers)
 
 
-def layers_to_theirs(layers: list[int]) -> int | list[int]:
+def export_layers(layers: list[int]) -> int | list[int]:
     return layers[0] if len(layers) == 1 else layers
 
 
-def parts_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of tower and decoder, and the vocabulary, which is the whole model's."""
     tower = {"model_type": "clip_vision_model", **(external.get("vision_config") or {})}
     kind = require_known("vision_config.model_type", str(tower["model_type"]), vision.TOWERS)
     text = external.get("text_config") or {}
     decoder = read_decoder(text)
-    # Decoders share their matrix with the words, or do not, by the outer field where there is one.
+    # Whether the decoder's embeddings are tied: the outer field decides if it is given.
     if external.get("tie_word_embeddings"):
         decoder["untie_embeddings_and_output_weights"] = False
     return {
-        "vision_model": vision.TOWERS[kind].to_ours(tower),
+        "vision_model": vision.TOWERS[kind].import_value(tower),
         "vocab_size": decoder.pop("vocab_size"),
         "language_model": decoder,
     }
 
 
-def parts_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for a projection or a decoder that Hugging Face's llava cannot have."""
     config = LlavaConfig.model_validate(model)
     if config.vision_projection_type != "mlp":
@@ -86,7 +86,7 @@ def parts_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     kind = vision.tower_type_of(config.vision_model)
     text = decoder_maps(config.decoder.family).write_config(config.decoder)
     return {
-        "vision_config": {"model_type": kind, **vision.TOWERS[kind].to_theirs(config.vision_model.model_dump())},
+        "vision_config": {"model_type": kind, **vision.TOWERS[kind].export_value(config.vision_model.model_dump())},
         "text_config": text,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
         "image_seq_length": config.image_seq_length,
@@ -97,37 +97,35 @@ LLAVA = ConfigMap(
     architecture="llava",
     fields=(
         Field("image_token_index", "image_token_index", default=32000),
-        Field("vision_feature_layer", "vision_feature_layers", layers_to_ours, layers_to_theirs, default=-2),
+        Field("vision_feature_layer", "vision_feature_layers", import_layers, export_layers, default=-2),
         Field("vision_feature_select_strategy", "vision_feature_select_strategy", default="default"),
-        Field(
-            "projector_hidden_act", "projection_activation", activation_to_ours, activation_to_theirs, default="gelu"
-        ),
+        Field("projector_hidden_act", "projection_activation", import_activation, export_activation, default="gelu"),
         Field("multimodal_projector_bias", "projection_bias", default=True),
     ),
-    fixed=(Fixed("is_encoder_decoder", (False,)), Fixed("chunk_size_feed_forward", (0,))),
+    fixed=NOT_A_CHOICE,
     ignored={
         **IGNORED,
         "image_seq_length": "counted from the tower's patches",
         "ignore_index": "labels that do not count are the loss mask's",
         "vocab_size": "text_config has it",
     },
-    further=parts_to_ours,
+    further=import_parts,
     further_keys=("vision_config", "text_config", "tie_word_embeddings"),
-    further_back=parts_to_theirs,
+    export_extra=export_parts,
 )
 
 # -- names -------------------------------------------------------------------------------------------
 
 
 def prefixed(rules: Iterable[Rule], *, ours: str = "", theirs: str = "") -> list[Rule]:
-    """The same rules under longer names."""
+    """The same rules with a prefix."""
     return [
         replace(rule, ours=ours + rule.ours, theirs=tuple(theirs + name for name in rule.sources)) for rule in rules
     ]
 
 
 def decoder_stem(names: NameMap) -> str:
-    """What a decoder's own names begin with: `model.`, `transformer.`, ..."""
+    """The prefix of a decoder's names: `model.`, `transformer.`, ..."""
     words = next(rule for rule in names.rules if rule.ours == "embedding.word_embeddings.weight")
     return words.sources[0].partition(".")[0] + "."
 
@@ -163,7 +161,7 @@ def projection_rules(config: LlavaConfig) -> list[Rule]:
 
 
 def copies(config: LlavaConfig) -> Mapping[str, str]:
-    """The output matrix repeats the word vectors when the decoder ties the two."""
+    """The LM head repeats the token embeddings when the decoder ties the two."""
     if config.decoder.untie_embeddings_and_output_weights:
         return {}
     words = next(rule for rule in name_map(config).rules if rule.ours.endswith("embedding.word_embeddings.weight"))
@@ -171,7 +169,7 @@ def copies(config: LlavaConfig) -> Mapping[str, str]:
 
 
 def spelling(config: LlavaConfig, name: str) -> str:
-    """As published, from the names of transformers 5 and of the decoder by itself."""
+    """The published name, from that of transformers 5 and of the decoder as a single model."""
     if name == OUTPUT:
         return DECODER + OUTPUT
     if name.startswith(STEM + DECODER):

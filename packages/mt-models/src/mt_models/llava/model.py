@@ -1,8 +1,8 @@
-"""LLaVA (Liu et al., 2023): features of an image, projected to the width of words, stand among the words of a text.
+"""LLaVA (Liu et al., 2023): image features, projected to the hidden size, replace the image tokens of a text.
 
 Shapes: B batch, S sequence, N images, F features of an image, W width of a feature, H hidden of the decoder, V
-vocabulary (this rank's ids under tensor parallelism). Each image has F image tokens in the text, in whose place its
-features stand. Tower and projection have whole sequences on every rank also where sequence parallelism divides the
+vocabulary (this rank's ids under tensor parallelism). Each image has F image tokens in the text, which its
+features replace. Tower and projection have whole sequences on every rank even if sequence parallelism shards the
 decoder's.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.model import Model, contract
 from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.freeze import freeze
 from mt_models.llava.config import LlavaConfig
@@ -26,10 +27,11 @@ from mt_models.llava.splicing import spliced_words
 from mt_models.vision.model import build_tower
 
 
-class LlavaModel(nn.Module):
+class LlavaModel(Model):
     """tokens [B, S], images -> logits [B, S, V]."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "images", "position_ids", "segment_ids")
+    inputs: tuple[str, ...] = ("tokens", "images", "position_ids", "segment_ids")
+    continues_text: ClassVar[bool] = True
     language_model: Any
     """A decoder of any family."""
 
@@ -49,7 +51,7 @@ class LlavaModel(nn.Module):
         segment_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """images [N, C, img_h, img_w], or [B, N / B, C, img_h, img_w]: in the order in which their tokens stand in
+        """images [N, C, img_h, img_w], or [B, N / B, C, img_h, img_w]: in the order of their image tokens in
         the batch, row by row. None for a text without image tokens, and for the later steps of cached decoding.
 
         Raises DataError when images and image tokens are not as many.
@@ -66,7 +68,7 @@ class LlavaModel(nn.Module):
             return self.language_model(words, position_ids, segment_ids, cache)
 
     def features(self, images: Tensor) -> Tensor:
-        """[N, C, img_h, img_w] -> [N, F, H]: what stands in the place of image tokens."""
+        """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
         wanted = self.config.feature_states
         states = list(islice(self.vision_model.states(images), max(wanted) + 1))
         features = torch.cat([states[state] for state in wanted], dim=-1)
@@ -78,8 +80,8 @@ class LlavaModel(nn.Module):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Longest sequence it can take, image tokens included; None when there is no limit."""
-        return getattr(self.language_model, "max_sequence_length", None)
+        """Longest supported sequence, image tokens included; None without a limit."""
+        return contract(self.language_model).max_sequence_length
 
     def _require_tokens(self, places: Tensor, images: int) -> None:
         found, wanted = int(places.sum()), images * self.config.image_seq_length
@@ -90,7 +92,8 @@ class LlavaModel(nn.Module):
             )
 
     def _leave_untrained(self) -> None:
-        """What model.freeze names, and what of the tower no feature passes through: it would never have a gradient."""
+        """The parts in model.freeze, and the modules of the tower that no feature passes through, thus without
+        gradients."""
         unread = self.vision_model.behind(max(self.config.feature_states))
         for module in (*unread, *(self.get_submodule(part) for part in self.config.freeze)):
             freeze(module)
@@ -103,7 +106,7 @@ def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Modu
     # What the decoder's builder asks of the whole configuration, it asks for its own model.
     own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
     model = spec.build.load()(decoder, own)
-    if not hasattr(model, "new_cache") or word_embeddings(model) is None:
+    if not contract(model).continues_text or word_embeddings(model) is None:
         raise ConfigError(
             f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "
             "does, such as llama, mistral, qwen, gemma or gpt"
@@ -112,7 +115,7 @@ def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Modu
 
 
 def word_embeddings(model: nn.Module) -> VocabParallelEmbedding | None:
-    """The table of word vectors, `embedding.word_embeddings` in every family that has one."""
+    """The table of token embeddings, `embedding.word_embeddings` in every family that has one."""
     table = getattr(getattr(model, "embedding", None), "word_embeddings", None)
     return table if isinstance(table, VocabParallelEmbedding) else None
 

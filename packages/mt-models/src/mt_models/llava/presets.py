@@ -1,4 +1,4 @@
-"""LLaVA 1.5: CLIP's large tower at 336 pixels, two matrices, Vicuna (which is Llama 2)."""
+"""LLaVA 1.5: CLIP's large tower at 336 pixels, a two-layer projection, Vicuna (which is Llama 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _llava15(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
         "model": {
             "vision_model": CLIP_LARGE_336,
             "language_model": decoder,
-            # 32000 words, the image, the padding, and the rest of a multiple of 64.
+            # 32000 tokens, the image token, the padding, and the rest of a multiple of 64.
             "vocab_size": 32064,
             "image_token_index": 32000,
         },

@@ -1,4 +1,4 @@
-"""Putting the features of images in the place of word vectors."""
+"""Replaces token embeddings by image features."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.tables import like_word_vectors
+from mt_models.blocks.tables import like_token_embeddings
 
 
 def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext) -> Tensor:
-    """Word vectors with features, in their order, at the places of images.
+    """Token embeddings with features, in their order, at the places of images.
 
-    words [B, S, H], with sequence parallelism this rank's piece of S; places [B, S] bool, of the whole S, with as
+    words [B, S, H], with sequence parallelism this rank's slice of S; places [B, S] bool, of the whole S, with as
     many True as there are features [F, H].
     """
     whole = features.new_zeros((*places.shape, features.shape[-1]))
-    images = like_word_vectors(whole.masked_scatter(places[..., None], features.to(words.dtype)), ctx)
+    images = like_token_embeddings(whole.masked_scatter(places[..., None], features.to(words.dtype)), ctx)
     if ctx.sequence_parallel:
         places = places.chunk(ctx.tp.size, SEQUENCE_DIM)[ctx.tp.rank]
     return torch.where(places[..., None], images, words)
@@ -29,10 +29,10 @@ def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext
 
 @contextmanager
 def spliced_words(embedding: VocabParallelEmbedding, places: Tensor, features: Tensor) -> Iterator[None]:
-    """Within, the table of word vectors answers with features where `places` is True.
+    """Within this context, the token embeddings return features where `places` is True.
 
-    What a family does with its word vectors (adds positions, scales, normalizes) it then does with images too, as
-    the reference does, and no family has to know of images.
+    Whatever a family does with its token embeddings (adds positions, scales, normalizes) then applies to images too, as
+    in the reference, and no family needs code for images.
     """
 
     def with_images(module: nn.Module, inputs: tuple[Tensor, ...], words: Tensor) -> Tensor:

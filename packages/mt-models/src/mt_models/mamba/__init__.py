@@ -1,1 +1,16 @@
-"""Mamba-2: state-space layers alone."""
+"""Mamba-2: state-space layers only."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="mamba",
+    doc="Mamba-2: state-space layers alone, with a state of fixed size in place of attention",
+    config_type=Lazy("mt_models.mamba.config:MambaConfig"),
+    build=Lazy("mt_models.mamba.model:build_mamba"),
+    check=Lazy("mt_models.mamba.config:check_mamba"),
+    presets=Lazy("mt_models.mamba.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:MAMBA"),
+    },
+)

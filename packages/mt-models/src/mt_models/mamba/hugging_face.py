@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Same
 from mt_models.blocks.hugging_face_decoder import negated
 from mt_models.blocks.hugging_face_mamba import (
-    OF_INITIALIZATION,
+    OF_MAMBA1,
     expansion,
-    limits_to_ours,
-    limits_to_theirs,
+    export_limits,
+    import_limits,
     mixer_rules,
     require_expansion,
     time_step_fields,
@@ -50,15 +51,18 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
         external.get(key, default) for key, default in (("hidden_size", 4096), ("num_heads", 128), ("head_dim", 64))
     )
     require_expansion(external, hidden=hidden, heads=heads, head_dim=head_dim)
-    return limits_to_ours(external.get("time_step_limit", (0.0, float("inf"))))
+    inner = external.get("intermediate_size", heads * head_dim)
+    if inner != heads * head_dim:
+        raise ConfigError(f"intermediate_size={inner} is not num_heads={heads} times head_dim={head_dim}; remove it")
+    return import_limits(external.get("time_step_limit", (0.0, float("inf"))))
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = MambaConfig.model_validate(model)
     return {
         "expand": expansion(config),
         "num_heads": config.mamba_heads,
-        "time_step_limit": limits_to_theirs(config),
+        "time_step_limit": export_limits(config),
     }
 
 
@@ -76,24 +80,27 @@ MAMBA2 = ConfigMap(
         Field("use_conv_bias", "mamba_conv_bias", default=True),
         Field("use_bias", "mamba_proj_bias", default=False),
         Field("chunk_size", "mamba_chunk_size", default=256),
-        Field("layer_norm_epsilon", "norm_epsilon", to_ours=float, default=1e-5),
-        Field("initializer_range", "init_method_std", to_ours=float, default=0.1),
+        Field("layer_norm_epsilon", "norm_epsilon", import_value=float, default=1e-5),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.1),
         Field("residual_in_fp32", "fp32_residual_connection", default=True),
         # Where it is true, transformers divides the weights that it loads, too: it is never written so.
-        Field("rescale_prenorm_residual", "use_scaled_init_method", to_theirs=lambda _: False, default=False),
+        Field("rescale_prenorm_residual", "use_scaled_init_method", export_value=lambda _: False, default=False),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
         *time_step_fields(),
     ),
     fixed=(
         Fixed("hidden_act", ("silu", "swish")),
         Fixed("rms_norm", (True,)),
-        Fixed("norm_before_gate", (False,)),
         *NOT_A_CHOICE,
     ),
-    ignored={**IGNORED, "time_step_rank": f"of Mamba-1; {OF_INITIALIZATION}"},
+    ignored={
+        **IGNORED,
+        "norm_before_gate": "the class gates before the norm, whatever the file says",
+        **dict.fromkeys(("time_step_rank", "time_step_scale", "time_step_init_scheme"), OF_MAMBA1),
+    },
     further=further,
-    further_keys=("time_step_limit", "expand"),
-    further_back=further_back,
+    further_keys=("time_step_limit", "expand", "intermediate_size"),
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

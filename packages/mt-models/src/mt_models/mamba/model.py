@@ -1,4 +1,4 @@
-"""Mamba-2: x + mixer(norm(x)), the mixer a recurrence with a state of fixed size. There are no positions."""
+"""Mamba-2: x + mixer(norm(x)), the mixer a recurrence with a state of fixed size. No position embeddings."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    export_shape,
     feed_forward_rules,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
-    shape_to_theirs,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.mistral.config import MistralConfig
@@ -29,12 +29,12 @@ def name_map(config: MistralConfig) -> NameMap:
 
 def further(external: Mapping[str, Any]) -> dict[str, Any]:
     # Absent means 4096 there, null means no window.
-    return {**rope_to_ours(external), "sliding_window": external.get("sliding_window", 4096)}
+    return {**import_rope(external), "sliding_window": external.get("sliding_window", 4096)}
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = MistralConfig.model_validate(model)
-    return {**shape_to_theirs(config), **rope_to_theirs(config), "sliding_window": config.sliding_window}
+    return {**export_shape(config), **export_rope(config), "sliding_window": config.sliding_window}
 
 
 MISTRAL = ConfigMap(
@@ -48,7 +48,7 @@ MISTRAL = ConfigMap(
     ignored=IGNORED,
     further=further,
     further_keys=(*ROPE_KEYS, "sliding_window"),
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -1,1 +1,16 @@
-"""Mixtral: Mistral whose every feed-forward is a mixture of experts."""
+"""Mixtral: Mistral with MoE in every layer."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="mixtral",
+    doc="Mixtral: Mistral with a mixture of 8 experts in every layer",
+    config_type=Lazy("mt_models.mixtral.config:MixtralConfig"),
+    build=Lazy("mt_models.mixtral.model:build_mixtral"),
+    check=Lazy("mt_models.mixtral.config:check_mixtral"),
+    presets=Lazy("mt_models.mixtral.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.mixtral.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:ROTARY"),
+    },
+)

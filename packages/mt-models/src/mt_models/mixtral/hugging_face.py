@@ -1,34 +1,41 @@
-"""Mixtral in Hugging Face's format."""
+"""Mixtral in Hugging Face's format. With sigmoid scores and shared experts it is exported in
+GLM-4.5's, as a Qwen-MoE is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from mt_core.config.schema import ModelConfig
 from mt_core.config_map import ConfigMap, Field
 from mt_core.name_map import NameMap
+from mt_models.blocks.decoder_config import DecoderConfig
 from mt_models.blocks.hugging_face_decoder import (
     PRE_NORMS,
     ROPE_KEYS,
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    export_shape,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
-    shape_to_theirs,
 )
 from mt_models.blocks.hugging_face_mixture import (
     MIXTURE_IGNORED,
     SILU,
     ExpertNames,
-    balance_to_ours,
-    balance_to_theirs,
+    export_balance,
+    import_balance,
     mixed_feed_forward_rules,
 )
 from mt_models.blocks.mixture import ANY, Mixture
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 from mt_models.mixtral.config import MixtralConfig
+from mt_models.qwen_moe.config import QwenMoeConfig
+from mt_models.qwen_moe.glm4_moe import is_glm4_moe
+from mt_models.qwen_moe.hugging_face import HUGGING_FACE as QWEN_MOE
+from mt_models.qwen_moe.hugging_face import name_map as qwen_moe_name_map
 
 NAMES = ExpertNames(
     router="block_sparse_moe.gate.weight",
@@ -39,7 +46,16 @@ NAMES = ExpertNames(
 MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "router_jitter_noise")
 
 
+def as_qwen_moe(config: MixtralConfig) -> QwenMoeConfig:
+    """The same model in the other family. Raises ConfigError for windows, which that does not have."""
+    require_value(config, "sliding_window", (None,), "glm4_moe")
+    keys = {key: getattr(config, key) for key in DecoderConfig.model_fields if key != "family"}
+    return QwenMoeConfig(family="qwen_moe", add_qkv_bias=False, qk_layernorm=False, **keys)
+
+
 def name_map(config: MixtralConfig) -> NameMap:
+    if is_glm4_moe(config.moe):
+        return qwen_moe_name_map(as_qwen_moe(config))
     layer = [*norm_rules(PRE_NORMS), *attention_rules(config), *mixed_feed_forward_rules(config, NAMES)]
     return decoder_name_map(config, layer)
 
@@ -48,21 +64,21 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
     moe = {
         "num_experts": external.get("num_local_experts", 8),
         "moe_router_topk": external.get("num_experts_per_tok", 2),
-        **balance_to_ours(external, default=0.001),
+        **import_balance(external, default=0.001),
     }
     if jitter := external.get("router_jitter_noise"):
         moe["moe_input_jitter_eps"] = float(jitter)
-    return {**rope_to_ours(external, default_base=1e6), "sliding_window": external.get("sliding_window"), "moe": moe}
+    return {**import_rope(external, default_base=1e6), "sliding_window": external.get("sliding_window"), "moe": moe}
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = MixtralConfig.model_validate(model)
     mixture = Mixture(config)
     mixture.require("mixtral", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
     return {
-        **shape_to_theirs(config),
-        **rope_to_theirs(config),
-        **balance_to_theirs(mixture),
+        **export_shape(config),
+        **export_rope(config),
+        **export_balance(mixture),
         "intermediate_size": mixture.ffn_size,
         "num_local_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.topk,
@@ -82,10 +98,21 @@ MIXTRAL = ConfigMap(
     ignored={**IGNORED, **MIXTURE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, "sliding_window"),
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
-HUGGING_FACE = HuggingFaceFamily(
+
+class MixtralFamily(HuggingFaceFamily):
+    """Exports an MoE with sigmoid scores and shared experts in the format that has both."""
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        assert isinstance(config, MixtralConfig)
+        if is_glm4_moe(config.moe):
+            return QWEN_MOE.write_config(as_qwen_moe(config))
+        return super().write_config(config)
+
+
+HUGGING_FACE = MixtralFamily(
     family="mixtral",
     model_types={"mixtral": MIXTRAL},
     name_map=name_map,

@@ -1,4 +1,4 @@
-"""Mixtral: the layers of Mistral, with mixtures of experts in them."""
+"""Mixtral: the layers of Mistral with MoE."""
 
 from __future__ import annotations
 

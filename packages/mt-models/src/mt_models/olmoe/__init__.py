@@ -1,1 +1,16 @@
 """OLMoE: 64 small experts, and queries and keys normalized over all heads together."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="olmoe",
+    doc="OLMoE: 64 small experts, norms over all heads of queries and keys",
+    config_type=Lazy("mt_models.olmoe.config:OlmoeConfig"),
+    build=Lazy("mt_models.olmoe.model:build_olmoe"),
+    check=Lazy("mt_models.olmoe.config:check_olmoe"),
+    presets=Lazy("mt_models.olmoe.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.olmoe.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:OLMOE"),
+    },
+)

@@ -31,6 +31,6 @@ def check_olmoe(config: Config) -> None:
     model = config.model
     assert isinstance(model, OlmoeConfig)
     Mixture(model)
-    # The norm of the keys is divided as the keys are: whole heads for each rank.
+    # The norm of the keys is sharded as the keys are: whole heads for each rank.
     size = config.parallel.tensor_model_parallel_size
     must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)

@@ -14,17 +14,17 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    import_rope,
     norm_rules,
     require_even_heads,
-    rope_to_ours,
-    rope_to_theirs,
 )
 from mt_models.blocks.hugging_face_mixture import (
     MIXTURE_IGNORED,
     SILU,
     ExpertNames,
-    balance_to_ours,
-    balance_to_theirs,
+    export_balance,
+    import_balance,
     mixed_feed_forward_rules,
 )
 from mt_models.blocks.mixture import ANY, Mixture
@@ -49,19 +49,19 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": external.get("num_experts", external.get("num_local_experts", 64)),
         "moe_router_topk": external.get("num_experts_per_tok", 8),
         "moe_router_pre_softmax": not external.get("norm_topk_prob", False),
-        **balance_to_ours(external, default=0.01),
+        **import_balance(external, default=0.01),
     }
-    return {**rope_to_ours(external), "moe": moe}
+    return {**import_rope(external), "moe": moe}
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = OlmoeConfig.model_validate(model)
     mixture = Mixture(config)
     mixture.require("olmoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_pre_softmax=ANY)
     require_even_heads(config, "olmoe")
     return {
-        **rope_to_theirs(config),
-        **balance_to_theirs(mixture),
+        **export_rope(config),
+        **export_balance(mixture),
         "num_key_value_heads": config.query_groups,
         "intermediate_size": mixture.ffn_size,
         "num_experts": mixture.num_experts,
@@ -80,7 +80,7 @@ OLMOE = ConfigMap(
     ignored={**IGNORED, **MIXTURE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
-    further_back=further_back,
+    export_extra=export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -1,4 +1,4 @@
-"""OLMoE: the layers of Llama with mixtures of experts, and norms over all query heads and over all key heads."""
+"""OLMoE: the layers of Llama with MoE, and norms over all query heads and over all key heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_models.olmoe.config import OlmoeConfig
 
 
 class OlmoeAttention(SelfAttention):
-    """q_layernorm and k_layernorm see all heads of a position together."""
+    """q_layernorm and k_layernorm normalize over all heads of a position together."""
 
     def __init__(self, config: OlmoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__(config, core, ctx)

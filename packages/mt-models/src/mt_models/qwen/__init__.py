@@ -1,1 +1,16 @@
 """Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values, or with normalized queries and keys."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="qwen",
+    doc="Qwen 2, 2.5 and 3, dense: Llama with biases on queries, keys and values, or normalized heads",
+    config_type=Lazy("mt_models.qwen.config:QwenConfig"),
+    build=Lazy("mt_models.qwen.model:build_qwen"),
+    check=Lazy("mt_models.qwen.config:check_qwen"),
+    presets=Lazy("mt_models.qwen.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.qwen.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:ROTARY"),
+    },
+)

@@ -17,11 +17,11 @@ from mt_models.blocks.hugging_face_decoder import (
     attention_rules,
     decoder_fields,
     decoder_name_map,
+    export_rope,
+    export_shape,
     feed_forward_rules,
+    import_rope,
     norm_rules,
-    rope_to_ours,
-    rope_to_theirs,
-    shape_to_theirs,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.qwen.config import QwenConfig
@@ -48,7 +48,7 @@ def model_type_of(config: QwenConfig) -> str:
     return "qwen2" if config.add_qkv_bias else "qwen3"
 
 
-def windows_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_windows(external: Mapping[str, Any]) -> dict[str, Any]:
     layers = external.get("num_hidden_layers", 32)
     window = external.get("sliding_window", 4096) if external.get("use_sliding_window") else None
     # Above the number of layers it means that none has a window.
@@ -64,7 +64,7 @@ def windows_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def windows_to_theirs(config: QwenConfig) -> dict[str, Any]:
+def export_windows(config: QwenConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
@@ -76,16 +76,16 @@ def windows_to_theirs(config: QwenConfig) -> dict[str, Any]:
 def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), further: dict[str, Any]) -> ConfigMap:
     def back(model: Mapping[str, Any]) -> dict[str, Any]:
         config = QwenConfig.model_validate(model)
-        return {**shape_to_theirs(config), **rope_to_theirs(config), **windows_to_theirs(config)}
+        return {**export_shape(config), **export_rope(config), **export_windows(config)}
 
     return ConfigMap(
         architecture=kind,
         fields=(*decoder_fields(tied=False, positions=32768), *own),
         fixed=(Fixed("hidden_act", ("silu", "swish")), Fixed("use_mrope", (False,)), *fixed, *NOT_A_CHOICE),
         ignored=IGNORED,
-        further=lambda external: {**further, **rope_to_ours(external), **windows_to_ours(external)},
+        further=lambda external: {**further, **import_rope(external), **import_windows(external)},
         further_keys=(*ROPE_KEYS, *WINDOW_KEYS),
-        further_back=back,
+        export_extra=back,
     )
 
 

@@ -1,1 +1,16 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen with mixtures of many small experts."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen with many small experts."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="qwen_moe",
+    doc="Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2",
+    config_type=Lazy("mt_models.qwen_moe.config:QwenMoeConfig"),
+    build=Lazy("mt_models.qwen_moe.model:build_qwen_moe"),
+    check=Lazy("mt_models.qwen_moe.config:check_qwen_moe"),
+    presets=Lazy("mt_models.qwen_moe.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.qwen_moe.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:ROTARY"),
+    },
+)

@@ -1,4 +1,4 @@
-"""Configuration of the Qwen mixtures."""
+"""Configuration of the Qwen-MoE family."""
 
 from __future__ import annotations
 

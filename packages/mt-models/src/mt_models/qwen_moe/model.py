@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: the layers of Qwen, with mixtures of experts in them."""
+"""Qwen2-MoE and Qwen3-MoE: the layers of Qwen with MoE."""
 
 from __future__ import annotations
 

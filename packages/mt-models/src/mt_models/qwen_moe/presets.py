@@ -1,4 +1,4 @@
-"""Shapes of the Qwen mixtures, as published (base models)."""
+"""Shapes of the Qwen-MoE models, as published (base models)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,14 @@
-"""RETRO: a GPT that reads neighbours of its text, found in a database of chunks."""
+"""RETRO: a GPT with cross attention to neighbours of its text, retrieved from a database of chunks."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="retro",
+    doc="GPT that attends to neighbours of its text, chunk by chunk, from a database",
+    config_type=Lazy("mt_models.retro.config:RetroConfig"),
+    build=Lazy("mt_models.retro.model:build_retro"),
+    check=Lazy("mt_models.retro.config:check_retro"),
+    presets=Lazy("mt_models.retro.presets:PRESETS"),
+    name_maps={"megatron": Lazy("mt_models.megatron:RETRO")},
+    shrink=Lazy("mt_models.retro.shrink:shrink_retro"),
+)

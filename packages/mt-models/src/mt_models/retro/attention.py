@@ -1,8 +1,8 @@
 """Cross attention in chunks: of the text to its neighbours, and of neighbours to the chunk that they were found for.
 
 Shapes: B batch, S sequence, m tokens of a chunk, L chunks of a sequence, K neighbours of a chunk, r tokens of a
-neighbour, H hidden, N heads of this rank, D head size. With sequence parallelism S and r are divided between the
-layers; the linear layers see whole sequences, and chunks are cut behind them.
+neighbour, H hidden, N heads of this rank, D head size. With sequence parallelism S and r are sharded between the
+layers; the linear layers all-gather whole sequences, which are then split into chunks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NeighborCrossAttention(CrossAttention):
         """[B L K, r, H], text [B, S, H] -> [B L K, r, H]"""
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B L K, r, N, D]
         k, v = (chunks(part, chunk_length) for part in self._keys_and_values(text, None))  # [B L, m, N, D]
-        # The tokens of a chunk's neighbours are queries that do not see one another.
+        # The neighbours' tokens are queries only: they do not attend to one another.
         queries = q.unflatten(0, (-1, num_neighbors)).flatten(1, 2)
         out = self.core(queries, k, v, EVERYTHING, self.dropout.begin())
         return self.linear_proj(out.unflatten(1, (num_neighbors, -1)).flatten(0, 1).flatten(2))

@@ -1,4 +1,4 @@
-"""Cutting sequences into chunks, and the shift by which a chunk sees the neighbours of the one before.
+"""Splits sequences into chunks, and shifts them so that a chunk sees the neighbours of the previous one.
 
 Shapes: B batch, S sequence, m tokens of a chunk, L = S // m whole chunks, ... anything.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def chunks(x: Tensor, m: int) -> Tensor:
-    """[B, S, ...] -> [B L, m, ...]; tokens behind the last whole chunk are left out."""
+    """[B, S, ...] -> [B L, m, ...]; tokens after the last whole chunk are dropped."""
     whole = x.shape[1] // m
     return x[:, : whole * m].unflatten(1, (whole, m)).flatten(0, 1)
 

@@ -71,7 +71,7 @@ class RetroConfig(GPTConfig):
 
 
 def check_retro(config: Config) -> None:
-    """Raise ConfigError for a RETRO that cannot be built, divided as asked, or read its samples."""
+    """Raise ConfigError for a RETRO that cannot be built, split over ranks as configured, or read its samples."""
     model = config.model
     assert isinstance(model, RetroConfig)
     check_gpt(config)

@@ -96,7 +96,7 @@ class NeighborLayer(RetroLayer):
 
 
 class NeighborEncoder(nn.Module):
-    """Layers in both directions over each neighbour; the first sees the chunk. No norm behind them, as in Megatron."""
+    """Bidirectional layers over each neighbour; the first attends to the chunk. No final norm, as in Megatron."""
 
     def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
         super().__init__()

@@ -2,14 +2,13 @@
 neighbours of the chunk before.
 
 Shapes: B batch, S sequence, m tokens of a chunk, L = S // m chunks, K neighbours of a chunk, r tokens of a neighbour,
-H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence parallelism S and r are divided
+H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence parallelism S and r are sharded
 between the layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,11 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.embedding import VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
+from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
 from mt_models.blocks.freeze import freeze
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.tables import like_word_vectors
+from mt_models.blocks.tables import like_token_embeddings
 from mt_models.gpt.model import GPTEmbedding, gpt_layer
 from mt_models.retro.attention import Neighbors
 from mt_models.retro.chunks import from_attending_chunks
@@ -34,7 +34,7 @@ EncodeNeighbors = Callable[[Tensor], Neighbors]
 
 
 class RetroDecoder(nn.Module):
-    """The layers of a GPT; those that attend to neighbours have an attention more."""
+    """The layers of a GPT; some of them have cross attention to neighbours."""
 
     def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class RetroDecoder(nn.Module):
         return self.recompute.group(number, [(number, self.layers[number])], x, call)
 
 
-class RetroModel(nn.Module):
+class RetroModel(Model):
     """tokens [B, S] and neighbours of their chunks [B, L, K, r] -> logits [B, S, V]."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("tokens", "position_ids", "neighbor_tokens", "neighbor_mask")
+    inputs: tuple[str, ...] = ("tokens", "position_ids", "neighbor_tokens", "neighbor_mask")
 
     def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -141,14 +141,14 @@ class RetroModel(nn.Module):
         return Neighbors(
             states=states,
             pattern=padding_pattern(seen),
-            attending=like_word_vectors(self._attending(found, batch, length), self.ctx),
+            attending=like_token_embeddings(self._attending(found, batch, length), self.ctx),
             chunk_length=self.config.retro_chunk_length,
             num_neighbors=count,
         )
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Longest sequence it can take; None when positions are not a table."""
+        """Longest supported sequence; None without learned positions."""
         return self.config.table_size
 
     def _attending(self, found: Tensor, sequences: int, length: int) -> Tensor:
@@ -182,7 +182,7 @@ def padding_pattern(seen: Tensor) -> AttentionPattern:
 
 
 def freeze_gpt(model: RetroModel) -> None:
-    """Leave what a GPT has as it is (retro-fitting)."""
+    """Freeze the parameters that a GPT has (retro-fitting)."""
     parts: list[nn.Module | None] = [model.embedding, model.decoder.final_layernorm, model.output_layer]
     for layer in model.decoder.layers:
         parts += [layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp]  # type: ignore[list-item]

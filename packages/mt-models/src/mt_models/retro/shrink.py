@@ -1,4 +1,4 @@
-"""A small RETRO for checks: its sizes hang together, and with those of its samples. Imports no torch."""
+"""A small RETRO for checks: its sizes depend on one another and on those of its samples. Imports no torch."""
 
 from __future__ import annotations
 

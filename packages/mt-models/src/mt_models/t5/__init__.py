@@ -1,1 +1,16 @@
-"""T5: an encoder and a decoder, in T5's own form with relative positions and in Megatron's with learned ones."""
+"""T5: an encoder and a decoder, with relative positions as published or learned positions as in Megatron."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="t5",
+    doc="Encoder and decoder: T5 with relative positions, T5 1.1, Megatron's T5 with learned positions",
+    config_type=Lazy("mt_models.t5.config:T5Config"),
+    build=Lazy("mt_models.t5.model:build_t5"),
+    check=Lazy("mt_models.t5.config:check_t5"),
+    presets=Lazy("mt_models.t5.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:T5"),
+    },
+)

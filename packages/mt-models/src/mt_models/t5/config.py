@@ -52,7 +52,7 @@ class T5Config(ModelConfig):
     untie_embeddings_and_output_weights: bool = False
     """The output projection has a matrix of its own, as in T5 1.1."""
     scale_output: bool = used_when(True, untie_embeddings_and_output_weights=False)
-    """Multiply what is compared with the word vectors by hidden_size^-0.5, as T5 does. Word vectors then start
+    """Multiply what is compared with the token embeddings by hidden_size^-0.5, as T5 does. Token embeddings then start
     with a standard deviation of 1."""
     add_output_bias: bool = used_when(False, untie_embeddings_and_output_weights=False)
     """A bias for each id on the logits, as in Megatron's T5."""
@@ -106,7 +106,7 @@ class T5Config(ModelConfig):
     def output_init_std(self) -> float:
         return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
 
-    # What the shared blocks read; T5 leaves no choice in them.
+    # Fixed values for keys of the shared blocks that T5 does not expose.
 
     @property
     def add_qkv_bias(self) -> bool:

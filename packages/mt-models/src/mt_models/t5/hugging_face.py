@@ -1,36 +1,36 @@
-"""T5 and T5 1.1 in Hugging Face's format; Megatron's T5 has no counterpart there."""
+"""T5 and T5 1.1 in Hugging Face's format; Megatron's T5, with learned positions, is exported as a Blenderbot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
 from mt_core.nn.activations import is_gated
-from mt_models.hugging_face import IGNORED, OF_HEADS, HuggingFaceFamily, require_value
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily, require_value
+from mt_models.t5 import blenderbot
 from mt_models.t5.config import T5Config
+from mt_models.t5.cross_attention_rule import HeadwiseKV
 
+PADDING = 0
+"""The id with which T5's decoder begins, unless the tokenizer says otherwise."""
 ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gated-silu": "swiglu"}
 """feed_forward_proj -> model.activation. Their gated-gelu means the tanh approximation."""
 
 
-def activation_to_ours(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("feed_forward_proj", name, ACTIVATIONS)]
 
 
-def activation_to_theirs(name: str) -> str:
+def export_activation(name: str) -> str:
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return names[require_known("model.activation", name, names)]
 
 
 def further(external: Mapping[str, Any]) -> dict[str, Any]:
-    """Where `tie_word_embeddings` is false the output is not scaled; newer files say so in a key of its own."""
+    """If `tie_word_embeddings` is false the output is not scaled; newer files have a separate key for it."""
     dropout, tied = float(external.get("dropout_rate", 0.1)), bool(external.get("tie_word_embeddings", True))
     scaled = bool(external.get("scale_decoder_outputs", tied))
     if scaled and not tied:
@@ -43,11 +43,12 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     head = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
     tied = not model.get("untie_embeddings_and_output_weights")
     return {
         "architectures": ["T5ForConditionalGeneration"],
+        "decoder_start_token_id": PADDING,
         "tie_word_embeddings": tied,
         "scale_decoder_outputs": tied and bool(model.get("scale_output", True)),
         "dropout_rate": model.get("hidden_dropout"),
@@ -71,39 +72,26 @@ CONFIG_MAPS = {
             Field("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
             Field("relative_attention_max_distance", "relative_attention_max_distance", default=128),
             Field("layer_norm_epsilon", "norm_epsilon", default=1e-6),
-            Field("feed_forward_proj", "activation", activation_to_ours, activation_to_theirs, default="relu"),
+            Field("feed_forward_proj", "activation", import_activation, export_activation, default="relu"),
         ),
-        fixed=(Fixed("is_encoder_decoder", (True,)), Fixed("is_decoder", (False,))),
+        fixed=(
+            Fixed("is_encoder_decoder", (True,)),
+            Fixed("is_decoder", (False,)),
+            *(entry for entry in NOT_A_CHOICE if entry.theirs not in ("is_encoder_decoder", "is_decoder")),
+        ),
         ignored={
             **IGNORED,
             "n_positions": "relative positions have no table",
-            "output_past": "decoding has a cache whenever it is asked for one",
             "initializer_factor": "scales initial weights only",
             "dense_act_fn": "follows from feed_forward_proj",
             "is_gated_act": "follows from feed_forward_proj",
-            "chunk_size_feed_forward": "computes the same products in pieces",
-            "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
             "classifier_dropout": OF_HEADS,
         },
         further=further,
         further_keys=("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
-        further_back=further_back,
+        export_extra=export_extra,
     )
 }
-
-
-@dataclass(frozen=True)
-class HeadwiseKV(Rule):
-    """Key and value matrices there; rows head by head here, a head's keys before its values."""
-
-    heads: int = 1
-
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(0, (self.heads, -1)) for x in tensors], dim=1).flatten(0, 1)
-
-    def to_theirs(self, tensor: Tensor) -> Sequence[Tensor]:
-        by_head = tensor.unflatten(0, (self.heads, 2, -1))
-        return [by_head[:, part].flatten(0, 1).contiguous() for part in (0, 1)]
 
 
 def stack_rules(config: T5Config, stack: str, layers: int) -> Iterable[Rule]:
@@ -142,6 +130,8 @@ def cross_rules(ours: str, theirs: str, heads: int) -> list[Rule]:
 
 
 def name_map(config: T5Config) -> NameMap:
+    if model_type_of(config) == blenderbot.KIND:
+        return blenderbot.name_map(config)
     rules: list[Rule] = [
         Same("embedding.word_embeddings.weight", "shared.weight"),
         *stack_rules(config, "encoder", config.num_layers),
@@ -154,14 +144,19 @@ def name_map(config: T5Config) -> NameMap:
 
 
 def copies(config: T5Config) -> Mapping[str, str]:
+    if model_type_of(config) == blenderbot.KIND:
+        return blenderbot.copies(config)
     tied = [] if config.untie_embeddings_and_output_weights else ["lm_head.weight"]
     return dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *tied], "shared.weight")
 
 
 def model_type_of(config: T5Config) -> str:
-    """Raises ConfigError for a model that differs from T5 in what the format has no words for."""
+    """Raises ConfigError for a model that differs from T5, or with learned positions from Blenderbot, in what the
+    format cannot express."""
+    if config.position_embedding_type == "learned_absolute":
+        blenderbot.require_blenderbot(config)
+        return blenderbot.KIND
     for key, value in (
-        ("position_embedding_type", "relative"),
         ("normalization", "RMSNorm"),
         ("add_bias_linear", False),
         ("scale_attention_scores", False),
@@ -172,4 +167,6 @@ def model_type_of(config: T5Config) -> str:
     return "t5"
 
 
-HUGGING_FACE = HuggingFaceFamily("t5", CONFIG_MAPS, name_map, model_type_of, copies)
+HUGGING_FACE = HuggingFaceFamily(
+    "t5", {**CONFIG_MAPS, blenderbot.KIND: blenderbot.BLENDERBOT}, name_map, model_type_of, copies
+)

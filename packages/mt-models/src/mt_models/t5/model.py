@@ -1,14 +1,13 @@
 """The T5 model (Raffel et al., 2020): an encoder, and a decoder that attends to it.
 
 Shapes: B batch, S encoder and T decoder positions, H hidden, V vocabulary (this rank's ids under tensor
-parallelism). With sequence parallelism hidden states between the layers are divided along S and T.
+parallelism). With sequence parallelism hidden states between the layers are sharded along S and T.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,19 @@ from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
-from mt_core.nn.stage import Stage, whole
+from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderCache, DecoderStack, ScaledQueryAttention
 from mt_models.blocks.relative_bias import RelativeBias
-from mt_models.blocks.tables import LearnedTable, like_word_vectors
+from mt_models.blocks.tables import LearnedTable, like_token_embeddings
 from mt_models.blocks.tied_output import TiedOutput
 from mt_models.blocks.transformer import TransformerLayer, TransformerStack
 from mt_models.t5.config import T5Config
 
 
 class T5Embedding(nn.Module):
-    """Word vectors, plus learned positions if the model has them. Encoder and decoder share it."""
+    """Token embeddings, plus learned positions if the model has them. Encoder and decoder share it."""
 
     def __init__(self, config: T5Config, ctx: ParallelContext) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class T5Embedding(nn.Module):
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             places = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-            x = x + like_word_vectors(self.position_embeddings(places), self.ctx)
+            x = x + like_token_embeddings(self.position_embeddings(places), self.ctx)
         return x
 
 
-class T5Model(nn.Module):
+class T5Model(Model):
     """encoder_tokens [B, S], decoder_tokens [B, T] -> logits [B, T, V]."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("encoder_tokens", "decoder_tokens", "encoder_mask")
+    inputs: tuple[str, ...] = ("encoder_tokens", "decoder_tokens", "encoder_mask")
 
     def __init__(self, config: T5Config, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ class T5Model(nn.Module):
         decoder_tokens: Tensor,
         encoder_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A run of layers, those of the encoder counted before those of the decoder. See Pipelined.
+        """A range of layers, those of the encoder numbered before those of the decoder. See Pipelined.
 
-        Between stages of the encoder its states [B, S, H] travel, between those of the decoder its states [B, T, H]
-        and what the encoder made (the memory, [B, S, H]). Logits [B, T, V] at the last stage.
+        Stages of the encoder send its hidden states [B, S, H], stages of the decoder send its hidden states [B, T, H]
+        and the encoder's output (the memory, [B, S, H]). The last stage outputs logits [B, T, V].
         """
         encoder, decoder = parts_of_stage(stage, self.config)
         if encoder is not None:
@@ -131,7 +131,7 @@ class T5Model(nn.Module):
         stage: Stage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """[B, S] -> [B, S, H]. stage: the encoder's layers to go through, from x on; default: all of them."""
+        """[B, S] -> [B, S, H]. stage: the encoder's layers to run, from x on; default: all of them."""
         stage = stage or whole(self.config.num_layers)
         length = encoder_tokens.shape[1]
         bias = None if self.encoder_relative_pos_emb is None else self.encoder_relative_pos_emb(length, length)
@@ -149,7 +149,7 @@ class T5Model(nn.Module):
         encoder_mask: Tensor | None = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] of decoder_tokens [B, T], which stand after the cached ones. memory: of `encode`."""
+        """Logits [B, T, V] of decoder_tokens [B, T], which follow the cached ones. memory: of `encode`."""
         return self.logits(self.decoder_states(decoder_tokens, memory, encoder_mask, cache))
 
     def decoder_states(
@@ -161,7 +161,7 @@ class T5Model(nn.Module):
         stage: Stage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """[B, T, H] behind the decoder's last norm. stage: its layers to go through, from x on; default: all."""
+        """[B, T, H] after the decoder's final norm. stage: its layers to run, from x on; default: all."""
         stage = stage or whole(self.config.decoder_layers)
         first, new = cache.length if cache else 0, decoder_tokens.shape[1]
         bias = None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(new, first + new)
@@ -188,19 +188,19 @@ class T5Model(nn.Module):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Longest sequence of encoder and decoder; None when positions are not a table."""
+        """Longest supported sequence of encoder and decoder; None without learned positions."""
         return self.config.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class HeldParts:
-    """What a process holds of a model that is cut into stages. encoder, decoder: numbers of layers in their stacks."""
+    """A process's part of a model with pipeline stages. encoder, decoder: numbers of layers in their stacks."""
 
     embedding: bool
     encoder: list[int]
     decoder: list[int]
     encoder_end: bool
-    """The norm behind the encoder."""
+    """The final norm of the encoder."""
 
     @classmethod
     def of(cls, config: T5Config, environment: ModelEnvironment) -> HeldParts:
@@ -218,14 +218,14 @@ class HeldParts:
 
 
 def parts_of_stage(stage: Stage, config: T5Config) -> tuple[Stage | None, Stage | None]:
-    """A stage of the whole model as stages of its two stacks, by their own numbers; None where it has nothing of one.
+    """A stage of the whole model as stages of its two stacks, in their own numbering; None without a part of a stack.
 
     The stage with the encoder's last layer ends the encoder; the one with the decoder's first begins the decoder.
     """
     middle, end = config.num_layers, config.num_layers + config.decoder_layers
     layers, encoder, decoder = stage.layers, None, None
     if not layers:
-        # A stage without layers: it begins, ends or hands on.
+        # A stage without layers: it has an embedding or a head only, or passes its input on.
         encoder = Stage(range(0), last=False) if stage.first else None
         decoder = Stage(range(end - middle, end - middle), first=False) if stage.last else None
         return encoder, decoder

@@ -1,1 +1,16 @@
-"""Vision transformers: the image towers of CLIP and SigLIP, alone or with a head that tells classes."""
+"""Vision transformers: the image towers of CLIP and SigLIP, alone or with a classification head."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="vision",
+    doc="Image towers of CLIP and SigLIP, alone or with a head that tells the class of an image",
+    config_type=Lazy("mt_models.vision.config:VisionConfig"),
+    build=Lazy("mt_models.vision.model:build_vision"),
+    check=Lazy("mt_models.vision.config:check_vision"),
+    presets=Lazy("mt_models.vision.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.vision.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:VISION"),
+    },
+)

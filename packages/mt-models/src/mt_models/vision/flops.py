@@ -16,20 +16,20 @@ class ImageFlops(Flops):
     """Forward FLOPs for each image."""
 
     patches: float
-    """Pixels to vectors."""
+    """Patch embeddings."""
     attention_projections: float
     """Queries, keys, values and the output of attention, over all layers."""
     attention_core: float
     """Scores and their product with the values, over all layers."""
     feed_forward: float
     pooler: float
-    """The attention that makes one vector of an image."""
+    """Attention pooling."""
     output: float
-    """Logits of classes."""
+    """Classification logits."""
 
 
 def tower_flops(config: VisionEncoderConfig, layers: int) -> ImageFlops:
-    """Of the first `layers` layers, without what stands behind them."""
+    """The first `layers` layers, without the final norm and heads."""
     hidden, positions = config.hidden_size, config.num_positions
     return ImageFlops(
         patches=2 * config.num_patches * config.num_channels * config.patch_dim**2 * hidden,

@@ -12,7 +12,7 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
 
 ACTIVATIONS = {
@@ -23,14 +23,14 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-"""Theirs to ours; of several the first is written."""
+"""Hugging Face's value -> ours; if several map to one, the first is exported."""
 
 
-def activation_to_ours(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("hidden_act", name, ACTIVATIONS)]
 
 
-def activation_to_theirs(name: str) -> str:
+def export_activation(name: str) -> str:
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return names[require_known("model.activation", name, names)]
 
@@ -43,8 +43,7 @@ TOWER_IGNORED = {
     "projection_dim": "of the projection into the space of texts, which stands behind the tower",
     "initializer_factor": "scales initial weights",
     "vocab_size": "a tower reads no words",
-    "is_encoder_decoder": "a tower is neither",
-    "chunk_size_feed_forward": "computes the same products in pieces",
+    "tie_word_embeddings": "a tower reads no words",
 }
 
 
@@ -56,13 +55,13 @@ def tower_fields(*, activation: str, epsilon: float) -> tuple[Field, ...]:
         Field("num_attention_heads", "num_attention_heads", default=12),
         Field("intermediate_size", "ffn_hidden_size", default=3072),
         Field("num_channels", "num_channels", default=3),
-        Field("hidden_act", "activation", activation_to_ours, activation_to_theirs, default=activation),
+        Field("hidden_act", "activation", import_activation, export_activation, default=activation),
         Field("layer_norm_eps", "norm_epsilon", float, default=epsilon),
         Field("attention_dropout", "attention_dropout", lambda rate: float(rate or 0.0), default=0.0),
     )
 
 
-def sizes_to_ours(external: Mapping[str, Any], patch: int) -> dict[str, int]:
+def import_sizes(external: Mapping[str, Any], patch: int) -> dict[str, int]:
     """Image and patch in pixels: numbers, or pairs of height and width. patch: Hugging Face's default."""
     height, width = pair("image_size", external.get("image_size", 224))
     patch_height, patch_width = pair("patch_size", external.get("patch_size", patch))
@@ -78,8 +77,8 @@ def pair(key: str, size: Any) -> tuple[int, int]:
     return sides
 
 
-def sizes_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError for images that are not square: the reference takes their number of patches to be."""
+def export_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for images that are not square: the reference assumes a square number of patches."""
     if model["img_h"] != model["img_w"]:
         raise ConfigError(
             f"model.img_h={model['img_h']} and model.img_w={model['img_w']} cannot be written for Hugging Face, where "
@@ -98,7 +97,7 @@ def clip_back(model: Mapping[str, Any]) -> dict[str, Any]:
             "model.add_pooler=false cannot be written as a Hugging Face clip_vision_model, which always has a pooled "
             "vector"
         )
-    return sizes_to_theirs(model)
+    return export_sizes(model)
 
 
 CLIP = ConfigMap(
@@ -107,14 +106,15 @@ CLIP = ConfigMap(
         *tower_fields(activation="quick_gelu", epsilon=1e-5),
         Field("initializer_range", "init_method_std", float, default=0.02),
     ),
+    fixed=(Fixed("dropout", (0.0,), written=False), *NOT_A_CHOICE),
     ignored=TOWER_IGNORED,
     further=lambda external: {
         "vision_model_type": "clip",
         "use_scaled_init_method": False,
-        **sizes_to_ours(external, patch=32),
+        **import_sizes(external, patch=32),
     },
     further_keys=SIZES,
-    further_back=clip_back,
+    export_extra=clip_back,
 )
 SIGLIP = ConfigMap(
     architecture="siglip_vision_model",
@@ -122,14 +122,15 @@ SIGLIP = ConfigMap(
         *tower_fields(activation="gelu_pytorch_tanh", epsilon=1e-6),
         Field("vision_use_head", "add_pooler", default=True),
     ),
+    fixed=NOT_A_CHOICE,
     ignored=TOWER_IGNORED,
     further=lambda external: {
         "vision_model_type": "siglip",
         "use_scaled_init_method": False,
-        **sizes_to_ours(external, patch=16),
+        **import_sizes(external, patch=16),
     },
     further_keys=SIZES,
-    further_back=sizes_to_theirs,
+    export_extra=export_sizes,
 )
 TOWERS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
 """`model_type` of a tower -> its map."""
@@ -146,14 +147,17 @@ def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
         require_known("architectures", str((external.get("architectures") or [None])[0]), [class_name])
         vision = {"model_type": tower.architecture, **(external.get("vision_config") or {})}
         labels = external.get("id2label")
-        # Hugging Face means two classes when it says nothing.
-        return {**tower.to_ours(vision), "num_classes": len(labels) if labels else int(external.get("num_labels") or 2)}
+        # Hugging Face's default is two classes.
+        return {
+            **tower.import_value(vision),
+            "num_classes": len(labels) if labels else int(external.get("num_labels") or 2),
+        }
 
     def back(model: Mapping[str, Any]) -> dict[str, Any]:
         names = [f"LABEL_{i}" for i in range(model["num_classes"])]
         return {
             "architectures": [class_name],
-            "vision_config": {"model_type": tower.architecture, **tower.to_theirs(model)},
+            "vision_config": {"model_type": tower.architecture, **tower.export_value(model)},
             "id2label": dict(enumerate(names)),
             "label2id": {name: i for i, name in enumerate(names)},
         }
@@ -162,7 +166,7 @@ def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
     return ConfigMap(
         architecture=kind,
         fields=(),
-        fixed=(Fixed("is_encoder_decoder", (False,)), Fixed("chunk_size_feed_forward", (0,))),
+        fixed=NOT_A_CHOICE,
         ignored={key: why for key, why in IGNORED.items() if key not in own}
         | {
             "text_config": "of the tower that reads texts, which tells no classes",
@@ -172,7 +176,7 @@ def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
         },
         further=further,
         further_keys=("vision_config", *own),
-        further_back=back,
+        export_extra=back,
     )
 
 
@@ -206,7 +210,7 @@ SIGLIP_HEAD = (
 
 
 def tower_map(config: VisionEncoderConfig) -> NameMap:
-    """Names of a tower, `vision_model.` on either side; models with a tower put theirs before it."""
+    """Names of a tower, `vision_model.` in both formats; models with a tower add a prefix."""
     rules: list[Rule] = [
         Same(f"{OURS}conv1.weight", f"{THEIRS}embeddings.patch_embedding.weight"),
         Same(f"{OURS}position_embeddings.weight", f"{THEIRS}embeddings.position_embedding.weight"),
@@ -267,7 +271,7 @@ UNREAD = {
         *(f"{THEIRS}{theirs}.{kind}" for _, theirs in SIGLIP_HEAD for kind in ("weight", "bias")),
     ),
 }
-"""Tensors that a classifier's file may hold although its class never reads them: what would pool."""
+"""Tensors of a pooler, which a classifier's file may hold although its class never reads them."""
 
 
 def name_map(config: VisionConfig) -> NameMap:
@@ -279,7 +283,7 @@ def name_map(config: VisionConfig) -> NameMap:
 
 
 def spelling(config: VisionEncoderConfig, name: str) -> str:
-    """As published, from the names of transformers 5, whose towers leave `vision_model.` out."""
+    """The published name, from that of transformers 5, whose towers leave out `vision_model.`."""
     return name if name.startswith((THEIRS, "classifier.")) else f"{THEIRS}{name}"
 
 

@@ -13,7 +13,7 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, linear
-from mt_core.nn.main_gradients import with_main_gradient
+from mt_core.nn.main_grad import with_main_gradient
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.transformer import TransformerLayer
@@ -21,9 +21,9 @@ from mt_models.vision.config import VisionEncoderConfig
 
 
 class PatchEmbedding(LayoutModule):
-    """A convolution whose stride is its width, computed as a product: images [B, C, img_h, img_w] -> [B, P, H].
+    """A convolution whose stride is its kernel size, computed as a matmul: images [B, C, img_h, img_w] -> [B, P, H].
 
-    The weight has the shape of the convolution's kernel, [H, C, patch_dim, patch_dim]. Patches stand row by row.
+    The weight has the shape of the convolution's kernel, [H, C, patch_dim, patch_dim]. Patches are in row-major order.
     """
 
     weight: Tensor
@@ -70,7 +70,7 @@ class VisionLayers(nn.Module):
 
 
 class AttentionPooling(LayoutModule):
-    """One vector of a sequence: a learned query attends to it, then a feed-forward: [B, S, H] -> [B, H].
+    """Attention pooling: a learned query attends to the sequence, then a feed-forward: [B, S, H] -> [B, H].
 
     y = attention(probe, x), then y + feed_forward(norm(y)) (SigLIP; Set Transformer, Lee et al., 2019).
     """
@@ -93,7 +93,7 @@ class AttentionPooling(LayoutModule):
 class PoolingAttention(nn.Module):
     """linear_proj(core(q, k, v)) with q from `queries` [1, Q, H] and k, v from x [B, S, H]: -> [B, Q, H].
 
-    Rows of linear_qkv stand head by head, queries before keys before values, so that each tensor-parallel rank has
+    Rows of linear_qkv are grouped by head, queries before keys before values, so that each tensor-parallel rank has
     whole heads of all three.
     """
 

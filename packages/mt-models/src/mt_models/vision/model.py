@@ -1,21 +1,22 @@
-"""Image towers: a picture cut into patches, read by a bidirectional transformer (Dosovitskiy et al., 2021).
+"""Image towers: an image is split into patches, encoded by a bidirectional transformer (Dosovitskiy et al., 2021).
 
 Shapes: B batch, C channels, S positions (patches, and before them the class token if there is one), H hidden.
-Tensor parallelism divides heads and feed-forwards. Sequence parallelism does not reach into a tower: its sequences
-are short and of odd lengths, so that every rank has whole ones.
+Tensor parallelism shards heads and feed-forwards. Sequence parallelism is not used in a tower: its sequences
+are short and of odd lengths, so every rank has whole ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
 from mt_models.blocks.replicated import ReplicatedLinear
 from mt_models.blocks.tables import LearnedTable
@@ -48,11 +49,11 @@ class VisionTower(LayoutModule):
         return self.finish(last)
 
     def states(self, images: Tensor) -> Iterator[Tensor]:
-        """[B, S, H] before the first layer, then behind each; a layer runs when its state is asked for."""
+        """[B, S, H] before the first layer, then after each; a layer runs when its state is requested."""
         return self.decoder.states(self.embed(images))
 
     def behind(self, state: int) -> list[nn.Module]:
-        """The modules that take no part in making `states` up to number `state`."""
+        """The modules that are not used for `states` up to number `state`."""
         return [*list(self.decoder.layers)[state:], *self.finishing()]
 
     def embed(self, images: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class VisionTower(LayoutModule):
 
 
 class ClipTower(VisionTower):
-    """CLIP: a class token before the patches, a norm before the layers; the pooled vector is its state, normalized."""
+    """CLIP: a class token before the patches, a norm before the layers; the pooled vector is its normalized state."""
 
     class_token: Tensor
 
@@ -95,7 +96,7 @@ class ClipTower(VisionTower):
 
 
 class SiglipTower(VisionTower):
-    """SigLIP: patches only, a norm behind the layers; the pooled vector is made by attention to all of them."""
+    """SigLIP: patches only, a norm after the layers; the pooled vector is computed by attention pooling."""
 
     def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
@@ -123,10 +124,10 @@ def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> V
     return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
 
 
-class VisionModel(nn.Module):
+class VisionModel(Model):
     """images [B, C, img_h, img_w] -> VisionOutput."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("images",)
+    inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -137,10 +138,10 @@ class VisionModel(nn.Module):
         return self.vision_model(images)
 
 
-class VisionClassifier(nn.Module):
+class VisionClassifier(Model):
     """images [B, C, img_h, img_w] -> logits [B, num_classes], from the mean over the patches."""
 
-    inputs: ClassVar[tuple[str, ...]] = ("images",)
+    inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
         super().__init__()

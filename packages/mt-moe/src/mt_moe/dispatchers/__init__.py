@@ -1,1 +1,1 @@
-"""Ways to carry tokens to the ranks of their experts and back, one a file."""
+"""Token dispatchers, one per file: they send tokens to the ranks of their experts and the outputs back."""

@@ -1,4 +1,4 @@
-"""`allgather`: every rank gets all tokens and takes those of its experts. Few messages; the traffic grows with the
+"""`allgather`: every rank gathers all tokens and keeps those of its experts. Few messages; the traffic grows with the
 number of ranks, not with top-k."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mt_moe.routing.result import Routing
 
 @dataclass(frozen=True)
 class State:
-    """sizes: for each gathered axis, tokens of its ranks."""
+    """sizes: for each gathered axis, the number of tokens of each of its ranks."""
 
     topk: int
     by_expert: Permutation
@@ -48,7 +48,7 @@ class AllGatherDispatcher:
         return total
 
     def _agree(self, tokens: int, padded_to: int, device: torch.device) -> tuple[list[tuple[Axis, list[int]]], int]:
-        """Tokens of each rank, axis by axis; and the places that each expert has for those of all ranks."""
+        """The number of tokens of each rank, axis by axis, and the padded rows per expert over all ranks."""
         found = []
         for axis in self.axes:
             gathered = gather_counts(torch.tensor([tokens, padded_to], device=device), axis)
@@ -58,7 +58,7 @@ class AllGatherDispatcher:
         return found, padded_to
 
     def _local(self, routing: Routing) -> Routing:
-        """The choices of this rank's experts, numbered from 0; the others count as dropped."""
+        """The choices of this rank's experts, numbered from 0; all others are marked as dropped."""
         place = self.placement
         if place.ep.size == 1:
             return routing

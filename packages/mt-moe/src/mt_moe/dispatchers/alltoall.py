@@ -1,7 +1,7 @@
-"""`alltoall`: each row goes to the rank of its expert and to no other.
+"""`alltoall`: each row is sent only to the rank of its expert.
 
-Over ep a row travels once; the ranks that share the expert's matrices (etp, usually neighbours) then hand it on to
-one another. Back the same way: partial results are summed over etp, go home over ep, and are summed there.
+A row is sent once over ep. The ranks that share the expert's matrices (etp, usually in one node) then all-gather
+their rows. The way back is the inverse: partial outputs are reduce-scattered over etp and sent back over ep.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mt_moe.routing.result import Routing
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of rows. send, receive: to and from each ep rank. shared: that each etp rank received.
-    chunks: [etp, ep, experts of this rank], in which the rows lie when all have arrived."""
+    """Row counts. send, receive: to and from each ep rank. shared: rows that each etp rank received.
+    chunks: [etp, ep, experts of this rank], the sizes of the received chunks in the order in which they are stored."""
 
     send: list[int]
     receive: list[int]
@@ -39,7 +39,7 @@ class State:
 
 @dataclass(frozen=True)
 class Sending:
-    """Rows on their way."""
+    """Rows in flight."""
 
     rows: Tensor
     weights: Tensor
@@ -94,7 +94,7 @@ class AllToAllDispatcher:
         return unpermute(rows, state.by_expert, state.topk)
 
     def _agree(self, counts: Tensor) -> Sizes | None:
-        """How many rows come from where; None: all stay here. The only point at which the host waits for numbers."""
+        """How many rows come from which rank; None: all stay here. The only host synchronization."""
         place = self.placement
         if place.ep.size == place.etp.size == 1:
             return None
@@ -106,7 +106,7 @@ class AllToAllDispatcher:
         return Sizes(send, receive, numbers[2 * place.ep.size :], chunks)
 
     def _by_local_expert(self, chunks: Tensor) -> Permutation | None:
-        """Rows arrive by rank and within one by expert; None: there is one expert, and they are in order."""
+        """Rows arrive grouped by rank, then by expert; None: there is one expert, so the rows are already in order."""
         if self.placement.num_local == 1:
             return None
         ranks = chunks.shape[0] * chunks.shape[1]

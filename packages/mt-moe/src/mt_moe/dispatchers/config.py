@@ -19,7 +19,7 @@ class NoOptions(Section):
 
 
 def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
-    """`model.moe.moe_dispatcher_options` as the dispatcher's own type. Raises ConfigError."""
+    """Parse `model.moe.moe_dispatcher_options` into the dispatcher's options type. Raises ConfigError."""
     try:
         return config_type.model_validate(dict(values))  # type: ignore[attr-defined]
     except ValidationError as error:

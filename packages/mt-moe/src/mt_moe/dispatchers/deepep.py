@@ -1,8 +1,8 @@
-"""DeepEP behind `flex`: kernels that move tokens over NVLink and RDMA.
+"""DeepEP backend of `flex`: kernels that send tokens over NVLink and RDMA.
 
-It sends each token once to every rank that has some of its experts, and adds up what comes back; rows are put
-in the order of experts on the rank that receives them. A choice that a capacity dropped is expert -1, which goes
-nowhere. It takes bf16 tokens on CUDA devices.
+Each token is sent once to every rank that has some of its experts. The receiving rank permutes the rows into the
+order of experts, and combine sums the partial outputs. A choice that was dropped by capacity is expert -1 and is not
+sent. Tokens are bf16 on CUDA devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mt_moe.routing.result import Routing
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens [T, H], experts (-1: none) and weights [T, k] -> those of the tokens that have an expert here."""
+    """Tokens [T, H], experts (-1: none) and weights [T, k] -> the same for the tokens that have an expert here."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Partial sums of the tokens that came here -> for each token at home the sum over ranks."""
+    """Partial sums of the received tokens -> for each of the source rank's tokens the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, route: Route) -> Tensor:
@@ -70,7 +70,7 @@ class _Combine(torch.autograd.Function):
 
 @dataclass
 class Route:
-    """DeepEP's buffer, and its handle of one dispatch: the way that tokens took."""
+    """DeepEP's buffer, and its handle of one dispatch, which combine needs."""
 
     buffer: Any
     handle: Any = None
@@ -92,7 +92,7 @@ class DeepEPDispatcher:
         place, route = self.placement, Route(self.buffer)
         chosen = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         received, experts, weights = _Dispatch.apply(tokens, chosen, routing.weights, routing.num_experts, route)
-        # Ranks that share the experts' matrices (etp) hand on to one another what each received.
+        # Ranks that share the experts' matrices (etp) all-gather what each received.
         shared = gather_counts(torch.tensor([len(received)], device=received.device), place.etp).flatten().tolist()
         received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))
         local = Routing(experts.clamp(min=0), weights, place.num_local, kept=experts >= 0)

@@ -1,4 +1,4 @@
-"""`flex`: a library's kernels move tokens over NVLink and RDMA: DeepEP or HybridEP, where they are installed."""
+"""`flex`: a library's kernels send tokens over NVLink and RDMA: DeepEP or HybridEP, if installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_moe.dispatchers.interface import Dispatcher, ExpertPlacement
 
 
 def build_flex(config: FlexConfig, placement: ExpertPlacement) -> Dispatcher:
-    """Raises ConfigError without the library, or without several ranks to send between."""
+    """Raises ConfigError without the library, or if the expert-parallel group has one rank only."""
     backend, group = config.moe_flex_dispatcher_backend, placement.ep.group
     try:
         if backend == "deepep":

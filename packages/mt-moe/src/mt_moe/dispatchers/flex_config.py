@@ -1,4 +1,4 @@
-"""Options of the `flex` dispatcher, and whether its library is here. Imports no torch."""
+"""Options of the `flex` dispatcher, and whether its library is installed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_moe.dispatchers.config import OPTIONS
 Backend = Literal["deepep", "hybridep"]
 DISPATCHER = "model.moe.moe_token_dispatcher_type=flex"
 MODULES: Mapping[Backend, tuple[str, ...]] = {"deepep": ("deep_ep",), "hybridep": ("deep_ep", "hybrid_ep_cpp")}
-"""What has to be found for a backend. HybridEP is a second library in a build of deep_ep."""
+"""What has to be importable for a backend. HybridEP is part of some builds of deep_ep."""
 OF_BACKEND: Mapping[str, Backend] = {
     "num_nvl_bytes": "deepep",
     "num_rdma_bytes": "deepep",
@@ -37,7 +37,7 @@ class FlexConfig(Section):
 
 
 def check_flex(moe: MoeConfig, options: FlexConfig) -> None:
-    """Raises ConfigError when the library is missing, for options of the other one, or for what neither does."""
+    """Raises ConfigError if the library is missing, or for options that the backend does not have."""
     backend = options.moe_flex_dispatcher_backend
     if any(find_spec(module) is None for module in MODULES[backend]):
         raise ConfigError(not_installed(backend))

@@ -1,7 +1,7 @@
-"""HybridEP behind `flex`: it sends tokens, and puts them in the order of experts where they arrive.
+"""HybridEP backend of `flex`: its kernels send tokens, and permute them into the order of experts on arrival.
 
-The calls are deep_ep.HybridEPBuffer's `dispatch_with_permute` and `combine_with_unpermute`. A map [T, E] tells which
-experts a token has, a tensor of the same shape their weights. It takes bf16 tokens on CUDA devices.
+The calls are deep_ep.HybridEPBuffer's `dispatch_with_permute` and `combine_with_unpermute`. A routing map [T, E]
+marks the experts of each token, a tensor of the same shape has their weights. Tokens are bf16 on CUDA devices.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mt_moe.routing.result import Routing
 
 @dataclass
 class Route:
-    """The buffer, and its handle of one dispatch: the way that tokens took."""
+    """The buffer, and its handle of one dispatch, which combine needs."""
 
     buffer: Any
     handle: Any = None
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens [T, H], map and weights [T, E] -> rows [R, H] in the order of this rank's experts, their weights [R], and
-    how many each expert has."""
+    """Tokens [T, H], routing map and weights [T, E] -> rows [R, H] in the order of this rank's experts, their weights
+    [R], and the number of rows of each expert."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Rows [R, H] as they arrived -> for each token at home [T, H] the sum of its rows."""
+    """Rows [R, H] as they arrived -> for each of the source rank's tokens [T, H] the sum of its rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
@@ -76,7 +76,7 @@ class _Combine(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class State:
-    """shared: rows that each etp rank received. by_local_expert: how they were put in order; None: they were."""
+    """shared: rows that each etp rank received. by_local_expert: the permutation by expert; None: already in order."""
 
     route: Route
     shared: list[int]
@@ -84,7 +84,7 @@ class State:
 
 
 class HybridEPDispatcher:
-    """make_buffer: deep_ep.HybridEPBuffer. Buffers are made at the first dispatch, which knows the sizes."""
+    """make_buffer: deep_ep.HybridEPBuffer. The buffer is created at the first dispatch, when the sizes are known."""
 
     def __init__(self, placement: ExpertPlacement, make_buffer: Callable[..., Any], max_tokens: int | None) -> None:
         self.placement, self._make_buffer, self._max_tokens = placement, make_buffer, max_tokens
@@ -100,7 +100,7 @@ class HybridEPDispatcher:
         by_rank = gather_counts(counts, place.etp)
         if place.etp.size == 1:
             return Dispatched(rows, row_weights, counts, State(route, [len(rows)], None))
-        # Ranks that share the experts' matrices (etp) hand on to one another what each received.
+        # Ranks that share the experts' matrices (etp) all-gather what each received.
         shared = by_rank.sum(1).tolist()
         rows, row_weights = (gather_rows_of(x, place.etp, shared) for x in (rows, row_weights))
         experts = torch.arange(place.num_local, device=tokens.device).repeat(place.etp.size)

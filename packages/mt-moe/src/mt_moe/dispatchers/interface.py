@@ -1,11 +1,11 @@
-"""What a dispatcher is given, and what it gives back. Third-party dispatchers import this.
+"""The interface of token dispatchers. Third-party dispatchers import this.
 
     dispatched = dispatcher.dispatch(tokens, routing)     # tokens [T, H] of this rank
     output = experts(dispatched.tokens, ...)              # [R, H], weights applied
     y = dispatcher.combine(output, dispatched.state)      # [T, H]: for each token the sum over its experts
 
-Both are collective over the ranks that hold the experts, and differentiable: the gradients of tokens and weights
-come back by the same way. combine also sums over ranks that share an expert's matrices (etp).
+Both are collective over the ranks that hold the experts, and differentiable: backward sends the gradients of tokens
+and weights along the inverse path. combine also sums over ranks that share an expert's matrices (etp).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mt_moe.routing.result import Routing
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Where experts are: rank p of the axis `ep` holds numbers p * E / ep to (p + 1) * E / ep, and the ranks of
-    the axis `etp` share each one's matrices. kernels: how rows are to be permuted."""
+    """Placement of experts: rank p of the axis `ep` holds experts p * E / ep to (p + 1) * E / ep - 1, and the ranks of
+    the axis `etp` shard the matrices of each. kernels: the implementation of permute and unpermute."""
 
     num_experts: int
     ep: Axis = field(default_factory=Axis)
@@ -47,8 +47,8 @@ def expert_placement(num_experts: int, ctx: ParallelContext, kernels: RowKernels
 class Dispatched:
     """Rows for this rank's experts, in the order of experts.
 
-    tokens: [R, H]. weights: [R], of each row. counts: [experts of this rank] int64, rows of each. state: the
-    dispatcher's own, for combine.
+    tokens: [R, H]. weights: [R], of each row. counts: [experts of this rank] int64, rows of each. state: opaque,
+    passed to combine.
     """
 
     tokens: Tensor
@@ -66,7 +66,7 @@ class Dispatcher(Protocol):
 
 @runtime_checkable
 class OverlappingDispatcher(Dispatcher, Protocol):
-    """One that lets other work be done while tokens are on their way: dispatch is finish(start(...))."""
+    """A dispatcher that can overlap other work with its communication: dispatch is finish(start(...))."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Any: ...
 

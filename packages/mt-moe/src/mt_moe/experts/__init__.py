@@ -1,1 +1,1 @@
-"""The experts of a rank, and ways to multiply their matrices."""
+"""The experts of a rank, and implementations of their grouped GEMM."""

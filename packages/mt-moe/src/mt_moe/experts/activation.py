@@ -1,4 +1,4 @@
-"""activation(inner) * weights, what stands between the two matrices of the experts."""
+"""activation(inner) * weights, applied between the two matrices of each expert."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import Feature
 
 WeightedActivation = Callable[[Tensor, Tensor], Tensor]
-"""(inner [R, F], of gated ones [R, 2F]; weights [R]) -> [R, F], in the number format of `inner`"""
+"""(inner [R, F], for gated activations [R, 2F]; weights [R]) -> [R, F], in the dtype of `inner`"""
 
 TILE_ELEMENTS = 32768
-"""Of [rows, F] for each thread: few enough that what is computed in between stays in its core's cache, and enough
-that calls do not cost more than the work. The fastest of 2^14 to 2^17, for F of 256 and of 1024."""
+"""Elements of a [rows, F] tile per thread: few enough that intermediates stay in the core's cache, enough that the
+call overhead is small. The fastest of 2^14 to 2^17, measured for F of 256 and of 1024."""
 
 
 def plain_activation(name: Activation, device_type: str) -> WeightedActivation:
-    """In plain torch, by what suits the device."""
+    """The plain torch implementation for the device."""
     if name == "swiglu" and device_type in ("cpu", "meta"):  # what is planned keeps no more than what is run
         return tiled_swiglu
     return partial(weighted, partial(activate, name))
 
 
 def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> WeightedActivation:
-    """What [kernels] asks for. Raises ConfigError when that cannot serve."""
+    """The implementation that [kernels] asks for. Raises ConfigError if it cannot run here."""
     plain = plain_activation(name, device_type)
     if name not in FUSED:
         return plain
@@ -39,13 +39,13 @@ def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> Wei
 
 
 def weighted(function: Callable[[Tensor], Tensor], inner: Tensor, weights: Tensor) -> Tensor:
-    """One operation after another: each goes through memory."""
+    """One operation after another: each reads and writes memory."""
     return (function(inner) * weights[:, None]).to(inner.dtype)
 
 
 def tiled_swiglu(inner: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weights, a tile of rows at a time, computed in the wider of both formats. Nothing is kept
-    for the backward pass but the inputs."""
+    """silu(gate) * up * weights, computed one tile of rows at a time in the wider dtype of the two. Only the inputs are
+    saved for the backward pass."""
     return _TiledSwiglu.apply(inner, weights)
 
 
@@ -71,7 +71,7 @@ class _TiledSwiglu(torch.autograd.Function):
 
 
 class _Scratch:
-    """Memory for a tile of each value in between: tensors of their own would come from other, colder memory."""
+    """One buffer per intermediate value, reused by all tiles: it stays in the cache, which new tensors would not."""
 
     def __init__(self, inner: Tensor, weights: Tensor) -> None:
         width = inner.shape[1] // 2
@@ -98,13 +98,13 @@ class _Scratch:
 
 
 def _tiles(x: Tensor) -> Iterator[slice]:
-    """Runs of rows of x [R, F]."""
+    """Splits x [R, F] into tiles of consecutive rows."""
     size = _tile_rows(x, x.shape[1])
     return (slice(first, first + size) for first in range(0, len(x), size))
 
 
 def _tile_rows(x: Tensor, width: int) -> int:
-    """How many of the rows of x [R, ...] are a tile: all of them where nothing is computed."""
+    """Rows of x [R, ...] per tile: all of them on the meta device, which computes nothing."""
     if x.is_meta:
         return max(1, len(x))
     return max(1, TILE_ELEMENTS * torch.get_num_threads() // max(1, width))

@@ -1,4 +1,4 @@
-"""`moe_grouped_gemm`: which product serves the device, the number format and the sizes of the experts."""
+"""`moe_grouped_gemm`: which grouped GEMM serves the device, the dtype and the sizes of the experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Name = Literal["loop", "grouped", "triton"]
 
 
 def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
-    """sizes: rows and columns of an expert's matrices on this rank. Raises ConfigError for one that cannot serve."""
+    """sizes: rows and columns of an expert's matrices on this rank. Raises ConfigError if the choice cannot run."""
     if asked == "auto":
         on_gpu = ctx.device.type == "cuda" and torch.cuda.get_device_capability(ctx.device) >= (8, 0)
         return "grouped" if on_gpu and grouped_mm_objection(ctx.params_dtype, sizes) is None else "loop"

@@ -21,9 +21,9 @@ from mt_moe.experts.keeping import not_keeping
 
 
 class ExpertLinear(LayoutModule):
-    """A matrix for each expert: weight [E, out, in], divided over ep by expert and over etp along `split`.
+    """A matrix for each expert: weight [E, out, in], sharded over ep by expert and over etp along `split`.
 
-    Its gradients are summed over edp alone: all rows for an expert have been sent to its ranks.
+    Its gradients are all-reduced over edp only: the dispatcher has sent all rows of an expert to its ranks.
     """
 
     weight: Tensor
@@ -49,7 +49,7 @@ class ExpertLinear(LayoutModule):
             "weight",
             ParameterLayout((experts, out_features, in_features), init, (by_expert, split), replicas="edp"),
         )
-        # Outputs that are sums over etp get their bias from one of its ranks.
+        # Outputs that are partial sums over etp get their bias from one etp rank only.
         self.adds_bias = divided_out or ctx.axis("etp").rank == 0
         partial: tuple[AxisName, ...] = () if divided_out else ("etp",)
         splits = (by_expert, split) if divided_out else (by_expert,)
@@ -69,15 +69,15 @@ class ExpertLinear(LayoutModule):
         return None
 
     def bias_rows(self, experts: Tensor) -> Tensor:
-        """[R] experts -> [R, out], the bias of each; zeros on ranks that leave it to another."""
+        """[R] experts -> [R, out], the bias of each; zeros on ranks that do not add it."""
         assert self.bias is not None
         return self.bias[experts] * float(self.adds_bias)
 
 
 class Experts(nn.Module):
-    """[R, H] -> [R, H], a partial sum where etp divides the matrices.
+    """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
-    The weight of a row is applied between the two matrices, where its gradient needs nothing kept of the output.
+    The weight of a row is applied between the two matrices: its gradient then needs no saved output.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Experts(nn.Module):
         return out
 
     def _activated_product(self, inner: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """fc2(activation(inner) * weights). Recomputed, nothing of the activation is kept, its output included."""
+        """fc2(activation(inner) * weights). With recomputation, nothing of the activation is saved, nor its output."""
         if not (self.recompute_activation and self.training):
             return self.linear_fc2(self.activate(inner, weights), groups)
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)

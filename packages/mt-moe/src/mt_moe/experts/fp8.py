@@ -1,7 +1,7 @@
-"""Products of experts in FP8, with a scale for each row of both operands.
+"""Grouped GEMM of experts in FP8, with a scale for each row of both operands.
 
-All operands are e4m3, gradients as well: torch's grouped product takes nothing else, and a scale for each row gives
-them range.
+All operands are e4m3, gradients as well: torch's scaled_grouped_mm takes no other FP8 dtype. The scale of each row
+compensates for the smaller range.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mt_core.nn.fp8.casts import ALIGNMENT, cast_rows
 from mt_core.nn.fp8.formats import E4M3, scale_of, to_fp8
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.fp8.products import emulated_product
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import grouped, loop
 from mt_moe.experts.groups import Groups
 
 SERVED = ((9, 0), (10, 0))
-"""Compute capabilities of GPUs that torch's grouped product in FP8 runs on."""
+"""Compute capabilities of GPUs on which torch's scaled_grouped_mm runs."""
 
 
 class ScaledGroups(Protocol):
-    """The two kinds of products, cast and multiplied. margin: powers of two that scales leave free."""
+    """The two kinds of products, cast and multiplied. margin: powers of two of headroom that scales leave."""
 
     def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
         """x [R, n], matrices [E, m, n] -> [R, m]: the rows of expert e times matrices[e]^T"""
@@ -38,8 +38,8 @@ class ScaledGroups(Protocol):
         """grad [R, out], x [R, in] -> [E, out, in], summed over the rows of each expert; zeros for one without any"""
         ...
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
-        """The same in the format of x, or None after it was added to the main gradient."""
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
+        """The same in the dtype of x, or None if it was accumulated into main_grad."""
         ...
 
 
@@ -61,12 +61,12 @@ class EmulatedGroups:
                 found[expert] = emulated_product(a, b, x.dtype, fast=False)
         return found
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
         return loop.weight_gradient(grad, x, groups, main)
 
 
 class TorchGroups:
-    """torch's scaled_grouped_mm: all experts in one kernel, and no number passes through the host."""
+    """torch's scaled_grouped_mm: all experts in one kernel, without a host synchronization."""
 
     def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
         a, b = cast_rows(x, E4M3, margin), cast_rows(matrices.flatten(0, 1), E4M3, margin)
@@ -80,7 +80,7 @@ class TorchGroups:
         b, b_scale = places.cast(x, margin)
         return _grouped(a, b.t(), a_scale.flatten(), b_scale.flatten(), places.ends, fast=False)
 
-    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
+    def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
         return grouped.weight_gradient(grad, x, groups, main)
 
 
@@ -92,8 +92,8 @@ def _grouped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tenso
 
 
 class AlignedRows:
-    """Rows moved apart, so that those of each expert begin at a multiple of 16: the sum over them runs in steps of
-    that. There is room for the most that it can take, which the host knows."""
+    """Rows padded so that those of each expert begin at a multiple of 16: the kernel sums over rows in steps of 16.
+    The buffer has the largest size that this can need, which the host knows without reading the counts."""
 
     def __init__(self, groups: Groups, rows: int) -> None:
         sizes = (groups.counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -118,7 +118,7 @@ class AlignedRows:
 
 @dataclass(frozen=True)
 class Fp8GroupedProduct:
-    """A GroupedProduct in FP8. wgrad_in_fp8=False: gradients of weights are products in their own format."""
+    """A GroupedProduct in FP8. wgrad_in_fp8=False: weight gradients are computed in the dtype of the weights."""
 
     groups: ScaledGroups
     margin: int
@@ -131,7 +131,7 @@ class Fp8GroupedProduct:
 class _Fp8GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, product: Fp8GroupedProduct, main: MainGradient | None
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, product: Fp8GroupedProduct, main: MainGrad | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.product, ctx.main = groups, product, main

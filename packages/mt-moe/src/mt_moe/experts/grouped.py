@@ -1,4 +1,4 @@
-"""`grouped`: torch's grouped_mm, one kernel for all experts; on a GPU no number passes through the host."""
+"""`grouped`: torch's grouped_mm, one kernel for all experts; on a GPU without a host synchronization."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import loop
 from mt_moe.experts.groups import Groups
 from mt_moe.kernels.availability import triton_objection
 
 ALIGNMENT = 16
-"""Bytes that a row of each operand has to be a multiple of."""
+"""Alignment in bytes of a row of each operand."""
 SERVED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
-    """Why grouped_mm cannot multiply matrices with these numbers of rows and columns; None: it can."""
+    """Why grouped_mm cannot multiply matrices with these numbers of rows and columns; None if it can."""
     if dtype not in SERVED:
         return f"it serves bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}"
     multiple = ALIGNMENT // dtype.itemsize
@@ -31,7 +31,7 @@ def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | No
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main = groups, main
         return F.grouped_mm(x, weight.mT, offs=groups.ends)
@@ -51,16 +51,17 @@ def grouped_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     return _GroupedProduct.apply(x, weight, groups, main_gradient_of(weight))
 
 
-def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
-    """[R, out] and [R, in] -> outer products [E, out, in], or None after they were added to the main gradient."""
+def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
+    """[R, out] and [R, in] -> outer products [E, out, in], or None if they were accumulated into main_grad."""
     if main is None or (grad.is_cuda and triton_objection("cuda") is not None):
         return F.grouped_mm(grad.T, x, offs=groups.ends)
     add_outer_products(main, grad, x, groups)
     return None
 
 
-def add_outer_products(main: MainGradient, grad: Tensor, x: Tensor, groups: Groups) -> None:
-    """[R, out] and [R, in], added to [E, out, in]. grouped_mm gives 16 bits and cannot add, so that others do it."""
+def add_outer_products(main: MainGrad, grad: Tensor, x: Tensor, groups: Groups) -> None:
+    """[R, out] and [R, in], added to [E, out, in]. grouped_mm outputs 16 bits and cannot accumulate into fp32, so that
+    another implementation does it."""
     if not grad.is_cuda:
         loop.add_outer_products(main, grad, x, groups)
         return

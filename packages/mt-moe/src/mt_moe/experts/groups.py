@@ -1,4 +1,4 @@
-"""Rows in the order of experts, and the interface of products with one matrix for each expert."""
+"""Rows in the order of experts, and the interface of the grouped GEMM: one matrix for each expert."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Groups:
-    """counts: [E] int64, rows of each expert, which follow one another."""
+    """counts: [E] int64, the rows of each expert. The rows of one expert are consecutive."""
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
-        """First row and end of each expert. The host waits for the numbers."""
+        """First row and end of each expert. Synchronizes with the device."""
         ends = self.counts.cumsum(0).tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     @cached_property
     def even(self) -> int | None:
-        """Rows of each expert when all have as many, as with padding to capacity; else None. The host waits."""
+        """Rows of each expert if all have the same number, as with padding to capacity; else None. Synchronizes."""
         sizes = {end - first for first, end in self.bounds}
         return sizes.pop() if len(sizes) == 1 else None
 

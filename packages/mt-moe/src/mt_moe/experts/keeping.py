@@ -1,4 +1,4 @@
-"""What operations keep for their backward passes."""
+"""Controls what operations save for their backward passes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def not_keeping(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
-    """A context in which operations do not keep x: their backward passes call `compute` for it, which has to give
-    the same bits."""
+    """A context in which operations do not save x: their backward passes call `compute` for it, which has to return
+    a bitwise equal tensor."""
     memory, shape = x.data_ptr(), x.shape
 
     def pack(kept: Tensor) -> Tensor | None:

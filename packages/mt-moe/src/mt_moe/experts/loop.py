@@ -1,5 +1,5 @@
-"""`loop`: one matrix product after another, written into one tensor; in one call where experts have equal numbers of
-rows. The reference for the others."""
+"""`loop`: one GEMM per expert, written into one tensor; one batched GEMM if all experts have the same number of
+rows. The reference implementation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts.groups import Groups
 
 
 class _LoopProduct(torch.autograd.Function):
-    """One node for all experts: selecting each one's matrix in the graph would make a gradient of the size of all
-    of them for each."""
+    """One autograd node for all experts. Selecting each expert's matrix in the graph would allocate, for each expert, a
+    gradient of the size of all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main = groups, main
         return _times(x, weight.mT, groups)
@@ -46,8 +46,8 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGradient | None) -> Tensor | None:
-    """Outer products [E, out, in], or None after they were added to the main gradient."""
+def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
+    """Outer products [E, out, in], or None if they were accumulated into main_grad."""
     if main is None:
         return outer_products(grad, x, groups)
     add_outer_products(main, grad, x, groups)
@@ -65,7 +65,7 @@ def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return found
 
 
-def add_outer_products(main: MainGradient, grad: Tensor, x: Tensor, groups: Groups) -> None:
+def add_outer_products(main: MainGrad, grad: Tensor, x: Tensor, groups: Groups) -> None:
     """[R, out] and [R, in], added to [E, out, in]."""
     for matrix, (first, end) in zip(main.matrices(), groups.bounds, strict=True):
         if end > first:

@@ -1,4 +1,4 @@
-"""`triton`: a Triton kernel for all experts. Any sizes and fp32, bf16 or fp16; sums in fp32."""
+"""`triton`: a Triton kernel for all experts. Any sizes; fp32, bf16 or fp16, accumulated in fp32."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts.groups import Groups
 from mt_moe.kernels.grouped_product import add_outer_products, outer_products, rows_times
 
 
 class _TritonProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGradient | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main = groups, main
         return rows_times(x, weight.mT, groups.ends)
@@ -32,8 +32,8 @@ class _TritonProduct(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGradient | None) -> Tensor | None:
-    """Outer products [E, out, in], or None after they were added to the main gradient."""
+def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, main: MainGrad | None) -> Tensor | None:
+    """Outer products [E, out, in], or None if they were accumulated into main_grad."""
     if main is None:
         return outer_products(grad, x, ends)
     add_outer_products(main.total, grad, x, ends)

@@ -1,1 +1,1 @@
-"""Triton kernels with the interfaces of their torch references. Imported only when they are asked for."""
+"""Triton kernels with the interfaces of their torch references. Imported only when selected."""

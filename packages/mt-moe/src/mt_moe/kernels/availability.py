@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def triton_objection(device_type: str) -> str | None:
-    """Why not; None: they can. TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests."""
+    """The reason why not; None if they can. TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,7 +1,7 @@
-"""Products of rows in the order of experts with a matrix for each expert, in Triton.
+"""Grouped GEMM in Triton: rows in the order of experts times a matrix for each expert.
 
-A program makes one tile of the output. Programs of a group find it from the groups' ends, so that no number of rows
-passes through the host: the grid has room for every group's last, partly filled tile.
+A program computes one tile of the output. It finds its group from the groups' end offsets on the device, so there is
+no host synchronization: the grid has room for the last, partly filled tile of every group.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program makes, [rows, columns], in steps of `depth` along the sum."""
+    """The tile of a program, [rows, columns], in steps of `depth` along the reduction."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    """Steps whose operands are in shared memory or on their way to it."""
+    """Pipelined steps, whose operands are in shared memory or being loaded."""
 
 
 ANY_FORMAT = Tile(rows=64, columns=64, depth=32, warps=4, stages=3)
 SIXTEEN_BITS = Tile(rows=128, columns=256, depth=32, warps=8, stages=4)
-"""The larger a tile, the less often operands are read. Compiled for Hopper, this one takes 202 of 255 registers and
-spills none; its shared memory is there in every GPU since Ampere."""
+"""Larger tiles read operands fewer times. Compiled for Hopper, this one takes 202 of 255 registers and spills none;
+every GPU since Ampere has enough shared memory for it."""
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out[g] = left[rows of g]^T @ right[rows of g]: [groups, height, width]; zeros for a group without rows.
 
-    ADD: out[g] += that. Tiles of one group run beside one another, so that its operands stay in the cache.
+    ADD: accumulate into out[g]. Tiles of one group are adjacent in the grid, so that their operands stay in the cache.
     """
     group = tl.program_id(2)
     start = 0
@@ -109,7 +109,7 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
     places = out + group.to(tl.int64) * height * width + down[:, None].to(tl.int64) * width + across[None, :]
     there = (down[:, None] < height) & (across[None, :] < width)
     if ADD:
-        # Memory adds, since registers have no room for what is there. No other program adds to the same number.
+        # Atomic adds: there are no registers left to load the old values. No two programs write the same element.
         if start < end:
             tl.atomic_add(places, total, mask=there, sem="relaxed")
     else:

@@ -1,5 +1,5 @@
-"""The two primitives of `mt_moe.permutation` in Triton: rows gathered, and rows summed, without index arithmetic in
-memory and with fp32 sums."""
+"""The two primitives of `mt_moe.permutation` in Triton: row gather and row sum, without index tensors in memory
+and with fp32 accumulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mt_moe.permutation import RowKernels
 
 BLOCK = 1024
-"""Columns that a program copies at once."""
+"""Columns that a program copies in one step."""
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""From tokens to experts: scores, choice, weights, balance losses, load."""
+"""Routing: scores, top-k, weights, load-balancing losses, load statistics."""

@@ -1,11 +1,11 @@
-"""Losses that even out the load of experts. Shapes: T tokens of this rank, E experts, k of each token.
+"""Load-balancing losses. Shapes: T tokens of this rank, E experts, k experts of each token.
 
-With p [T, E] each token's scores divided by their sum, and c[e] how many tokens have e among their k highest scores:
+p [T, E] are each token's scores normalized to sum 1, c[e] is how many tokens have e among their k highest scores:
 
     balance = E / (k T^2)  sum_e c[e] sum_t p[t, e]
 
-which is 1 for an even load (Fedus et al., Switch Transformers, 2021). c counts the natural choice: neither the
-expert bias nor a capacity nor groups have a part in it, or the loss would not see what it is to change.
+which is 1 for an even load (Fedus et al., Switch Transformers, 2021). c counts the top-k of the plain scores, without
+expert bias, capacity and groups: these hide the imbalance that the loss is to reduce.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def balance(probabilities: Tensor, counts: Tensor, tokens: float | Tensor, topk:
 
 
 class AuxLoss(nn.Module):
-    """The balance over the tokens of a micro-batch, on whatever ranks they are."""
+    """The balance loss over the tokens of a micro-batch, over all ranks that hold some of them."""
 
     def forward(self, scored: Scored) -> Tensor:
         counts = expert_counts(scored.choices, scored.logits)
@@ -51,8 +51,8 @@ class AuxLoss(nn.Module):
 
 
 class SequenceAuxLoss(nn.Module):
-    """The mean over sequences of the balance of each (DeepSeek-V3, 2024), so that it is the same in any number of
-    micro-batches."""
+    """The mean over sequences of each one's balance loss (DeepSeek-V3, 2024), so that it is independent of the number
+    of micro-batches."""
 
     def forward(self, scored: Scored) -> Tensor:
         share, experts = scored.share, scored.logits.shape[1]
@@ -65,15 +65,15 @@ class SequenceAuxLoss(nn.Module):
 
 
 class GlobalAuxLoss(nn.Module):
-    """The balance with counts over all data-parallel ranks and the step's micro-batches so far (Qiu et al., Demons
-    in the Detail, 2025): documents of one subject may go to few experts as long as the whole batch does not."""
+    """The balance loss with counts over all data-parallel ranks and the step's micro-batches so far (Qiu et al., Demons
+    in the Detail, 2025): documents of one subject may use few experts as long as the whole batch is balanced."""
 
     seen: Tensor
 
     def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
         super().__init__()
         self.ctx = ctx
-        # Counts of the micro-batches whose backward pass is done, and at the end their number of tokens.
+        # Counts of the micro-batches whose backward pass is done; the last element is their number of tokens.
         self.register_buffer(
             "seen", torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device), persistent=False
         )
@@ -102,7 +102,7 @@ class ZLoss(nn.Module):
 
 
 class BalanceLosses(nn.Module):
-    """The losses that the configuration names, each with its coefficient, reported as `moe/layer_{i}/{name}`."""
+    """The configured losses, each with its coefficient, reported as `moe/layer_{i}/{name}`."""
 
     def __init__(self, config: MoeConfig, layer: int, ctx: ParallelContext) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class BalanceLosses(nn.Module):
         self.attached = nn.ModuleDict({name: AuxiliaryLoss(f"moe/layer_{layer}/{name}") for name in self.coefficients})
 
     def forward(self, weights: Tensor, scored: Scored) -> Tensor:
-        """Ties the losses to the weights [T, k], and returns those."""
+        """Attaches the losses to the autograd graph of the weights [T, k], and returns the weights."""
         for name, coefficient in self.coefficients.items():
             weights = self.attached[name](weights, coefficient * self.losses[name](scored))
         return weights
@@ -132,5 +132,5 @@ def _build(name: str, config: MoeConfig, ctx: ParallelContext) -> nn.Module:
 
 
 def expert_counts(choices: Tensor, like: Tensor, repeats: int = 1) -> Tensor:
-    """[repeats * E] how often each number occurs, in the number format of `like` [T, E]."""
+    """[repeats * E] how often each index occurs, in the dtype of `like` [T, E]."""
     return choices.flatten().bincount(minlength=repeats * like.shape[1]).to(like.dtype)

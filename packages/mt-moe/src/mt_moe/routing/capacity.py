@@ -1,4 +1,4 @@
-"""Which of a rank's tokens stay when experts have a capacity. Shapes: T tokens, k experts of each."""
+"""Token dropping: which of a rank's tokens are kept if experts have a capacity. Shapes: T tokens, k experts of each."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
-    """Tokens that an expert takes from a rank: factor times the mean, rounded up (Megatron's rule)."""
+    """Tokens that an expert accepts from a rank: factor times the mean, rounded up (Megatron's rule)."""
     return math.ceil(tokens * topk / num_experts * factor)
 
 
 def keep_within(
     experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: Literal["probs", "position"]
 ) -> Tensor:
-    """[T, k] bool: for each expert its first `capacity` tokens stay, or those with the highest weights.
+    """[T, k] bool: for each expert its first `capacity` tokens are kept, or those with the highest weights.
 
-    Of equal weights the earlier token stays.
+    Ties keep the earlier token.
     """
     chosen = experts.flatten()
     turn = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)

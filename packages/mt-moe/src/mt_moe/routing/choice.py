@@ -1,4 +1,4 @@
-"""Which experts a token gets. Nothing here has a gradient. Shapes: T tokens, E experts, k chosen ones."""
+"""Expert selection. Nothing here has a gradient. Shapes: T tokens, E experts, k chosen experts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from mt_moe.config import MoeConfig
 from mt_moe.routing.scores import log_scores
 
 Choice = Callable[[Tensor], Tensor]
-"""logits [T, E] -> experts [T, k] int64, the first one with the highest score"""
+"""logits [T, E] -> experts [T, k] int64, the highest score first"""
 
 
 def choose_experts(logits: Tensor, config: MoeConfig, bias: Tensor | None) -> Tensor:
     """The k experts with the highest scores plus bias, among those of the token's groups."""
-    scores = logits.detach()
-    if config.moe_router_score_function != "softmax" or config.moe_router_num_groups is not None:
-        scores = log_scores(scores, config.moe_router_score_function).exp()
+    scores = ranked_scores(logits.detach(), config)
     if bias is not None:
         scores = scores + bias
     if config.moe_router_num_groups is not None:
@@ -26,9 +24,20 @@ def choose_experts(logits: Tensor, config: MoeConfig, bias: Tensor | None) -> Te
     return scores.topk(config.moe_router_topk).indices
 
 
+def ranked_scores(logits: Tensor, config: MoeConfig) -> Tensor:
+    """[T, E]: the scores that rank experts and groups, as in Megatron-Core's `topk_routing_with_score_function`.
+
+    With the softmax after top-k these are the logits. Experts rank the same by logits and probabilities, but groups do
+    not: a sum of logits and a sum of probabilities order them differently.
+    """
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        return logits
+    return log_scores(logits, config.moe_router_score_function).exp()
+
+
 def keep_best_groups(scores: Tensor, config: MoeConfig) -> Tensor:
-    """Scores [T, E] with -inf outside each token's groups: those whose highest scores have the largest sum
-    (DeepSeek-V2, 2024, with one score a group; DeepSeek-V3, 2024, with two)."""
+    """Scores [T, E] with -inf outside each token's groups: the groups with the largest sum of their highest scores
+    (DeepSeek-V2, 2024, with one score per group; DeepSeek-V3, 2024, with two)."""
     assert config.moe_router_num_groups is not None
     assert config.moe_router_group_topk is not None
     grouped = scores.unflatten(1, (config.moe_router_num_groups, -1))
@@ -39,12 +48,12 @@ def keep_best_groups(scores: Tensor, config: MoeConfig) -> Tensor:
 
 
 def deal_in_turn(logits: Tensor, topk: int) -> Tensor:
-    """Every expert gets the same number of tokens, up to one."""
+    """Round robin: the numbers of tokens of any two experts differ by at most one."""
     tokens, experts = logits.shape
     return (torch.arange(tokens * topk, device=logits.device) % experts).view(tokens, topk)
 
 
 def draw_at_random(logits: Tensor, topk: int, seed: int) -> Tensor:
-    """k different experts for each token, the same at every call."""
+    """k different random experts for each token, the same at every call."""
     generator = torch.Generator(device=logits.device).manual_seed(seed)
     return torch.rand(logits.shape, device=logits.device, generator=generator).topk(topk).indices

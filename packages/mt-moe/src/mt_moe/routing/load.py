@@ -1,7 +1,7 @@
-"""How many tokens each expert gets, over a step and over all ranks.
+"""Expert load: how many tokens each expert gets, over a step and over all ranks.
 
-A micro-batch is counted in its backward pass: that happens once, also where the forward pass is recomputed, and
-never in an evaluation.
+A micro-batch is counted in its backward pass: that runs once even if the forward pass is recomputed, and never in an
+evaluation.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class _OnBackward(torch.autograd.Function):
 
 
 def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
-    """Identity on x; `call` is called when x's gradient passes."""
+    """Identity on x; `call` is called in the backward pass, when the gradient of x is ready."""
     return _OnBackward.apply(x, call) if x.requires_grad else x
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a step over all ranks. tokens: [E] fp64, choices of each expert before any is dropped. dropped: [] fp64,
-    choices. On the device; what is made of them is asked for when it is shown."""
+    """The load of a step over all ranks. tokens: [E] fp64, choices of each expert before dropping. dropped: [] fp64,
+    dropped choices. Both stay on the device; the properties are computed when a metric is logged."""
 
     tokens: Tensor
     dropped: Tensor
 
     @property
     def max_over_mean(self) -> float:
-        """1 for an even load, E when one expert has all."""
+        """Largest load over mean load: 1 for an even load, E if one expert has all."""
         total = float(self.tokens.sum())
         return float(self.tokens.max()) * len(self.tokens) / total if total else 0.0
 
     @property
     def entropy(self) -> float:
-        """Of the distribution over experts, as a share of that of an even one: 1 is even, 0 is one expert."""
+        """Entropy of the load, relative to that of an even load: 1 is even, 0 is one expert."""
         if len(self.tokens) == 1:
             return 1.0
         shares = self.tokens / self.tokens.sum().clamp(min=1.0)
@@ -71,7 +71,7 @@ class LoadCounter:
 
     def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
         self.ctx = ctx
-        # fp64 holds whole numbers far above any count, and every backend sums it.
+        # fp64 represents every count exactly, and every backend can all-reduce it.
         self._window = torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device)
 
     def add(self, counts: Tensor, dropped: Tensor | None) -> None:

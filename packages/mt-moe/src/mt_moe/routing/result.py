@@ -1,4 +1,4 @@
-"""What the router hands to a dispatcher."""
+"""The router's output, which a dispatcher takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 class Routing:
     """The experts of T tokens, k each.
 
-    experts: [T, k] int64, numbers over all ranks; no token has one twice. weights: [T, k], what the experts'
-    outputs are multiplied by; differentiable. kept: [T, k] bool, False where an expert is full; None: all stay.
-    padded_to: rows that every expert gets from this rank, filled up with zeros; None: as many as there are.
+    experts: [T, k] int64, global expert numbers, distinct for each token. weights: [T, k], factors of the experts'
+    outputs; differentiable. kept: [T, k] bool, False where the token was dropped by capacity; None: nothing dropped.
+    padded_to: rows that every expert gets from this rank, padded with zeros; None: no padding.
     """
 
     experts: Tensor

@@ -30,15 +30,15 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(LayoutModule):
     """logits = x W^T (+ b), scores, the choice of k experts and their weights.
 
-    weight [E, H] and bias [E] are replicated; every rank applies them to its own tokens, so that their gradients
-    are partial over tp. expert_bias [E] fp32 changes by `after_step` alone.
+    weight [E, H] and bias [E] are replicated. Every rank applies them to its own tokens, so their gradients
+    are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
     """
 
     weight: Tensor
     bias: Tensor | None
     expert_bias: Tensor | None
     had_fault: Tensor
-    """[] bool: logits of some micro-batch were not finite."""
+    """[] bool: the logits of some micro-batch were not finite."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Router(LayoutModule):
         self.losses = BalanceLosses(config, layer, ctx)
         self.counter = LoadCounter(experts, ctx)
         self.load: Load | None = None
-        """Of the last step."""
+        """Metrics of the last step."""
 
     def forward(self, share: TokenShare) -> Routing:
-        """Raises TrainingError for logits that are not finite; on a GPU notes them."""
+        """Raises TrainingError for non-finite logits on a CPU; on a GPU sets a flag without synchronizing."""
         logits = self.logits(share.tokens)
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
@@ -81,7 +81,7 @@ class Router(LayoutModule):
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(self._jitter(tokens).to(dtype), self.weight.to(dtype), bias)
         self.had_fault |= logits.detach().sum().isfinite().logical_not()
-        if logits.device.type == "cpu":  # elsewhere asking would wait for the device; the step's own check finds it
+        if logits.device.type == "cpu":  # on a GPU this would synchronize; the step's check of the flag reports it
             require_finite(logits, self.name)
         return logits
 
@@ -106,13 +106,13 @@ class Router(LayoutModule):
         return choose_experts(logits, config, self.expert_bias)
 
     def after_step(self) -> None:
-        """Take the step's load over all ranks, and move the expert bias towards an even one."""
+        """Reduce the step's load over all ranks, and update the expert bias towards an even load."""
         self.load = self.counter.take()
         if self.expert_bias is not None:
             self._move_bias(self.load.tokens)
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last step, over all ranks."""
+        """The load of the last step, over all ranks."""
         if self.load is None:
             return {}
         found = {
@@ -128,7 +128,7 @@ class Router(LayoutModule):
 
     @torch.no_grad()
     def _move_bias(self, tokens: Tensor) -> None:
-        """Loss-free balancing (Wang et al., 2024): up by the rate below the mean load, down above it."""
+        """Loss-free balancing (Wang et al., 2024): +rate for experts below the mean load, -rate above it."""
         assert self.expert_bias is not None
         direction = (tokens.mean() - tokens).sign().to(self.expert_bias)
         self.expert_bias += self.config.moe_router_bias_update_rate * direction
@@ -156,7 +156,7 @@ class Router(LayoutModule):
 
     @property
     def _chooses_naturally(self) -> bool:
-        """Whether a token's experts are those of its highest scores, and nothing else has a say."""
+        """Whether a token's experts are the plain top-k of its scores (no bias, no groups, no forced balance)."""
         config = self.config
         return not (
             config.moe_router_enable_expert_bias

@@ -1,10 +1,12 @@
 """Logits to scores, weights and distributions over experts. Shapes: T tokens, E experts, k chosen ones.
 
-Everything goes through logarithms of scores, so that no epsilon is needed where scores vanish: an epsilon would
-let a router escape its balance loss by making all its scores small.
+Everything is computed from log-scores, which stay finite where scores underflow. Distributions are normalized
+without an epsilon: with one, a router could lower its balance loss by making all its scores small.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +15,14 @@ from torch import Tensor
 from mt_moe.config import ScoreFunction
 
 _SOFTPLUS_IS_EXP = -20.0
-"""Below this softplus(x) is exp(x) to the last bit that fp32 has."""
+"""Below this softplus(x) equals exp(x) in fp32."""
+
+LOG_EPSILON = math.log(1e-20)
+"""Epsilon that DeepSeek-V3 and Megatron-Core add to the sum that normalizes the weights of the chosen experts."""
 
 
 def log_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
-    """[T, E] -> logarithms of the scores."""
+    """[T, E] -> log-scores."""
     if function == "softmax":
         return F.log_softmax(logits, -1)
     if function == "sigmoid":
@@ -28,19 +33,20 @@ def log_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
 
 
 def distribution(logits: Tensor, function: ScoreFunction) -> Tensor:
-    """[T, E]: each token's scores divided by their sum, as balance losses read them."""
+    """[T, E]: each token's scores normalized to sum 1, for the balance losses."""
     return log_scores(logits, function).softmax(-1)
 
 
 def expert_weights(logits: Tensor, experts: Tensor, function: ScoreFunction, pre_softmax: bool) -> Tensor:
     """Weights [T, k] of the chosen experts [T, k].
 
-    Softmax: before the choice over all experts (pre_softmax), else over the chosen ones. The other scores are
-    divided by their sum over the chosen ones, where there is more than one.
+    Softmax: before top-k over all experts (pre_softmax), else over the chosen ones. The other scores are
+    normalized over the chosen experts with epsilon 1e-20, if k > 1.
     """
     if function == "softmax" and not pre_softmax:
         return logits.gather(1, experts).softmax(-1)
     chosen = log_scores(logits, function).gather(1, experts)
     if function == "softmax" or experts.shape[1] == 1:
         return chosen.exp()
-    return chosen.softmax(-1)
+    log_sum = chosen.logsumexp(-1, keepdim=True)
+    return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()

@@ -16,7 +16,7 @@ def sinkhorn(logits: Tensor, total_tokens: int, sum_over_ranks: Callable[[Tensor
     """exp(logits) with rows and columns scaled until each expert has the same share of the tokens.
 
     logits [T, E] of this rank's tokens; total_tokens: over all ranks that share the micro-batch, over which
-    `sum_over_ranks` sums a tensor [E]. So the result does not depend on how the tokens are divided.
+    `sum_over_ranks` sums a tensor [E]. So the result does not depend on how the tokens are sharded.
     Stops when the columns' factors change by less than 1e-4 in the mean.
     """
     rows = (logits - logits.amax(-1, keepdim=True)).exp()  # a factor for each row changes nothing

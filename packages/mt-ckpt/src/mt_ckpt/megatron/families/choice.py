@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,60 +10,48 @@ from mt_ckpt.megatron.argument_list import refuse_others
 from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families import encoders, gpt, gpt_oss, latent, rotary, state_space
 from mt_core.config.schema import Config
+from mt_core.config_map import require_known
 from mt_core.errors import ConfigError
+from mt_core.megatron_map import FORMAT, MegatronMap, WriteArguments
+from mt_core.plugins import PluginHost
 
-Write = Callable[[Any, Collection[str], Mapping[str, Any]], dict[str, Any]]
-"""(model configuration, canonical parameters, arguments that came from Megatron) -> arguments"""
-WRITERS: Mapping[str, Write] = {
+WRITERS: Mapping[str, WriteArguments] = {
     "gpt": gpt.gpt_arguments,
-    "llama": rotary.rotary_arguments,
-    "mistral": rotary.rotary_arguments,
-    "qwen": rotary.rotary_arguments,
-    "mixtral": rotary.rotary_arguments,
-    "qwen_moe": rotary.rotary_arguments,
-    "granite_moe": rotary.granite_arguments,
+    "rotary": rotary.rotary_arguments,
+    "granite": rotary.granite_arguments,
     "gpt_oss": gpt_oss.gpt_oss_arguments,
-    "deepseek": latent.latent_arguments,
+    "latent": latent.latent_arguments,
     "mamba": state_space.mamba_arguments,
     "hybrid": state_space.hybrid_arguments,
     "bert": encoders.bert_arguments,
     "t5": encoders.t5_arguments,
 }
-HEADS = "Megatron-Core has no heads that choose a class or a text"
-REASONS: Mapping[str, str] = {
-    "gemma": "Megatron has its zero-centered norms (apply_layernorm_1p), but no norms behind attention and "
-    "feed-forward, no gated tanh GELU, no rotary base for each kind of layer and no scale on word vectors",
-    "olmoe": "Megatron normalizes queries and keys head by head, this family over all heads together",
-    "retro": "Megatron-Core removed RETRO in January 2026, and its chunked attention had other parameters",
-    "biencoder": "Megatron-Core never had two encoders in one checkpoint; Megatron-LM removed its biencoder",
-    "vision": "Megatron-Core has image towers only within a model of images and text",
-    "llava": "Megatron's models of images and text are made by its example scripts, in sizes that these know by name; "
-    "all their projections have a norm in front or another inner width than the decoder's, and which id stands for an "
-    "image only their tokenizer says",
-    "bert_classification": HEADS,
-    "bert_multiple_choice": HEADS,
-    "gpt_classification": HEADS,
-    "gpt_multiple_choice": HEADS,
-    "llama_classification": HEADS,
-    "llama_multiple_choice": HEADS,
-}
-"""Families of ours that Megatron's formats have no place for."""
+"""Sets of arguments that a family's MegatronMap can name."""
+ORDINARY: Mapping[str, Any] = {"is_hybrid_model": False, "multi_latent_attention": False}
+"""Arguments that decide how parameters are called, of a family that says nothing of them."""
 TOWER = "vision_model."
 
 
-def refuse_images(origin: Path, names: Iterable[str]) -> None:
+def refuse_images(origin: Path, names: Iterable[str], host: PluginHost) -> None:
     """Raises ConfigError, saying why, for a checkpoint with an image tower. names: of its tensors."""
     if tower := next((name for name in names if name.startswith(TOWER)), None):
-        raise ConfigError(
-            f"{origin}: has {tower}, of a model with an image tower, which is not read: {REASONS['llava']}"
-        )
+        llava = _maps(host).get("llava")
+        reason = f": {llava.unsupported}" if llava is not None and llava.unsupported else ""
+        raise ConfigError(f"{origin}: has {tower}, of a model with an image tower, which is not read{reason}")
 
 
-def model_section(args: Arguments, names: Collection[str], vocab_size: int) -> dict[str, Any]:
+def model_section(args: Arguments, names: Collection[str], vocab_size: int, host: PluginHost) -> dict[str, Any]:
     """The [model] section that computes what Megatron's model does. names: of the stored parameters, canonical.
 
-    Raises ConfigError, naming the argument, for a model that no family of ours is.
+    Families that read their own arguments are asked first. Raises ConfigError, naming the argument, for a model that no
+    installed family is, and for one that several take.
     """
+    readers = {name: found.section for name, found in _maps(host).items() if found.section is not None}
+    sections = {name: section for name, read in readers.items() if (section := read(args.values, names))}
+    if len(sections) > 1:
+        raise ConfigError(f"{args.origin}: the families {' and '.join(sections)} both take this model for theirs")
+    for name, section in sections.items():
+        return {"family": name, **section, "vocab_size": vocab_size}
     return {**_section(args, names), "vocab_size": vocab_size}
 
 
@@ -87,17 +75,29 @@ def _section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
     return rotary.rotary_section(args)
 
 
-def require_writable(family: str) -> None:
+def require_writable(family: str, host: PluginHost) -> None:
     """Raises ConfigError, saying why, for a family that Megatron does not have."""
-    if family in WRITERS:
+    maps = _maps(host)
+    found = maps.get(family)
+    if found is not None and found.arguments is not None:
         return
-    reason = f": {REASONS[family]}" if family in REASONS else ""
-    raise ConfigError(
-        f"model.family={family} cannot be written as Megatron's arguments{reason}; these can: {', '.join(WRITERS)}"
-    )
+    reason = f": {found.unsupported}" if found is not None and found.unsupported else ""
+    able = ", ".join(name for name, other in maps.items() if other.arguments is not None)
+    raise ConfigError(f"model.family={family} cannot be written as Megatron's arguments{reason}; these can: {able}")
 
 
-def model_arguments(config: Config, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+def model_arguments(
+    config: Config, parameters: Collection[str], kept: Mapping[str, Any], host: PluginHost
+) -> dict[str, Any]:
     """The other way, of a family that `require_writable` takes. Raises ConfigError, naming the key, for a model that
     Megatron does not have."""
-    return WRITERS[config.model.family](config.model, parameters, kept)
+    written = _maps(host)[config.model.family].arguments
+    assert written is not None
+    if isinstance(written, str):
+        return WRITERS[require_known("arguments", written, WRITERS)](config.model, parameters, kept)
+    return {**ORDINARY, **written(config.model, parameters, kept)}
+
+
+def _maps(host: PluginHost) -> dict[str, MegatronMap]:
+    """The declarations of all installed families that have one."""
+    return {spec.name: spec.name_maps[FORMAT].load() for spec in host.models if FORMAT in spec.name_maps}

@@ -1,4 +1,4 @@
-"""GPT-OSS: mixtures of experts with attention sinks, a clamped SwiGLU, biases everywhere and windows in some layers."""
+"""GPT-OSS: MoE with attention sinks, a clamped SwiGLU, biases everywhere and sliding windows in some layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRANTED: Mapping[str, tuple[Any, Any]] = {
 
 
 def has_sinks(args: Arguments) -> bool:
-    """Whether each head has a trained score that stands for no key."""
+    """Whether each head has a learned attention sink."""
     return bool(args.get(SOFTMAX) == LEARNABLE)
 
 

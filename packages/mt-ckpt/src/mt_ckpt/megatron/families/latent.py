@@ -43,7 +43,7 @@ YARN: Mapping[str, Any] = {
     "rope_truncate": True,
     "rope_attention_factor": None,
 }
-"""What Megatron's latent attention takes for granted beside the arguments."""
+"""Constants of Megatron's latent attention that have no argument."""
 ORIGINAL_POSITIONS = 4096
 """The same, of the positions before scaling."""
 

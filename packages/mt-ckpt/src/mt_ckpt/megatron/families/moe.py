@@ -1,4 +1,4 @@
-"""Mixtures of experts: Megatron's moe_* arguments and the options under [model.moe]."""
+"""MoE: Megatron's moe_* arguments and the options under [model.moe]."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SAME: Mapping[str, Any] = {
 """Arguments that are options of the same name and meaning, with Megatron's defaults."""
 BIAS_RATE = "moe_router_bias_update_rate"
 COEFFICIENT = 0.01
-"""What a balance loss counts in our configuration unless it says otherwise."""
+"""The default of our configuration for what a balance loss counts."""
 
 
 def moe_section(args: Arguments) -> dict[str, Any]:
-    """{"moe": options} for a mixture, else nothing."""
+    """{"moe": options} for an MoE model, else nothing."""
     if not args.get("num_experts", 0):
         return {}
     options = {key: args.values[key] for key in SAME if args.values.get(key) is not None}
@@ -65,7 +65,7 @@ def _balancing(args: Arguments) -> dict[str, Any]:
 
 def moe_arguments(model: Any, parameters: Collection[str]) -> dict[str, Any]:
     """parameters: canonical names, which say what layers have experts. Raises ConfigError, naming the option, for a
-    mixture that Megatron's arguments cannot express."""
+    MoE that Megatron's arguments cannot express."""
     if model.moe is None:
         return {"num_experts": None}
     options = dict(model.moe)

@@ -25,7 +25,7 @@ VALUES: Mapping[str, Any] = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
-"""Arguments of the models that these families are, and that Hugging Face has too."""
+"""Arguments that Hugging Face's formats of these families have too."""
 DEFAULTS: Mapping[str, Any] = {"normalization": "LayerNorm", "swiglu": False, "hidden_dropout": 0.1}
 """Megatron's own, where they are others."""
 EXTRAS: Mapping[str, Any] = {"use_rope_scaling": False, "window_size": None, "rotary_seq_len_interpolation_factor": 1}
@@ -35,7 +35,7 @@ LLAMA3: Mapping[str, Any] = {
     "rope_high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What Megatron's use_rope_scaling takes for granted."""
+"""Constants of Megatron's use_rope_scaling."""
 NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -45,7 +45,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def differing(args: Arguments) -> list[str]:
-    """The arguments by which a decoder is none of these families."""
+    """Arguments that exclude a decoder from these families."""
     found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
         found.append("position_embedding_type")
@@ -78,7 +78,7 @@ def rotary_decoder_section(args: Arguments) -> dict[str, Any]:
 
 
 def rotary_section(args: Arguments) -> dict[str, Any]:
-    """The family that has what the arguments turn on, and no more."""
+    """The family that has the features that the arguments enable, and no others."""
     section = rotary_decoder_section(args)
     if args.get("add_bias_linear", True):
         return {"family": "llama", **section, "attention_bias": True, "mlp_bias": True}

@@ -162,7 +162,6 @@ def depth_arguments(model: Any) -> dict[str, Any]:
 def position_arguments(kind: str) -> dict[str, Any]:
     return {
         "position_embedding_type": kind,
-        "add_position_embedding": kind == LEARNED,
         "use_rotary_position_embeddings": False,
     }
 

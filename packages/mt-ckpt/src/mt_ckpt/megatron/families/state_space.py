@@ -50,7 +50,6 @@ FIXED: Mapping[str, Any] = {
 MAMBA, STAGE = "M", "|"
 LAYERS: Mapping[str, str] = {MAMBA: "Mamba-2", "*": "attention", "-": "feed-forward", "E": "experts"}
 """Symbols of the pattern that stand for a layer of ours."""
-SPEC = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
 
 
 def is_hybrid(args: Arguments, names: Collection[str]) -> bool:
@@ -176,7 +175,6 @@ def _mixer_arguments(model: Any, pattern: str) -> dict[str, Any]:
         **depth_arguments(model),
         "is_hybrid_model": True,
         "hybrid_layer_pattern": pattern,
-        "spec": SPEC,
         **{name: getattr(model, name) for name in SIZES},
         "mamba_num_heads": model.mamba_heads,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention with cuDNN's kernel put first, and its variable length for packed documents.
+"""torch's scaled_dot_product_attention with cuDNN preferred, and cuDNN's variable-length kernel for packed documents.
 
 On Hopper cuDNN's kernel is about twice as fast as the flash kernel that torch puts first. What it cannot do torch
 gives to the next in the order.

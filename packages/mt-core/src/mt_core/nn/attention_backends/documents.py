@@ -1,4 +1,4 @@
-"""Packed documents as kernels of variable length want them: where each begins, in one row of all tokens."""
+"""Packed documents for variable-length kernels: cumulative sequence lengths over the flattened batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Documents:
 def find_documents(segment_ids: Tensor) -> Documents:
     """segment_ids [B, S], equal within a document and different from one to the next; a row starts a new one.
 
-    The number of documents decides shapes, so a GPU is waited for here: once a batch, not once a layer.
+    The shapes depend on the number of documents, so this synchronizes with the GPU: once per batch, not per layer.
     """
     batch, sequence = segment_ids.shape
     first = torch.ones(batch, sequence, dtype=torch.bool, device=segment_ids.device)

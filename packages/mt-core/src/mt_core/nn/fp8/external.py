@@ -1,7 +1,7 @@
 """FP8 linear layers of other packages: Transformer Engine 2 and torchao. Looked for when named, imported only then.
 
-Each has a linear module of its own, made without memory for a weight and lent the layer's at every call. What it is
-divided over is ours: the communication is written around it.
+Each package's linear module is created without memory for a weight and uses the layer's weight at every call. The
+tensor-parallel communication is ours, around the module.
 """
 
 from __future__ import annotations

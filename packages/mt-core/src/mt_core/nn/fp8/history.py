@@ -1,4 +1,4 @@
-"""Largest magnitudes of past steps, from which delayed scaling takes its scales."""
+"""Amax history: the largest magnitudes of past steps, from which delayed scaling computes its scales."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _nothing(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 class AdvanceHistories(nn.Module):
-    """Ends a step for all histories of a model with one message (see UpdatesItself). Has no parameters of its own."""
+    """Ends a step for all histories of a model with one message (see PostStepHook). Has no parameters of its own."""
 
     def __init__(self, histories: Sequence[AmaxHistory], ctx: ParallelContext) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class AdvanceHistories(nn.Module):
         self.axes = (ctx.dp_cp, ctx.tp)
 
     def after_step(self) -> None:
-        """Ranks that share the layers, or their work, go on with the same scales."""
+        """All-reduce (max) the amaxes over the ranks that share the layers or the batch, so that scales stay equal."""
         if not self.histories:
             return
         noted = torch.stack([history.noted for history in self.histories])

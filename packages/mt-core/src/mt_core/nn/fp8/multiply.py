@@ -1,4 +1,4 @@
-"""x W^T in FP8 for linear layers that tensor parallelism may divide: one autograd function for all of them."""
+"""x W^T in FP8 for linear layers, tensor-parallel or not: one autograd function for all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_core.nn.fp8.formats import Role
 from mt_core.nn.fp8.products import Product
 from mt_core.nn.fp8.scaling import Map, Operand, Scaling
 from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import all_gather, split_pieces
 from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
@@ -53,7 +53,7 @@ class LayerCall:
     sequence_parallel: bool
     notes: bool
     """Whether its magnitudes count for later scales: in training passes."""
-    main: MainGradient | None
+    main: MainGrad | None
     """Of the weight."""
 
     @property
@@ -88,7 +88,7 @@ class LayerCall:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Of a divided sequence x is gathered as FP8, and only this rank's piece is kept for the backward pass."""
+    """With sequence parallelism x is all-gathered in FP8, and only this rank's shard is saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: LayerCall) -> Tensor:
@@ -134,7 +134,7 @@ def _weight_gradient(
 
 
 def _leave(dx: Tensor, call: LayerCall) -> tuple[Tensor, dist.Work | None]:
-    """The gradient of x summed over the ranks, of a divided sequence this rank's piece, on its way."""
+    """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
     if not call.communicates:
         return dx, None
     if not call.gathers:
@@ -154,6 +154,6 @@ def _gathered_shape(shape: torch.Size, call: LayerCall) -> list[int]:
 
 def gather_rows(rows: Tensor, shape: torch.Size, axis: Axis) -> Tensor:
     """[B * S / tp, n] of each rank -> [B * S, n], any format. shape: [B, S / tp, ...]. Collective."""
-    # No backend sends FP8, which is bytes.
+    # Communication backends have no FP8 dtypes: send the bytes as uint8.
     sent = rows.view(torch.uint8) if rows.element_size() == 1 else rows
     return all_gather(sent.unflatten(0, shape[:-1]), SEQUENCE_DIM, axis).flatten(0, 1).view(rows.dtype)

@@ -1,4 +1,4 @@
-"""What the configuration asks of FP8, and which matrices it is for."""
+"""The FP8 options of a run, and the matrices that they apply to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving the layers of a model their FP8 products: it is built first, then told."""
+"""Converting the layers of a built model to FP8 matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
 from mt_core.nn.fp8.options import Fp8Options, resolve_options
 from mt_core.nn.linear import LinearModule
-from mt_core.nn.stage import NumberedLayers
+from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.parallel.context import ParallelContext
 
 FIRST_OR_LAST = "a first or last layer"

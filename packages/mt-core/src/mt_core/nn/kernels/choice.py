@@ -1,4 +1,4 @@
-"""Choosing implementations: what the configuration names, or for `auto` what the device and dtype speak for."""
+"""Choosing implementations: the configured one, or for `auto` by device and dtype."""
 
 from __future__ import annotations
 

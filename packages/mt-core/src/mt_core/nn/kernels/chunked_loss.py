@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
-from mt_core.nn.main_gradients import MainGradient, main_gradient_of
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 512 * 2**20
@@ -72,7 +72,7 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        main: MainGradient | None,
+        main: MainGrad | None,
         columns: Tensor,
         axis: Axis,
         rows: RowKernels,
@@ -106,7 +106,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        main: MainGradient | None,
+        main: MainGrad | None,
         columns: Tensor,
         loss_weights: Tensor,
         axis: Axis,
@@ -115,7 +115,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
-        own = _OwnFormat.of(weight) if main is None else MainGradient(torch.zeros_like(main.total))
+        own = _OwnFormat.of(weight) if main is None else MainGrad(torch.zeros_like(main.total))
         gradients = _Gradients(hidden, weight, own)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)
@@ -143,7 +143,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _OwnFormat:
-    """A sum of products in the number format of its operands."""
+    """A sum of products in the dtype of its operands."""
 
     total: Tensor
 
@@ -163,7 +163,7 @@ class _Gradients:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, weight_sum: MainGradient | _OwnFormat | None, wants_hidden: bool = True
+        self, hidden: Tensor, weight: Tensor, weight_sum: MainGrad | _OwnFormat | None, wants_hidden: bool = True
     ) -> None:
         self._inputs, self._weight, self._weight_sum = hidden, weight, weight_sum
         self.hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -12,7 +12,7 @@ from mt_core.nn.kernels.request import Feature, KernelRequest
 Supports = Callable[[KernelRequest], bool | str]
 
 _HALF_AND_SINGLE = frozenset({"float32", "bfloat16", "float16"})
-_WIDEST_ROW = 32768
+WIDEST_ROW = 32768
 """A row is held in the registers of one program; wider ones spill."""
 
 
@@ -33,8 +33,8 @@ def supports_triton(request: KernelRequest) -> bool | str:
 
 def supports_triton_rows(request: KernelRequest) -> bool | str:
     """Ours that hold a row at a time."""
-    if request.width > _WIDEST_ROW:
-        return f"its rows are at most {_WIDEST_ROW} wide, not {request.width}"
+    if request.width > WIDEST_ROW:
+        return f"its rows are at most {WIDEST_ROW} wide, not {request.width}"
     return supports_triton(request)
 
 

@@ -1,4 +1,4 @@
-"""Giving the parts of a run their kernels: models, losses and optimizers are built first, then told which to use."""
+"""Assigning kernels to models, losses and optimizers after they are built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @runtime_checkable
 class UsesKernels(Protocol):
-    """A module, loss or optimizer with a part that has several implementations. Until told, it uses plain torch."""
+    """A module, loss or optimizer that uses kernels with several implementations. The default is plain torch."""
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Pick what it needs. Raises ConfigError when a named implementation cannot serve."""
@@ -23,13 +23,13 @@ class UsesKernels(Protocol):
 
 
 def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
-    """What the section `kernels` asks for, on the device and in the number format of the run."""
+    """What the section `kernels` asks for, on the device and in the dtype of the run."""
     wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
     return Kernels(wanted, ctx.device.type, DTYPES[config.precision.dtype])
 
 
 def use_kernels(parts: Iterable[object], kernels: Kernels) -> None:
-    """Tell each part that uses kernels; the others are passed over."""
+    """Call `use_kernels` of each part that has it."""
     for part in parts:
         if isinstance(part, UsesKernels):
             part.use_kernels(kernels)

@@ -1,4 +1,4 @@
-"""Cross entropy over logits divided by columns: the part that is the same whatever computes a rank's rows.
+"""Cross entropy over vocabulary-sharded logits: the part common to all row kernels.
 
 For one position let m be the largest logit, s = sum exp(z - m) and y the logit of the label. A rank finds the three
 of its own columns in one pass over them (online softmax, Milakov and Gimelshein, 2018); two reductions of one and

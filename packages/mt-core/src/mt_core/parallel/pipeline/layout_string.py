@@ -2,9 +2,9 @@
 
     Et*3|(tt|)*29,m|L
 
-E is the embedding, t a layer, m a block of multi-token prediction, L the loss; | stands between stages. `x*n` is x
-n times, also of a group in parentheses; groups may be nested. Commas and spaces mean nothing. Stages are numbered in
-the order in which a micro-batch goes through them.
+E is the embedding, t a layer, m a block of multi-token prediction, L the loss; | separates stages. `x*n` repeats x
+n times, where x may be a group in parentheses; groups may be nested. Commas and spaces are ignored. Stages are
+numbered in the order in which a micro-batch passes through them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from mt_core.errors import ConfigError
-from mt_core.nn.stage import Stage
+from mt_core.parallel.pipeline.stage import Stage
 
 KEY = "parallel.pipeline_model_parallel_layout"
 LETTERS = "EtmL|"
@@ -23,7 +23,7 @@ LETTERS = "EtmL|"
 def stages_from_layout(layout: str, num_layers: int, num_stages: int, *, mtp_num_layers: int = 0) -> list[Stage]:
     """The stages of a layout string. Blocks of multi-token prediction are layers numbered on behind the others.
 
-    Raises ConfigError, with the place in the string, for what is no layout; and for one that does not fit the model.
+    Raises ConfigError, with the position in the string, for a syntax error or a layout that does not fit the model.
     """
     stages = "".join(expand(layout)).split("|")
     if len(stages) != num_stages:
@@ -38,7 +38,7 @@ def stages_from_layout(layout: str, num_layers: int, num_stages: int, *, mtp_num
 
 
 def expand(layout: str) -> str:
-    """The string with every repetition written out: letters and | alone. Raises ConfigError with the place."""
+    """The string with every repetition expanded: letters and | only. Raises ConfigError with the position."""
     return _Parser(layout).parse()
 
 
@@ -111,7 +111,7 @@ def _check_counts(layout: str, stages: Sequence[str], expected: dict[str, int]) 
 
 
 def _check_sequence(layout: str, letters: str) -> None:
-    """A micro-batch meets embedding, layers, prediction blocks and loss in this sequence."""
+    """Embedding, layers, prediction blocks and loss have to appear in this order."""
     for before, after in pairwise(letters):
         if "EtmL".index(before) > "EtmL".index(after):
             raise ConfigError(f"{KEY}={layout!r} has {before} before {after}; the sequence has to be E, t, m, L")

@@ -1,4 +1,4 @@
-"""Layers divided over pipeline stages by number, so that all stages cost about the same or as Megatron does it."""
+"""Partitioning of layers into pipeline stages, balanced by cost or by Megatron's rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mt_core.config.checks import SPLIT_KEYS
 from mt_core.errors import ConfigError
-from mt_core.nn.stage import Stage
+from mt_core.parallel.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from mt_core.config.schema import ParallelConfig
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def balanced_stages(
     num_layers: int, num_stages: int, *, embedding_cost: float = 0.0, output_cost: float = 0.0
 ) -> list[Stage]:
-    """Stages whose costliest is as cheap as can be, and the others as even as can be.
+    """Stages that minimize the cost of the most expensive one, with the others as even as possible.
 
-    Any number of layers over any number of stages; a stage may have none. Costs are in layers: of what the first
-    stage does before them (embedding) and the last behind them (norm, output matrix, loss).
+    Any number of layers over any number of stages; a stage may have none. Costs are in units of a layer: of the work
+    before the layers in the first stage (embedding) and after them in the last (norm, LM head, loss).
     """
     loads = [0.0] * num_stages
     loads[0] += embedding_cost
     loads[-1] += output_cost
-    # Layers cost alike, so giving each to the stage that has least so far is optimal.
+    # All layers cost the same, so assigning each to the cheapest stage so far is optimal.
     heap = [(load, stage) for stage, load in enumerate(loads)]
     heapq.heapify(heap)
     counts = [0] * num_stages
@@ -37,7 +37,7 @@ def balanced_stages(
 
 
 def consecutive_stages(counts: Sequence[int]) -> list[Stage]:
-    """Stages of so many layers each, in order."""
+    """Consecutive stages with the given numbers of layers."""
     stages, start = [], 0
     for number, count in enumerate(counts):
         stages.append(Stage(range(start, start + count), first=number == 0, last=number == len(counts) - 1))
@@ -48,9 +48,9 @@ def consecutive_stages(counts: Sequence[int]) -> list[Stage]:
 def stages_by_keys(
     parallel: ParallelConfig, num_layers: int, stages_per_rank: int, placement: str
 ) -> list[Stage] | None:
-    """The stages that SPLIT_KEYS ask for; None when none of them is set.
+    """The stages that SPLIT_KEYS define; None when none of them is set.
 
-    Raises ConfigError when they cannot be had, or something else says already what stages hold.
+    Raises ConfigError when the keys cannot be satisfied, or conflict with another definition of the stages.
     """
     given = {key: value for key in SPLIT_KEYS if (value := getattr(parallel, key))}
     if not given:
@@ -80,11 +80,11 @@ def even_stages(
     account_for_embedding_in_pipeline_split: bool = False,
     account_for_loss_in_pipeline_split: bool = False,
 ) -> list[Stage]:
-    """Megatron's rule: the same number of layers on each rank, but for what the keys say.
+    """Megatron's rule: the same number of layers on each rank, with the exceptions that the keys define.
 
-    The first and last "pipeline stage" of the keys are ranks, whose layers are divided over their stages like those of
-    the others (placed in a loop). With account_for_..., embedding or loss count as one layer of their stage. Raises
-    ConfigError when something does not divide, with the numbers that would.
+    The first and last "pipeline stage" of the keys are ranks; their layers are split over their virtual stages like
+    those of the others (placed in a loop). With account_for_..., embedding or loss count as one layer of their stage.
+    Raises ConfigError, with the nearest valid numbers, when something is not divisible.
     """
     first, last = num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage
     counted = account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split

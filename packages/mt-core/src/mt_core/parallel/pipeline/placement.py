@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Placement = Literal["loop", "v"]
-"""loop: stage s on rank s mod ranks. v: there and back, so that the first rank holds the first and the last stage."""
+"""loop: stage s on rank s mod ranks. v: ranks ascending, then descending: rank 0 holds the first and last stage."""
 
 
 def ranks_of_stages(num_stages: int, num_ranks: int, placement: Placement) -> tuple[int, ...]:
@@ -17,6 +17,6 @@ def ranks_of_stages(num_stages: int, num_ranks: int, placement: Placement) -> tu
 
 
 def stages_of_rank(rank: int, num_stages: int, num_ranks: int, placement: Placement) -> tuple[int, ...]:
-    """Numbers of the stages that `rank` holds, ascending."""
+    """Indices of the stages that `rank` holds, ascending."""
     ranks = ranks_of_stages(num_stages, num_ranks, placement)
     return tuple(stage for stage, owner in enumerate(ranks) if owner == rank)

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name.
+"""The pipeline schedules of mt-core. Plugins register schedules with mt_register_pipeline_schedules.
 
 | name | stages a rank | where they are | paper |
 | --- | --- | --- | --- |
@@ -9,51 +9,51 @@
 | zbv_zero_bubble | 2 | V | ZB-V of Qi et al., 2023 |
 | dualpipe_v | 2 | V | DeepSeek's DualPipe, halved (2025) |
 
-The orders of the last four are those of `torch.distributed.pipelining`, imported when one of them is used. Those
-define some numbers of micro-batches only; for any other the next larger order is taken and cut.
+The tables of the last four are those of `torch.distributed.pipelining`, imported when one of them is used. torch
+supports certain numbers of micro-batches only; for any other the next larger table is truncated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from types import MappingProxyType
 
 from mt_core._torch_compat import torch_pipeline_order
 from mt_core.config.schema import ParallelConfig
-from mt_core.errors import ConfigError, did_you_mean
-from mt_core.parallel.pipeline.communication_plan import with_communication
-from mt_core.parallel.pipeline.garbage import without_garbage_collection
-from mt_core.parallel.pipeline.orders import (
+from mt_core.errors import ConfigError
+from mt_core.parallel.pipeline.gc_control import without_garbage_collection
+from mt_core.parallel.pipeline.p2p_plan import with_communication
+from mt_core.parallel.pipeline.placement import Placement, ranks_of_stages
+from mt_core.parallel.pipeline.schedule_tables import (
     Action,
     Kind,
-    Order,
+    ScheduleTable,
     forward_only,
     gpipe,
     of_micro_batches,
     one_forward_one_backward,
 )
-from mt_core.parallel.pipeline.placement import Placement, ranks_of_stages
+from mt_core.plugins import PluginHost
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A schedule's demands on the stages, and its order for any number of micro-batches."""
+class PipelineSchedule:
+    """A schedule's requirements on the stages, and its table for any number of micro-batches."""
 
     name: str
     placement: Placement
-    build: Callable[[int, int, int], Order]
+    build: Callable[[int, int, int], ScheduleTable]
     """(ranks, stages a rank, micro-batches) -> order"""
     min_stages_per_rank: int = 1
     max_stages_per_rank: int | None = 1
     """None: any number."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of inputs."""
+    """Whether weight gradients are computed separately from input gradients."""
 
-    def order(self, num_ranks: int, num_stages: int, num_micro_batches: int) -> Order:
-        """Raises ConfigError when the stages cannot be divided over the ranks as the schedule needs."""
+    def order(self, num_ranks: int, num_stages: int, num_micro_batches: int) -> ScheduleTable:
+        """Raises ConfigError when the stages cannot be placed on the ranks as the schedule requires."""
         stages_per_rank = self.stages_per_rank(num_ranks, num_stages)
         with without_garbage_collection():
             return self.build(num_ranks, stages_per_rank, num_micro_batches)
@@ -80,32 +80,30 @@ class Schedule:
 KINDS = {kind.value: kind for kind in Kind}
 
 
-def get_schedule(name: str) -> Schedule:
-    """Raises ConfigError that lists the names."""
-    if name not in SCHEDULES:
-        names = ", ".join(SCHEDULES)
-        raise ConfigError(f'there is no pipeline schedule "{name}"{did_you_mean(name, SCHEDULES)}; it can be {names}')
-    return SCHEDULES[name]
+def configured_schedule(parallel: ParallelConfig, host: PluginHost) -> PipelineSchedule:
+    """Raises PluginError, which lists the registered names, for an unknown one."""
+    spec = host.pipeline_schedules.get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
+    schedule: PipelineSchedule = spec.schedule.load()
+    return schedule
 
 
-def splits_backward(parallel: ParallelConfig) -> bool:
-    """Whether a run computes the gradients of weights apart from those of inputs."""
-    return parallel.pipeline_model_parallel_size > 1 and get_schedule(parallel.pipeline_schedule).splits_backward
+def splits_backward(parallel: ParallelConfig, host: PluginHost) -> bool:
+    """Whether a run computes weight gradients separately from input gradients."""
+    return parallel.pipeline_model_parallel_size > 1 and configured_schedule(parallel, host).splits_backward
 
 
 @lru_cache(maxsize=16)
 def rank_actions(
-    name: str, num_ranks: int, num_stages: int, num_micro_batches: int, rank: int, *, training: bool
+    schedule: PipelineSchedule, num_ranks: int, num_stages: int, num_micro_batches: int, rank: int, *, training: bool
 ) -> tuple[Action, ...]:
-    """What `rank` does, communication included; without training, its forward passes alone."""
-    schedule = get_schedule(name)
+    """The actions of `rank`, including communication; without training, its forward passes only."""
     order = schedule.order(num_ranks, num_stages, num_micro_batches)
     order = order if training else forward_only(order)
     places = ranks_of_stages(num_stages, num_ranks, schedule.placement)
     return tuple(with_communication(order, places)[rank])
 
 
-def _single(order: Callable[[int, int], Order]) -> Callable[[int, int, int], Order]:
+def _single(order: Callable[[int, int], ScheduleTable]) -> Callable[[int, int, int], ScheduleTable]:
     return lambda num_ranks, stages_per_rank, num_micro_batches: order(num_ranks, num_micro_batches)
 
 
@@ -115,7 +113,7 @@ def _from_torch(
     num_ranks: int,
     stages_per_rank: int,
     num_micro_batches: int,
-) -> Order:
+) -> ScheduleTable:
     whole = defined_for(num_ranks, num_micro_batches)
     order = torch_pipeline_order(class_name, num_ranks, stages_per_rank, whole)
     actions = [[Action(KINDS[kind], stage, number) for kind, stage, number in rank] for rank in order]
@@ -135,42 +133,35 @@ def _any_number(num_ranks: int, num_micro_batches: int) -> int:
     return num_micro_batches
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
-    {
-        schedule.name: schedule
-        for schedule in (
-            Schedule("gpipe", "loop", _single(gpipe)),
-            Schedule("1f1b", "loop", _single(one_forward_one_backward)),
-            Schedule(
-                "interleaved_1f1b",
-                "loop",
-                partial(_from_torch, "ScheduleInterleaved1F1B", _whole_rounds),
-                min_stages_per_rank=2,
-                max_stages_per_rank=None,
-            ),
-            Schedule(
-                "interleaved_zero_bubble",
-                "loop",
-                partial(_from_torch, "ScheduleInterleavedZeroBubble", _whole_rounds),
-                max_stages_per_rank=None,
-                splits_backward=True,
-            ),
-            Schedule(
-                "zbv_zero_bubble",
-                "v",
-                partial(_from_torch, "ScheduleZBVZeroBubble", _any_number),
-                min_stages_per_rank=2,
-                max_stages_per_rank=2,
-                splits_backward=True,
-            ),
-            Schedule(
-                "dualpipe_v",
-                "v",
-                partial(_from_torch, "ScheduleDualPipeV", _at_least_twice_the_ranks),
-                min_stages_per_rank=2,
-                max_stages_per_rank=2,
-                splits_backward=True,
-            ),
-        )
-    }
+GPIPE = PipelineSchedule("gpipe", "loop", _single(gpipe))
+ONE_F_ONE_B = PipelineSchedule("1f1b", "loop", _single(one_forward_one_backward))
+INTERLEAVED_1F1B = PipelineSchedule(
+    "interleaved_1f1b",
+    "loop",
+    partial(_from_torch, "ScheduleInterleaved1F1B", _whole_rounds),
+    min_stages_per_rank=2,
+    max_stages_per_rank=None,
+)
+INTERLEAVED_ZERO_BUBBLE = PipelineSchedule(
+    "interleaved_zero_bubble",
+    "loop",
+    partial(_from_torch, "ScheduleInterleavedZeroBubble", _whole_rounds),
+    max_stages_per_rank=None,
+    splits_backward=True,
+)
+ZBV_ZERO_BUBBLE = PipelineSchedule(
+    "zbv_zero_bubble",
+    "v",
+    partial(_from_torch, "ScheduleZBVZeroBubble", _any_number),
+    min_stages_per_rank=2,
+    max_stages_per_rank=2,
+    splits_backward=True,
+)
+DUALPIPE_V = PipelineSchedule(
+    "dualpipe_v",
+    "v",
+    partial(_from_torch, "ScheduleDualPipeV", _at_least_twice_the_ranks),
+    min_stages_per_rank=2,
+    max_stages_per_rank=2,
+    splits_backward=True,
 )

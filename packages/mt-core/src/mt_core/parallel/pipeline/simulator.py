@@ -1,15 +1,15 @@
-"""A schedule played with given times, without any process: how long a step takes, and how much of it is bubble."""
+"""Simulation of a schedule with given times: the duration of a step and its bubble."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mt_core.parallel.pipeline.garbage import without_garbage_collection
-from mt_core.parallel.pipeline.orders import Action, Kind
+from mt_core.parallel.pipeline.gc_control import without_garbage_collection
 from mt_core.parallel.pipeline.placement import ranks_of_stages
-from mt_core.parallel.pipeline.playing import play
-from mt_core.parallel.pipeline.schedules import get_schedule
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind
+from mt_core.parallel.pipeline.schedules import PipelineSchedule
+from mt_core.parallel.pipeline.start_times import start_times
 from mt_core.parallel.pipeline.timeline import Span, Timeline
 
 
@@ -21,9 +21,9 @@ class StageTimes:
     backward_input: Sequence[float]
     """Gradient of the input. Where the backward pass is not split, the pass takes both times."""
     backward_weight: Sequence[float]
-    """Gradients of the weights. The first stage has no input to give a gradient: all of its backward is here."""
+    """Weight gradients. The first stage has no input gradient: its whole backward pass is counted here."""
     transfer: float = 0.0
-    """From the end of a stage's work until another rank can go on with the result. Ranks compute meanwhile."""
+    """Latency of a transfer: from the end of an action until another rank has its result. Overlaps computation."""
 
     @classmethod
     def even(cls, num_stages: int, forward: float, backward: float, transfer: float = 0.0) -> StageTimes:
@@ -42,19 +42,19 @@ class StageTimes:
 
 
 @without_garbage_collection()
-def simulate(schedule: str, num_ranks: int, num_micro_batches: int, times: StageTimes) -> Timeline:
+def simulate(schedule: PipelineSchedule, num_ranks: int, num_micro_batches: int, times: StageTimes) -> Timeline:
     """The timeline of one step. The number of stages is that of the times.
 
-    Raises ConfigError when the schedule does not exist or the stages do not fit it.
+    Raises ConfigError when the stages do not fit the schedule.
     """
-    chosen, num_stages = get_schedule(schedule), len(times.forward)
-    order = chosen.order(num_ranks, num_stages, num_micro_batches)
-    places = ranks_of_stages(num_stages, num_ranks, chosen.placement)
+    num_stages = len(times.forward)
+    order = schedule.order(num_ranks, num_stages, num_micro_batches)
+    places = ranks_of_stages(num_stages, num_ranks, schedule.placement)
 
     def delay(maker: int, reader: int) -> float:
         return 0.0 if places[maker] == places[reader] else times.transfer
 
-    starts = play(order, times.of, delay)
+    starts = start_times(order, times.of, delay)
     return Timeline(
         tuple(
             tuple(Span(action, start, start + times.of(action)) for action, start in zip(actions, rank, strict=True))

@@ -1,10 +1,10 @@
-"""A backward pass in two parts: first the gradients of a stage's inputs, later those of its weights.
+"""Split backward pass: first the gradients of a stage's inputs, later those of its weights.
 
-Zero-bubble schedules (Qi et al., 2023) send the first part on at once and fill idle time with the second. The
-autograd graph is cut where it branches: nodes on a way from the output to an input are *on path*; from some of
-them, the *forks*, a branch leads to weights. The first part runs the nodes on path alone and notes the gradient
-that arrives at each fork; the second runs the branches from there. Weights are reached through autograd in both
-cases, so that hooks on them (main gradients in fp32, buckets for reduction) see what they see otherwise.
+Zero-bubble schedules (Qi et al., 2023) send the input gradients immediately and fill bubbles with the weight gradients.
+The autograd graph is cut where it branches: nodes between the output and an input are *on path*; at some of them, the
+*forks*, a branch leads to weights. The first part runs only the nodes on path and records the gradient that arrives at
+each fork; the second runs the branches from there. Weights receive their gradients through autograd, so that hooks on
+them (fp32 main_grad, buckets for reduction) fire as in an ordinary backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class Branches:
-    """Weights, and the forks (or outputs) from which they are reached. Different groups share neither."""
+    """Weights, and the forks (or outputs) from which they are reached. Groups are disjoint in both."""
 
     weights: dict[Node, Tensor] = field(default_factory=dict)
     starts: set[Node] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Branches:
 
 @dataclass
 class WeightBackward:
-    """What is left to do after `backward_of_inputs`. Calling it accumulates the gradients of the weights; once."""
+    """The deferred weight gradients after `backward_of_inputs`. A call accumulates them; call it once."""
 
     groups: list[Branches]
     arrived: dict[Node, Gradients]
@@ -70,7 +70,7 @@ class WeightBackward:
 def backward_of_inputs(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Gradients, WeightBackward]:
-    """Gradients of `leaves` given those of the outputs at `edges`, and the work that is left for the weights.
+    """Gradients of `leaves` given those of the outputs at `edges`, and the deferred work for the weights.
 
     A leaf that no output depends on has the gradient None.
     """
@@ -113,7 +113,7 @@ def _of_outputs(
 
 
 def _users(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Every node of the graph, and the nodes that hand gradients to it."""
+    """Every node of the graph, and the nodes that pass gradients to it."""
     users: dict[Node, list[Node]] = {node: [] for node in outputs}
     todo = list(users)
     while todo:
@@ -151,7 +151,7 @@ def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node
         if weight is None or node in inputs:
             continue
         group = Branches({node: weight}, _nearest(node, users, starts))
-        # All groups that it touches become one; each has to be taken in before any start is given to the whole.
+        # Merge all groups that share a start with this weight, before any start is assigned to the merged group.
         for other in [group_of[start] for start in group.starts if start in group_of]:
             group.weights.update(other.weights)
             group.starts.update(other.starts)
@@ -160,7 +160,7 @@ def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node
 
 
 def _nearest(weight: Node, users: dict[Node, list[Node]], starts: set[Node]) -> set[Node]:
-    """The first nodes among `starts` on each way from a weight towards the outputs."""
+    """The first nodes among `starts` on each path from a weight towards the outputs."""
     if weight in starts:
         return {weight}
     found: set[Node] = set()

@@ -1,4 +1,4 @@
-"""The autograd graph of one micro-batch in one stage, from what the stage received to what it gave."""
+"""The autograd graph of one micro-batch in one stage, from its input to its output."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mt_core.parallel.pipeline.hidden import Hidden, form_of, tensors_of
+from mt_core.parallel.pipeline.activations import Activations, form_of, tensors_of
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
 
 
 class StageGraph:
-    """Holds on to the graph and not to the output, whose memory is free once it is sent.
+    """Keeps the graph but not the output tensor, whose memory is freed once it is sent.
 
-    inputs: the hidden states that the stage was given, as leaves; None for the first stage. output: what it gave, or
-    the loss.
+    inputs: the activations that the stage received, as autograd leaves; None for the first stage. output: its
+    activations, or the loss.
     """
 
-    def __init__(self, inputs: Hidden | None, output: Hidden) -> None:
+    def __init__(self, inputs: Activations | None, output: Activations) -> None:
         self.output_form = form_of(output)
         self._leaves = [] if inputs is None else [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
         self._edges = [get_gradient_edge(tensor) for tensor in tensors_of(output) if tensor.requires_grad]
@@ -34,8 +34,8 @@ class StageGraph:
         return found
 
     def backward_input(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the leaves alone; `backward_weight` has to follow."""
-        if not self._leaves:  # nobody waits for anything, and without a leaf there is nothing to cut
+        """The gradients of the leaves only; `backward_weight` has to follow."""
+        if not self._leaves:  # the first stage: no input gradient, so the whole backward pass runs in backward_weight
             self._weights = partial(self._backward_of_all, gradients)
             return []
         found, self._weights = backward_of_inputs(self._edges, gradients, self._leaves)
@@ -55,8 +55,8 @@ class StageGraph:
         self._leaves, self._edges = [], []
 
 
-def as_leaves(hidden: Hidden) -> Hidden:
-    """The same values cut off from what made them; those that had a gradient still have one."""
+def as_leaves(hidden: Activations) -> Activations:
+    """Detached tensors with the same values and the same requires_grad."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_of(hidden)]
     return form_of(hidden).pack(leaves)
 

@@ -1,17 +1,17 @@
-"""What ran when on each rank of a pipeline, measured or simulated, and how much of it was idle."""
+"""Timeline of a pipeline step, measured or simulated, and its bubble."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mt_core.parallel.pipeline.orders import Action, Kind
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind
 
 COMPUTATION = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
 
 
 class Span(NamedTuple):
-    """An action from `start` to `end`, in seconds (or any one unit). Of a receive, the waiting."""
+    """An action from `start` to `end`, in seconds (or any unit). For a receive, the wait."""
 
     action: Action
     start: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of each rank its spans, in sequence; time counts from one moment for all."""
+    """The spans of each rank, in order, on a common clock."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -31,12 +31,12 @@ class Timeline:
         return max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
 
     def busy(self, rank: int) -> float:
-        """Time that a rank computes."""
+        """Compute time of a rank."""
         return sum(span.end - span.start for span in self.ranks[rank] if span.action.kind in COMPUTATION)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time, from first start to last end, in which they do not compute."""
+        """Idle fraction of all ranks' time, from the first start to the last end."""
         whole = self.makespan * len(self.ranks)
         return 1.0 - sum(map(self.busy, range(len(self.ranks)))) / whole if whole else 0.0
 

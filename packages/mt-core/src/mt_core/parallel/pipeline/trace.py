@@ -1,4 +1,4 @@
-"""Recording what ran when on each rank of a pipeline, and writing it as a Chrome trace or as a picture."""
+"""Recording the timeline of a pipeline step, and writing it as a Chrome trace or an SVG image."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import Axis
-from mt_core.parallel.pipeline.orders import Action, Kind
-from mt_core.parallel.pipeline.picture import draw
+from mt_core.parallel.pipeline.plot import draw
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind
 from mt_core.parallel.pipeline.timeline import Span, Timeline
 
 Moment = Callable[[], float]
-"""Seconds since the recording began, known once the device got there."""
+"""Returns seconds since the recording began; on a GPU known once the device has reached the event."""
 
 KINDS = list(Kind)
 
 
 class ScheduleRecorder:
-    """Notes the spans of this rank since `begin`. On a GPU these are times of the device, by events on its stream."""
+    """Records the spans of this rank since `begin`. On a GPU these are device times, by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,7 +34,7 @@ class ScheduleRecorder:
         self._now: Callable[[], Moment] = _host_clock()
 
     def begin(self, axis: Axis) -> None:
-        """Forget what was noted, and start all ranks of the pipeline at one moment. Collective."""
+        """Clear the recorded spans, and synchronize the start of all ranks of the pipeline. Collective."""
         self._spans.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -49,7 +49,7 @@ class ScheduleRecorder:
         self._spans.append((action, start, self._now()))
 
     def spans(self) -> tuple[Span, ...]:
-        """On a GPU this waits for the device."""
+        """On a GPU this synchronizes with the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return tuple(Span(action, start(), end()) for action, start, end in self._spans)

@@ -1,4 +1,4 @@
-"""One call of a layer as two graphs, of its forward and its backward pass."""
+"""One call of a layer as two CUDA graphs, of its forward and its backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_core.train.cuda_graphs.structure import replaced, tensors_in
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Do again what was captured, with the numbers that are in its memory now."""
+        """Launch the captured kernels on the current contents of the static memory."""
         ...
 
 
@@ -23,20 +23,20 @@ class Recorder(Protocol):
     """Captures graphs on a device."""
 
     def new_pool(self) -> Any:
-        """Memory for graphs that are replayed in the order in which they were captured."""
+        """A memory pool for graphs that are replayed in the order of their capture."""
         ...
 
     def capture(self, pool: Any) -> AbstractContextManager[Graph]:
-        """What is launched within becomes the graph; nothing of it runs yet."""
+        """Context manager: kernels launched within are captured and do not run."""
         ...
 
     def aside(self) -> AbstractContextManager[object]:
-        """Around a run of the same on the stream of captures, for what libraries set up at a first call."""
+        """Context manager for a warm-up run on the capture stream: libraries allocate workspaces at a first call."""
         ...
 
 
 class CudaRecorder:
-    """torch.cuda.CUDAGraph on a stream of its own."""
+    """torch.cuda.CUDAGraph on a side stream; capture is not allowed on the default stream."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -47,7 +47,7 @@ class CudaRecorder:
     @contextmanager
     def capture(self, pool: Any) -> Iterator[Graph]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, pinned memory of readers) may call CUDA meanwhile.
+        # "thread_local": other threads (NCCL's watchdog, readers that pin memory) may call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             yield graph
 
@@ -60,10 +60,11 @@ class CudaRecorder:
 
 
 class GraphedCall:
-    """A function over tensors that stay where they are: `inputs`, `parameters`, `outputs` and their gradients.
+    """A function over static tensors: `inputs`, `parameters`, `outputs` and their gradients keep their addresses.
 
-    args, kwargs: arguments whose tensors are the inputs, leaves of autograd. The forward pass is captured at once, the
-    backward pass by `capture_backward`: in a pool, graphs are captured in the order in which they will be replayed.
+    args, kwargs: arguments whose tensors are the inputs, leaves of autograd. The forward pass is captured by the
+    constructor, the backward pass by `capture_backward`: the graphs of a pool have to be captured in replay order,
+    since a later graph may reuse the memory of an earlier one.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class GraphedCall:
         return trained and any(self._differentiable)
 
     def capture_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        """gradients: for each output memory where its gradient will be; None: some of its own."""
+        """gradients: for each output the memory that will hold its gradient; None: allocate it."""
         self.output_gradients = [
             torch.empty_like(output) if given is None else given
             for output, given in zip(self.outputs, gradients, strict=True)
@@ -105,12 +106,12 @@ class GraphedCall:
             )
         by_tensor = dict(zip(map(id, wanted), found, strict=True))
         self.gradients = [by_tensor.get(id(tensor)) for tensor in (*self.inputs, *self.parameters)]
-        # Memory that only the backward pass read is free for what is captured next.
+        # Drop the references to memory that only the backward pass read: the pool reuses it for the next captures.
         self._output = replaced(self._output, Tensor.detach, {})
         self.outputs = tensors_in(self._output)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """tensors: those that stand for the inputs, whose numbers are in the inputs already."""
+        """tensors: the caller's inputs, for autograd. Their values have already been copied into the static inputs."""
         results = _Replay.apply(self, *tensors, *self.parameters)
         by_own = dict(zip(map(id, self.outputs), results, strict=True))
         return replaced(self._output, lambda own: by_own[id(own)], {})
@@ -125,8 +126,8 @@ class GraphedCall:
                 own.copy_(given)
         self._backward.replay()
         self.after_backward()
-        # These very tensors: as they are held here, autograd copies them where it would else keep their memory as the
-        # gradient of a weight, to be overwritten by the next micro-batch.
+        # Return the static tensors themselves. The reference kept here makes autograd's AccumulateGrad copy them;
+        # otherwise it would take over their memory as the weight's .grad, which the next replay overwrites.
         return self.gradients
 
 

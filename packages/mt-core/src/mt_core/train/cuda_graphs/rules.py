@@ -1,4 +1,4 @@
-"""What CUDA graphs cannot stand for, by the key that asks for it, and the layers that they are made of."""
+"""What CUDA graphs do not support, by configuration key, and the layers that are captured."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.auxiliary import AuxiliaryLoss, UpdatesItself
-from mt_core.nn.stage import NumberedLayers, Stage
+from mt_core.nn.auxiliary import AuxiliaryLoss, PostStepHook
+from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.schedules import splits_backward
+from mt_core.parallel.pipeline.stage import Stage
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
 
@@ -19,7 +19,7 @@ from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
 def graph_blocks(
     model: nn.Module, config: Config, ctx: ParallelContext, stages: Sequence[Stage] | None
 ) -> BlockGraphs | None:
-    """Graphs of the model's layers, as train.cuda_graphs asks. stages: those of this process, of a pipeline.
+    """Graphs of the model's layers, as train.cuda_graphs requests. stages: the pipeline stages of this process.
 
     Raises ConfigError for what cannot be captured.
     """
@@ -35,7 +35,7 @@ def graph_blocks(
 
 
 def reason_against(model: nn.Module, config: Config, ctx: ParallelContext) -> str | None:
-    """The first thing that stands against graphs, and what to set instead; None: nothing."""
+    """The first setting or layer that graphs do not support, and what to set instead; None if there is no such."""
     return next(iter(_reasons(model, config, ctx)), None)
 
 
@@ -67,11 +67,6 @@ def _reasons_in_settings(config: Config) -> Iterator[str]:
             "parallel.use_torch_fsdp2=true collects weights in memory that changes; use "
             "parallel.use_distributed_optimizer"
         )
-    if splits_backward(parallel):
-        yield (
-            f"parallel.pipeline_schedule={parallel.pipeline_schedule} does a backward pass in two halves, which a "
-            "graph does at once; use gpipe, 1f1b or interleaved_1f1b"
-        )
     if config.precision.fp8_format != "none" and config.precision.fp8_implementation == "te":
         yield (
             "precision.fp8_implementation=te keeps scales on the host from call to call; use torch, or "
@@ -94,7 +89,7 @@ def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
             "model.moe sends tokens to experts, as many as the router says, and the host has to know how many; "
             "use a dense model"
         )
-    elif any(isinstance(module, AuxiliaryLoss | UpdatesItself) for module in inside):
+    elif any(isinstance(module, AuxiliaryLoss | PostStepHook) for module in inside):
         yield (
             f"layers of model.family={config.model.family} add losses or update themselves through the host; use "
             "another family"
@@ -108,7 +103,7 @@ def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
 
 
 def rows_of_layers(model: nn.Module, stages: Sequence[Stage] | None) -> list[list[nn.Module]]:
-    """Layers that a micro-batch goes through in a row: whole stacks, or the part of one that a pipeline stage has."""
+    """Sequences of layers that run one after another: whole stacks, or the part of one in a pipeline stage."""
     stacks = outermost_stacks(model)
     if stages is None:
         return [list(stack) for stack in stacks]
@@ -117,7 +112,7 @@ def rows_of_layers(model: nn.Module, stages: Sequence[Stage] | None) -> list[lis
 
 
 def outermost_stacks(model: nn.Module) -> list[NumberedLayers]:
-    """Not those inside the layers of another."""
+    """The stacks that are not nested in the layers of another stack."""
     stacks = [module for module in model.modules() if isinstance(module, NumberedLayers)]
     inner = {id(module) for stack in stacks for layer in stack for module in layer.modules()}
     return [stack for stack in stacks if id(stack) not in inner and len(stack)]

@@ -1,10 +1,10 @@
-"""Which micro-batches go through graphs, and when these are captured.
+"""Which micro-batches use CUDA graphs, and when these are captured.
 
-The first steps of a form of arguments (shapes, dtypes, constants) are plain. One pass of the last of them is recorded,
-and before the next step its calls are captured as a lane. A micro-batch that finds no lane free, because others are
-between their forward and their backward pass, goes plain, and one more lane is captured before the next step: after a
-few steps there are as many as a pipeline schedule has micro-batches in flight. When weights have moved, or are trained
-that were not, or no longer, everything is captured anew.
+The first steps with a form of arguments (shapes, dtypes, constants) run eagerly. One pass of the last of them is
+recorded, and its calls are captured as a pool slot before the next step. If all slots are in use, because other
+micro-batches are between their forward and backward pass, a micro-batch runs eagerly, and one more slot is captured
+before the next step: after a few steps there are as many slots as the pipeline schedule has micro-batches in flight.
+When the addresses of weights or their requires_grad change, all graphs are captured again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.train.cuda_graphs.capture import Recorder
-from mt_core.train.cuda_graphs.lanes import Lane, RecordedCall
+from mt_core.train.cuda_graphs.pool_slots import GraphPoolSlot, RecordedCall
 from mt_core.train.cuda_graphs.structure import Form, form_of, replaced, tensors_in
 
 MOST_FORMS = 4
-"""Graphs of each form have memory of their own; micro-batches of further forms stay plain."""
+"""Maximum number of forms with graphs, as each has its own memory. Micro-batches of further forms run eagerly."""
 
 
-class Record:
-    """The calls of one pass as they come; tensors are held until it is over, as they are told apart by identity."""
+class CapturedCall:
+    """Records the calls of one pass. Tensors are identified by id(), so references are held until the pass ends."""
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
@@ -53,32 +53,32 @@ class Record:
 
 @dataclass
 class FormState:
-    """Of the passes whose first layer gets arguments of one form. steps: finished ones in which there were some."""
+    """State of the passes whose first layer gets arguments of one form. steps: completed steps with such passes."""
 
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: list[GraphPoolSlot] = field(default_factory=list)
     steps: int = 0
     was_seen: bool = False
-    record: Record | None = None
+    record: CapturedCall | None = None
 
 
 class LayerRun:
-    """Layers that each micro-batch goes through one after another, with nothing else of the run between.
+    """Layers that run one after another, with no other layers between them.
 
-    Takes the place of their `forward`; hooks, evaluation and passes without gradients stay as they are.
+    Replaces their `forward`. Hooks still run; evaluation and passes without gradients are not graphed.
     """
 
     def __init__(self, layers: Sequence[nn.Module], recorder: Recorder, warmup_steps: int) -> None:
         self.layers, self.recorder, self.warmup_steps = list(layers), recorder, warmup_steps
         self.forms: dict[Form, FormState] = {}
         self._memory = self._memory_of_weights()
-        self._lane: Lane | None = None
-        self._record: Record | None = None
+        self._lane: GraphPoolSlot | None = None
+        self._record: CapturedCall | None = None
         self._next = 0
         for place, layer in enumerate(self.layers):
             layer.forward = partial(self._call, place, layer.forward)
 
     def begin_step(self) -> bool:
-        """Between steps, when nothing is under way. Returns whether something was captured.
+        """Called between steps, with no micro-batch in flight. Returns whether graphs were captured.
 
         Raises ConfigError for layers that are not called one after another.
         """
@@ -102,7 +102,7 @@ class LayerRun:
                 f"{len(record.calls)} only, or with something between them; set train.cuda_graphs=none"
             )
         with unchanged_buffers(self.layers):
-            state.lanes.append(Lane(record.calls, self.recorder))
+            state.lanes.append(GraphPoolSlot(record.calls, self.recorder))
         return True
 
     def _call(self, place: int, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class LayerRun:
         if self._lane is not None:
             self._lane.begin()
         elif state.record is None and state.steps >= self.warmup_steps - 1:
-            self._record = state.record = Record()
+            self._record = state.record = CapturedCall()
 
     def _state_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FormState | None:
         try:
@@ -160,7 +160,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def unchanged_buffers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """What layers note of a pass (the magnitudes of FP8) is noted of real ones only."""
+    """Restores buffers that layers update in a pass (such as the FP8 amax history) after warm-up and capture."""
     before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     yield
     for buffer, value in before:
@@ -168,13 +168,13 @@ def unchanged_buffers(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class BlockGraphs:
-    """The runs of layers of this process."""
+    """The graphed layer runs of this process."""
 
     def __init__(self, runs: Sequence[LayerRun]) -> None:
         self.runs = list(runs)
 
     def begin_step(self) -> str | None:
-        """Call it before each step. Returns what is to be told, if something was captured."""
+        """Call it before each step. Returns a message for the user if graphs were captured."""
         captured = [run.begin_step() for run in self.runs]
         if not any(captured):
             return None

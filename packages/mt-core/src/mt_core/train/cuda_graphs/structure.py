@@ -1,7 +1,7 @@
-"""The tensors inside the arguments of a layer: found, described, and put in one another's place.
+"""The tensors nested in the arguments of a layer: finding, describing and replacing them.
 
 Arguments may be tensors, constants, and tuples, lists, dictionaries and plain objects of these (an attention pattern,
-the angles of positions). Attributes that begin with an underscore are what an object remembers: they are left out.
+rotary angles). Attributes that begin with an underscore are caches of the object and are left out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 Form = tuple[tuple[object, ...], ...]
-"""Everything about arguments but the numbers in their tensors; equal forms can share a graph."""
+"""Everything about the arguments but the values of their tensors. Calls with equal forms can share a graph."""
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """In an order that follows from the form."""
+    """The tensors, in an order that the form determines."""
     return [leaf for _, leaf in _leaves(value, "") if isinstance(leaf, Tensor)]
 
 
@@ -29,9 +29,9 @@ def form_of(value: object) -> Form:
 
 
 def replaced(value: Any, put: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
-    """The same structure with put(tensor) for each tensor. A tensor or object that is there twice is one again.
+    """The same structure with put(tensor) for each tensor. Aliases are preserved.
 
-    known: of earlier calls, by the id of what was replaced, which has to be alive while `known` is used.
+    known: replacements of earlier calls, by id() of the original, which has to stay alive while `known` is used.
     """
     if isinstance(value, CONSTANTS):
         return value
@@ -69,7 +69,7 @@ def _described(path: str, leaf: object) -> tuple[object, ...]:
 
 
 def _parts(value: object) -> Mapping[str, object]:
-    """Raises TypeError for what a graph cannot stand for."""
+    """Raises TypeError for an argument type that a graph does not support."""
     if isinstance(value, tuple | list):
         return {str(number): part for number, part in enumerate(value)}
     if isinstance(value, dict):

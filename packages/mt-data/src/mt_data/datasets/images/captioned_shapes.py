@@ -43,7 +43,7 @@ class CaptionedShapesDataset:
         return {**self.shape.arrays(text), "images": as_input(picture.pixels, self.config)}
 
     def describe(self, index: int) -> str:
-        return f"made-up picture {index} of the {self.split} split with seed {self.seed}"
+        return f"fake picture {index} of the {self.split} split with seed {self.seed}"
 
 
 def build_captioned_shapes(

@@ -36,12 +36,12 @@ class ShapesDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of made-up shapes, of which there are {len(self)}")
+            raise IndexError(f"sample {index} of fake shapes, of which there are {len(self)}")
         picture = draw(self.config.img_h, self.config.img_w, seed=self.seed, split=self.split, index=index)
         return labelled(as_input(picture.pixels, self.config), list(KINDS).index(picture.kind))
 
     def describe(self, index: int) -> str:
-        return f"made-up picture {index} of the {self.split} split with seed {self.seed}"
+        return f"fake picture {index} of the {self.split} split with seed {self.seed}"
 
 
 def build_shapes(config: ShapesDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> ShapesDataset:

@@ -73,6 +73,10 @@ class RetroDataset:
             **self.retrieval.neighbors(item * per_sample, per_sample),
         }
 
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.stream.source.fingerprint()
+
     def describe(self, index: int) -> str:
         start = self._item(index) * self.length
         return f"{self.stream.name}: tokens {start}..{start + self.length - 1} of the file"

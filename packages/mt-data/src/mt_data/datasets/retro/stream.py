@@ -16,6 +16,8 @@ class TokenSource(Protocol):
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
+    def fingerprint(self) -> str: ...
+
 
 class TokenStream:
     """Tokens by their place in the stream."""

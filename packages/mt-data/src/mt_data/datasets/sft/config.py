@@ -32,6 +32,9 @@ class SFTDataConfig(TextDataConfig):
     """A conversation longer than seq_length is cut at its end (and left out when no answer remains), or is
     an error."""
 
+    on_error: Literal["raise", "skip"] = "raise"
+    """skip: leave out lines that are no usable conversation, with a warning that counts them and names the first."""
+
     @model_validator(mode="after")
     def _check_template(self) -> SFTDataConfig:
         if self.chat_template_file is not None and self.chat_template != OF_TOKENIZER:

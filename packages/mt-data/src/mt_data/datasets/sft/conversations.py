@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
-from mt_data.preprocess.readers import iter_records
+from mt_data.preprocess.readers import MalformedRecord, Record, iter_records
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
+OnBadLine = Callable[[int, DataError], None]
+"""Called with the number of a line that cannot be used, and why; reading goes on after it unless the call raises."""
+
+
+def raise_bad_line(line: int, error: DataError) -> None:
+    """The default: the first unusable line ends the reading."""
+    raise error
 
 
 @dataclass(frozen=True)
@@ -31,26 +38,42 @@ class Conversation:
         return [number for number, message in enumerate(self.messages) if message["role"] == role]
 
 
-def read_conversations(path: Path, messages_key: str) -> Iterator[Conversation]:
+def read_conversations(
+    path: Path, messages_key: str, on_bad_line: OnBadLine = raise_bad_line
+) -> Iterator[Conversation]:
     """The conversations of a file, in order.
 
-    Raises DataError with file and line for a line that is no JSON object, has no list of messages under
-    messages_key, or a message whose role is not one of ROLES or whose content is no text.
+    `on_bad_line` is given the DataError, with file and line, for a line that is no JSON object, has no list of
+    messages under messages_key, or a message whose role is not one of ROLES or whose content is no text. It raises it
+    by default. A file that cannot be read, or is cut short, is a DataError always.
     """
-    for record in iter_records(path):
-        where = f"{record.file}, line {record.line}"
-        messages = record.value.get(messages_key)
-        if messages_key not in record.value:
-            raise DataError(
-                f'{where} has no key "{messages_key}"; its keys are {", ".join(record.value)}. '
-                f"Name the key that holds the list of messages with data.messages_key"
-                f"{did_you_mean(messages_key, record.value)}"
-            )
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f'{where}: "{messages_key}" must be a list of at least one message')
-        for number, message in enumerate(messages):
-            _check_message(message, f"{where}, message {number + 1}")
-        yield Conversation(messages, record.value.get("tools"), record.file, record.line)
+
+    def malformed(error: MalformedRecord) -> None:
+        on_bad_line(error.line, error)
+
+    for record in iter_records(path, on_malformed=malformed):
+        try:
+            conversation = _conversation(record, messages_key)
+        except DataError as error:
+            on_bad_line(record.line, error)
+        else:
+            yield conversation
+
+
+def _conversation(record: Record, messages_key: str) -> Conversation:
+    where = f"{record.file}, line {record.line}"
+    messages = record.value.get(messages_key)
+    if messages_key not in record.value:
+        raise DataError(
+            f'{where} has no key "{messages_key}"; its keys are {", ".join(record.value)}. '
+            f"Name the key that holds the list of messages with data.messages_key"
+            f"{did_you_mean(messages_key, record.value)}"
+        )
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: "{messages_key}" must be a list of at least one message')
+    for number, message in enumerate(messages):
+        _check_message(message, f"{where}, message {number + 1}")
+    return Conversation(messages, record.value.get("tools"), record.file, record.line)
 
 
 def _check_message(message: object, where: str) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.encoding import Conversations, load_conversations
@@ -50,8 +51,10 @@ class SFTDataset:
         sequence_length: int,
         pad: int,
         name: str,
+        content: Mapping[str, Any],
     ) -> None:
         self.conversations = conversations
+        self.content = content
         self.selection = selection
         self.packing = packing
         self.order = order
@@ -92,6 +95,10 @@ class SFTDataset:
         sample["position_ids"][start:] = np.arange(length - start)
         return sample
 
+    def fingerprint(self) -> str:
+        """The content of the files, and how they become tokens."""
+        return combined([self.content])
+
     def describe(self, index: int) -> str:
         return "; ".join(map(self.conversations.where, self.members(index)))
 
@@ -126,6 +133,7 @@ def build_sft(config: SFTDataConfig, tokenizer: Tokenizer, request: SplitRequest
             sequence_length=request.sequence_length,
             pad=_filler(tokenizer),
             name=source.name,
+            content=key,
         )
         log.log(logging.WARNING if selection.truncated or selection.dropped else logging.INFO, "%s", dataset.summary())
         return dataset

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.conversations import Conversation, read_conversations
 from mt_data.preprocess.readers import expand_globs
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same files give other arrays than before."""
 _REPORT_SECONDS = 10.0
 _BATCH = 4096
+_SKIPPED_SHOWN = 10
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +38,8 @@ class Conversations:
     tokens int32 [all tokens], answer bool [all tokens]: True where a token counts in the loss;
     bounds int64 [conversations + 1]; first int64 [conversations]: place of the first token that counts, apart
     from the very first token, which is never predicted (no place of the conversation when there is none);
-    file int32 and line int64 [conversations]: where each stands.
+    file int32 and line int64 [conversations]: where each stands. skipped int64 [skipped lines, 2]: file and line of
+    what was left out.
     """
 
     tokens: NDArray[np.int32]
@@ -45,6 +48,7 @@ class Conversations:
     first: NDArray[np.int64]
     file: NDArray[np.int32]
     line: NDArray[np.int64]
+    skipped: NDArray[np.int64]
     paths: Sequence[Path]
 
     def __len__(self) -> int:
@@ -65,7 +69,8 @@ def load_conversations(
 ) -> tuple[Conversations, dict[str, Any]]:
     """The encoded conversations of the files that `pattern` names, and the cache key that stands for them.
 
-    Raises DataError for missing files and for the first line that is no usable conversation.
+    Raises DataError for missing files and, unless data.on_error is "skip", for the first line that is no usable
+    conversation.
     """
     paths = expand_globs([pattern])
     template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
@@ -76,9 +81,14 @@ def load_conversations(
         "template": template.fingerprint(),
         "messages_key": config.messages_key,
         "train_on": config.train_on,
+        "on_error": config.on_error,
     }
     arrays = cache.get(key, lambda: _encode_files(paths, config, template, tokenizer))
-    return Conversations(**arrays, paths=paths), key
+    conversations = Conversations(**arrays, paths=paths)
+    if count := len(conversations.skipped):
+        file, line = conversations.skipped[0].tolist()
+        log.warning('data.on_error="skip": %d lines are left out; the first is %s, line %d', count, paths[file], line)
+    return conversations, key
 
 
 def _checksum(path: Path) -> str:
@@ -95,23 +105,50 @@ def _encode_files(
     _report_split_markers(template, tokenizer)
     encoder = ConversationEncoder(template, tokenizer)
     encode = encoder.answers if config.train_on == "answers" else encoder.everything
+    bad_lines = _BadLines(config.on_error)
     gathered = _Gathered()
     started = reported = time.monotonic()
-    for file, conversation in _read(paths, config.messages_key):
-        gathered.add(encode(conversation), file, conversation.line)
+    for file, conversation in _read(paths, config.messages_key, bad_lines):
+        try:
+            encoded = encode(conversation)
+        except DataError as error:
+            bad_lines.add(file, conversation.line, _placed(error, conversation))
+            continue
+        gathered.add(encoded, file, conversation.line)
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
             rate = gathered.count / (reported - started)
             log.info("encoded %d conversations (%.0f/s), at %s", gathered.count, rate, conversation.where)
     if not gathered.count:
         raise DataError(f"{', '.join(map(str, paths))} holds no conversation; each line must be one")
-    return gathered.arrays()
+    return gathered.arrays() | {"skipped": np.array(bad_lines.places, np.int64).reshape(-1, 2)}
 
 
-def _read(paths: Sequence[Path], messages_key: str) -> Iterator[tuple[int, Conversation]]:
+def _read(paths: Sequence[Path], messages_key: str, bad_lines: _BadLines) -> Iterator[tuple[int, Conversation]]:
     for file, path in enumerate(paths):
-        for conversation in read_conversations(path, messages_key):
+        for conversation in read_conversations(path, messages_key, partial(bad_lines.add, file)):
             yield file, conversation
+
+
+def _placed(error: DataError, conversation: Conversation) -> DataError:
+    """The error with file and line, which a tokenizer that refuses a text does not know."""
+    text = str(error)
+    return error if text.startswith(conversation.where) else DataError(f"{conversation.where}: {text}")
+
+
+class _BadLines:
+    """Lines that are no usable conversation: the first one ends the reading, or (on_error "skip") they are counted."""
+
+    def __init__(self, on_error: str) -> None:
+        self._on_error = on_error
+        self.places: list[tuple[int, int]] = []
+
+    def add(self, file: int, line: int, error: DataError) -> None:
+        if self._on_error == "raise":
+            raise DataError(f'{error}; correct the line, or leave such lines out with data.on_error="skip"') from error
+        self.places.append((file, line))
+        if len(self.places) <= _SKIPPED_SHOWN:
+            log.warning("left out: %s", error)
 
 
 def _report_split_markers(template: ChatTemplate, tokenizer: Tokenizer) -> None:

@@ -54,11 +54,15 @@ class CompiledTemplate:
         """The text, and the (start, end) of what is marked. DataError when the template fails on the values."""
         try:
             return _unmark(self._template.render(values), where)
-        except (TemplateError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        except _FAILURES as error:
             raise DataError(
                 f"{where}: {self._name} refuses the conversation: {error}; correct the line, or choose another "
                 "template with data.chat_template or data.chat_template_file"
             ) from error
+
+
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What an expression of a template raises for values that it was not written for."""
 
 
 def compile_template(source: str, name: str) -> CompiledTemplate:

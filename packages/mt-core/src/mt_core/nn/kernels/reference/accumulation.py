@@ -1,4 +1,4 @@
-"""The number format in which the references compute."""
+"""The dtype in which the references compute."""
 
 from __future__ import annotations
 

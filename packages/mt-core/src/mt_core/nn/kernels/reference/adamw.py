@@ -7,7 +7,7 @@ For each weight w with gradient g, scaled by s (loss scale and clipping):
 
 Weights in 32 bits may stand in two 16-bit halves: the model's own bf16 weight, which is the fp32 weight rounded to
 nearest (ties away from zero), and a remainder, int16, such that bits(w) = (bits(bf16) << 16) + remainder, exactly.
-Nothing is lost against fp32 main weights, and no second copy is kept.
+Nothing is lost against fp32 master weights, and no second copy is kept.
 
 Moments may be kept in bf16. They are rounded stochastically: with rounding to nearest v would stand still as soon
 as 1 - beta2 is under half a bf16 step (1/512). The random bits are a hash of the element's index and the step.

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that may be divided over the vocabulary."""
+"""Cross entropy of logits that may be sharded over the vocabulary."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = logits if ctx.overwrite else torch.empty_like(logits)
         _gradient_into(gradient, logits, columns, lse, grads[0])
         if ctx.overwrite:
-            # Autograd does not see what triton writes. Now whoever kept the logits for a backward pass is told.
+            # Autograd does not see Triton's in-place write. With the version counter incremented, a backward pass that
+            # saved the logits raises an error instead of using overwritten values.
             torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None
 

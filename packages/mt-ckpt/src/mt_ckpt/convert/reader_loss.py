@@ -1,0 +1,181 @@
+"""The loss that the program computes which a checkpoint was written for: with its rows of padding, or its own model.
+
+Equal tensors are not enough: Megatron's softmax runs over the padded vocabulary, and Transformers builds the model that
+the configuration beside the tensors says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.source import MODEL
+from mt_ckpt.convert.token_inputs import token_inputs
+from mt_ckpt.convert.vocabulary import num_padding_rows, with_vocab_size
+from mt_core.errors import CheckpointError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.paths import is_remote
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader
+from mt_core.train.checkpoint.state import load_parameters
+
+TOLERANCE = 1e-3
+"""Tolerance in nats, for another order of summation."""
+HUGGING_FACE = "hf"
+COUNT_PADDING = ("megatron", "megatron-dist", "megatron-legacy")
+"""Formats whose readers' softmax runs over the padding."""
+TRANSFORMERS_NAMES = {
+    "tokens": "input_ids",
+    "encoder_tokens": "input_ids",
+    "decoder_tokens": "decoder_input_ids",
+}
+"""Our input name -> that of Transformers' models."""
+
+
+@dataclass(frozen=True)
+class ReaderLoss:
+    """Mean cross entropy in nats of the same few tokens. source: of the model that was read. target: as the reader of
+    what was written computes it. num_padding_rows: rows beside the vocabulary in its softmax. num_parameters: of the
+    model that it builds."""
+
+    reader: str
+    source: float
+    target: float
+    num_padding_rows: int
+    num_parameters: int
+
+
+def reader_loss(
+    source: CheckpointReader, written: CheckpointReader, path: Path, saver: str, host: PluginHost
+) -> ReaderLoss | None:
+    """None for a model whose output is no distribution over the vocabulary, and where the reader is not installed.
+
+    Raises CheckpointError for losses that differ by more than rows of padding with a mean logit would make them, and
+    for names that the reader does not know.
+    """
+    if saver == HUGGING_FACE:
+        return _by_transformers(source, path, host)
+    counts = saver in COUNT_PADDING
+    first, rows = _padded(source, host) if counts else (source, 0)
+    second, more_rows = _padded(written, host) if counts else (written, 0)
+    num_ids = _vocab_size(source, host)
+    before, after = model_loss(first, num_ids, host), model_loss(second, num_ids, host)
+    if before is None or after is None:
+        return None
+    numel = sum(math.prod(shape) for name, shape in second.shapes().items() if name.startswith(MODEL))
+    found = ReaderLoss("Megatron" if counts else "mt", before, after, more_rows, numel)
+    _require_alike(found, math.log1p(max(more_rows - rows, 0) / num_ids), fewer=more_rows < rows)
+    return found
+
+
+def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) -> None:
+    """allowed: difference that padding rows may cause. fewer: whether the target has fewer of them than the source."""
+    higher = found.target - found.source
+    if higher > allowed + TOLERANCE or (higher < -TOLERANCE and not fewer):
+        raise CheckpointError(
+            f"written, but {found.reader} computes another loss from it: {found.target:.5f}, and the source has "
+            f"{found.source:.5f}; {found.num_padding_rows} rows of padding are in its softmax, see --vocab-padding"
+        )
+
+
+def model_loss(reader: CheckpointReader, num_ids: int, host: PluginHost) -> float | None:
+    """Of our model with the tensors of an open checkpoint, in fp32, for ids below num_ids. None for a model without a
+    softmax over ids."""
+    config = model_config(reader, host)
+    model = build_model(config, host).eval()
+    inputs = token_inputs(model, num_ids)
+    if inputs is None:
+        return None
+    load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
+    with torch.no_grad():
+        return loss_of(model(**inputs), inputs, _vocab_size(reader, host))
+
+
+def loss_of(output: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> float | None:
+    """Mean cross entropy of each next id, which is the same for all models: not what they were trained for, but it
+    depends on every logit."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    ids = list(inputs.values())[-1]
+    if logits is None or tuple(logits.shape) != (*ids.shape, vocab_size):
+        return None
+    return float(F.cross_entropy(logits[0, :-1].double(), ids[0, 1:]))
+
+
+def _padded(reader: CheckpointReader, host: PluginHost) -> tuple[CheckpointReader, int]:
+    """The checkpoint with its padding as if it were ids, as Megatron's softmax has it, and the rows of it."""
+    rows = num_padding_rows(reader)
+    return (with_vocab_size(reader, _vocab_size(reader, host) + rows, host), rows) if rows else (reader, 0)
+
+
+def _vocab_size(reader: CheckpointReader, host: PluginHost) -> int:
+    return getattr(model_config(reader, host).model, "vocab_size", None) or 1
+
+
+# -- Transformers ---------------------------------------------------------------------------------------
+
+
+def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost) -> ReaderLoss | None:
+    num_ids = _vocab_size(source, host)
+    inputs = token_inputs(build_model(model_config(source, host), host, "meta"), num_ids)
+    if inputs is None or is_remote(path) or find_spec("transformers") is None:
+        return None
+    before = model_loss(source, num_ids, host)
+    if before is None:
+        return None
+    model = _transformers_model(path)
+    with torch.no_grad():
+        output = model(**{TRANSFORMERS_NAMES[name]: ids for name, ids in inputs.items()})
+    after = loss_of(output, inputs, num_ids)
+    if after is None:
+        return None
+    found = ReaderLoss("transformers", before, after, 0, sum(parameter.numel() for parameter in model.parameters()))
+    _require_alike(found, 0.0)
+    return found
+
+
+def _transformers_model(path: Path) -> nn.Module:
+    """In fp32. Raises CheckpointError for tensors that its class misses or does not know.
+
+    Layers of multi-token prediction stand behind the others in the files, and its classes leave them out.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+    with _without_progress_bars():
+        model, about = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True)
+    first, predicting = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    left_out = tuple(f"model.layers.{number}." for number in range(first, first + predicting))
+    found = {what: about.get(what, ()) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    found["unexpected_keys"] = [name for name in found["unexpected_keys"] if not name.startswith(left_out)]
+    problems = [
+        f"{what.replace('_', ' ')} {', '.join(map(str, sorted(names)[:8]))}" for what, names in found.items() if names
+    ]
+    if problems:
+        raise CheckpointError(f"{path}: written, but transformers' {kind.__name__} has {'; '.join(problems)}")
+    return model.eval()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Hides the progress bars of Transformers: for a folder just written here they would only interrupt the report."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

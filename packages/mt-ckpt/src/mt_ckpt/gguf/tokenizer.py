@@ -1,0 +1,139 @@
+"""The tokenizer of a GGUF file, as the files that stand beside a model of Hugging Face.
+
+The file holds a vocabulary, merges, special tokens and a chat template. The way to split text before merging is known
+to llama.cpp by a name (`tokenizer.ggml.pre`); it is written out here for the names in SPLITTINGS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mt_ckpt.hugging_face.tokenizer import GENERATION, generation_defaults
+
+CONTROL, USER_DEFINED = 3, 4
+"""Values of `tokenizer.ggml.token_type`: tokens that no merge makes."""
+ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+"""`<role>_token` there -> `tokenizer.ggml.<name>_token_id`."""
+
+BYTES: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GPT2: Mapping[str, Any] = {**BYTES, "use_regex": True}
+"""Bytes as characters, behind GPT-2's regular expression."""
+SINGLE_DIGITS: Mapping[str, Any] = {"type": "Digits", "individual_digits": True}
+
+
+def _by_pattern(digits: str) -> Sequence[Mapping[str, Any]]:
+    """Tiktoken's cl100k pattern; digits: how many stay together."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return (split, BYTES)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """What comes before merging. steps: pre-tokenizers of the `tokenizers` library, in their order.
+
+    whole_words: a piece of text that is a token is taken without merging. adds_bos: unless the file says it.
+    """
+
+    steps: Sequence[Mapping[str, Any]]
+    normalizer: Mapping[str, Any] | None = None
+    whole_words: bool = False
+    adds_bos: bool = False
+
+
+_GPT2 = Splitting((GPT2,))
+_STARCODER = Splitting((SINGLE_DIGITS, GPT2))
+SPLITTINGS: Mapping[str, Splitting] = {
+    "gpt-2": _GPT2,
+    "default": _GPT2,
+    "smollm": _STARCODER,
+    "starcoder": _STARCODER,
+    "llama-bpe": Splitting(_by_pattern(r"\p{N}{1,3}"), whole_words=True, adds_bos=True),
+    "qwen2": Splitting(_by_pattern(r"\p{N}"), normalizer={"type": "NFC"}),
+}
+"""`tokenizer.ggml.pre` -> what it means, of byte-level vocabularies."""
+
+
+def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """tokenizer.json, tokenizer_config.json and generation_config.json from a file's metadata.
+
+    {} for a vocabulary that is none of BPE over bytes, or splits text in a way that is not known here.
+    """
+    tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
+    splitting = SPLITTINGS.get(values.get("tokenizer.ggml.pre", "gpt-2"))
+    if values.get("tokenizer.ggml.model") != "gpt2" or splitting is None or not tokens or not merges:
+        return {}
+    roles = _role_ids(values, len(tokens))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{role}_token": tokens[number] for role, number in roles.items()},
+        "chat_template": values.get("tokenizer.chat_template"),
+    }
+    return {
+        "tokenizer.json": _json(_tokenizer(values, tokens, merges, splitting, roles)),
+        "tokenizer_config.json": _json({key: value for key, value in settings.items() if value is not None}),
+        **_defaults_of_generation(roles),
+    }
+
+
+def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:
+    given = {role: values.get(f"tokenizer.ggml.{name}_token_id") for role, name in ROLES.items()}
+    return {role: number for role, number in given.items() if number is not None and number < size}
+
+
+def _defaults_of_generation(roles: Mapping[str, int]) -> dict[str, bytes]:
+    ids = {f"{role}_token_id": number for role, number in roles.items() if role != "unk"}
+    return {GENERATION: generation_defaults(ids)} if ids else {}
+
+
+def _tokenizer(
+    values: Mapping[str, Any], tokens: list[str], merges: list[str], splitting: Splitting, roles: Mapping[str, int]
+) -> dict[str, Any]:
+    """The contents of tokenizer.json."""
+    bos = roles.get("bos") if values.get("tokenizer.ggml.add_bos_token", splitting.adds_bos) else None
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(values.get("tokenizer.ggml.token_type") or [], tokens, roles),
+        "normalizer": splitting.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
+        "post_processor": BYTES if bos is None else _puts_in_front(tokens[bos], bos),
+        "decoder": BYTES,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": splitting.whole_words,
+            "vocab": {token: number for number, token in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
+
+
+def _added_tokens(kinds: Sequence[int], tokens: list[str], roles: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Control tokens, which are special, and those that a user defined; the roles where the file has no kinds."""
+    special = {number for number, kind in enumerate(kinds) if kind == CONTROL} | set(roles.values())
+    added = special | {number for number, kind in enumerate(kinds) if kind == USER_DEFINED}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [{"id": n, "content": tokens[n], **plain, "special": n in special} for n in sorted(added)]
+
+
+def _puts_in_front(token: str, number: int) -> dict[str, Any]:
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    text, pair = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, pair],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False) + "\n").encode(errors="surrogatepass")

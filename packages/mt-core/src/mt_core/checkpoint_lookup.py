@@ -1,0 +1,108 @@
+"""Finds the checkpoints of a run, and opens a checkpoint of any registered format. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import as_path, children
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
+    from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory."""
+LATEST = "latest"
+"""File in it that holds the name of the newest complete checkpoint."""
+
+
+def folder_of_step(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint in a folder of checkpoints, None when there is none.
+
+    Raises CheckpointError when the pointer to it cannot be read, or names a checkpoint that is not there.
+    """
+    pointer = checkpoints / LATEST
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}") from error
+    path = checkpoints / name
+    if not name or not path.is_dir():
+        raise CheckpointError(
+            f"{pointer} names {name or 'nothing'}, which is not there; checkpoints are {_listed(checkpoints)}"
+        )
+    return path
+
+
+def checkpoint_of_step(checkpoints: Path, step: int) -> Path | None:
+    """That of a step; None when there are no checkpoints at all. Raises CheckpointError when there are only others."""
+    path = checkpoints / folder_of_step(step)
+    if path.is_dir():
+        return path
+    if not any(children(checkpoints)):
+        return None
+    raise CheckpointError(
+        f"checkpoint.ckpt_step={step}: {checkpoints} has no checkpoint of that step; it has {_listed(checkpoints)}"
+    )
+
+
+def _listed(checkpoints: Path) -> str:
+    names = sorted(entry.name for entry in children(checkpoints) if entry.name.startswith("iter_"))
+    return ", ".join(names) or "none"
+
+
+def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
+    """A checkpoint given by its own path, or by its run directory or that one's folder of checkpoints.
+
+    step: of a run, take this step's instead of the newest. A path may be a URL of an object store.
+    """
+    given = as_path(path)
+    if not given.is_dir():
+        raise CheckpointError(f"{given}: no such directory; give a run directory or a checkpoint in it")
+    folders = [folder for folder in (given / CHECKPOINTS, given) if (folder / LATEST).is_file()]
+    if not folders and not (given / CHECKPOINTS).is_dir():
+        return given
+    found = None
+    if folders:
+        found = newest_checkpoint(folders[0]) if step is None else checkpoint_of_step(folders[0], step)
+    if found is None:
+        raise CheckpointError(f"{given}: this run has no complete checkpoint yet")
+    return found
+
+
+def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost, config: Path | None = None) -> CheckpointReader:
+    """Open a checkpoint with the given loader. config: a file that says what the model is, of formats that do not.
+
+    Raises ConfigError for a configuration that the format does not take.
+    """
+    if config is not None and not spec.takes_config:
+        raise ConfigError(
+            f"--config {config}: checkpoints of the format {spec.name} say what their model is; leave it out"
+        )
+    opener = spec.open.load()
+    further = {"config": config} if config is not None else {}
+    reader: CheckpointReader = opener(path, host, **further) if spec.takes_host else opener(path, **further)
+    return reader
+
+
+def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) -> CheckpointReader:
+    """Open a checkpoint of whatever format recognizes it. config: as of `open_with`.
+
+    Raises CheckpointError when no loader, or more than one, does.
+    """
+    loaders = [spec for spec in host.checkpoint_loaders if spec.detect.load()(path)]
+    if len(loaders) == 1:
+        return open_with(loaders[0], path, host, config)
+    names = ", ".join(host.checkpoint_loaders.names()) or "none (pip install mt-ckpt)"
+    if loaders:
+        both = " and ".join(spec.name for spec in loaders)
+        raise CheckpointError(f"{path}: the loaders {both} both take it for theirs")
+    raise CheckpointError(f"{path} is no complete checkpoint of a known format; loaders are {names}")

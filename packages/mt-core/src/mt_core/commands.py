@@ -1,0 +1,55 @@
+"""For commands of any distribution: the plugin host, and checks of what is installed. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from mt_core.errors import PluginError
+from mt_core.plugins import STRICT_VARIABLE, PluginHost, load_plugins
+
+INSTALL = {"torch": '"mt-core[train]"'}
+"""What to install for a name, where that is not the name itself."""
+KIND_BROUGHT = {"mt-models": "models", "mt-data": "datasets", "mt-ckpt": "checkpoint_savers"}
+"""A distribution that is wanted for a kind of thing, which any other plugin may bring instead."""
+
+
+class CommandContext(Protocol):
+    """typer.Context, as far as it is needed here: mt-core does not depend on typer."""
+
+    def find_object(self, object_type: type[Any], /) -> Any: ...
+
+
+def host_of(context: CommandContext) -> PluginHost:
+    """The host that `mt` was built from; a new one where a command is called outside of `mt`."""
+    return context.find_object(PluginHost) or load_plugins(strict=False)
+
+
+def is_strict() -> bool:
+    """Whether MT_PLUGINS_STRICT makes a missing plugin an error."""
+    return os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
+
+
+def need(*distributions: str, command: str) -> None:
+    """Raise PluginError, saying what to install, if one of the distributions is missing.
+
+    mt-models, mt-data and mt-ckpt are not missed when another plugin registers a model family, a data set
+    or a checkpoint saver.
+    """
+    missing = [name for name in distributions if find_spec(name.replace("-", "_")) is None]
+    if missing:
+        missing = _not_replaced(missing)
+    if missing:
+        install = " ".join(INSTALL.get(name, name) for name in missing)
+        raise PluginError(f"{command} needs {listed(missing)}; pip install {install}")
+
+
+def _not_replaced(missing: list[str]) -> list[str]:
+    host = load_plugins()
+    return [name for name in missing if name not in KIND_BROUGHT or not host.registry(KIND_BROUGHT[name]).names()]
+
+
+def listed(names: list[str]) -> str:
+    """ "a, b and c" """
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,121 @@
+"""Model and tokenizer of the checkpoint that checkpoint.load names, as a layer between preset and file.
+
+Keys of a file and of --set win, as over a preset. A section for which they choose another family (another tokenizer)
+than the checkpoint has takes nothing from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.config.layers import Layer, Merged, merge_layers
+from mt_core.config.schema import SECTIONS
+from mt_core.config.sections import build_sections, section_type
+from mt_core.errors import CheckpointError, MtError, Problems
+from mt_core.paths import as_path
+from mt_core.specs import KeepsFiles
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
+    from mt_core.specs import CheckpointReader
+
+FROM_CHECKPOINT = ("model", "tokenizer")
+
+
+def with_checkpoint_layer(
+    layers: Sequence[Layer], names: Iterable[str], host: PluginHost, *, preset_is_default: bool
+) -> list[Layer]:
+    """The layers with that of checkpoint.load, if it is set and can say something about the sections `names`.
+
+    preset_is_default: nobody asked for the preset, and its model and tokenizer give way.
+    Raises CheckpointError when nothing else names the model, or the tokenizer, and there is no checkpoint to read.
+    """
+    load = _value(merge_layers(layers, Problems()), "checkpoint", "load")
+    if not isinstance(load, str):
+        return list(layers)
+    whole = list(layers)
+    if preset_is_default:
+        layers = [_without(layer, FROM_CHECKPOINT) if layer.is_preset else layer for layer in layers]
+    written = merge_layers([layer for layer in layers if not layer.is_preset], Problems())
+    wanted = [name for name in FROM_CHECKPOINT if name in names and not _is_complete(name, written, host)]
+    chosen = merge_layers(layers, Problems())
+    if not wanted or _may_be_absent(load, wanted, chosen):
+        return list(layers)
+    stored = _stored_sections(load, host)
+    values = {name: stored[name] for name in wanted if name in stored and _agree(name, chosen, stored[name])}
+    if preset_is_default:  # it gives way where the checkpoint has something to say
+        layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
+    presets = [layer for layer in layers if layer.is_preset]
+    return [*presets, Layer(f"checkpoint {load}", values), *layers[len(presets) :]]
+
+
+def _value(merged: Merged, section: str, key: str | None) -> Any:
+    return merged.get(section, {}).get(key or "", (None, ""))[0]
+
+
+def _without(layer: Layer, sections: Iterable[str]) -> Layer:
+    return Layer(layer.origin, {name: keys for name, keys in layer.values.items() if name not in sections})
+
+
+def _is_complete(name: str, written: Merged, host: PluginHost) -> bool:
+    """Whether every key of the section is written, as in the config.json of a run."""
+    selected = _value(written, name, SECTIONS[name].selector)
+    if not isinstance(selected, str):
+        return False
+    try:
+        return section_type(name, selected, host).model_fields.keys() <= written[name].keys()
+    except MtError:
+        return False  # found again, and told, when the section is built
+
+
+def _may_be_absent(load: str, wanted: Iterable[str], chosen: Merged) -> bool:
+    """Whether the checkpoint cannot be read here and the configuration stands without it.
+
+    A run that resumes from its own checkpoints no longer needs this one, and the data of a run are prepared without
+    torch; training itself stops when the checkpoint is missing.
+    """
+    if all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
+        return find_spec("torch") is None or not as_path(load).exists()
+    return False
+
+
+def _agree(name: str, chosen: Merged, stored: Mapping[str, Any]) -> bool:
+    selector = SECTIONS[name].selector
+    assert selector is not None
+    return _value(chosen, name, selector) in (None, stored[selector])
+
+
+def _stored_sections(load: str, host: PluginHost) -> dict[str, dict[str, Any]]:
+    """Section -> its values in the checkpoint, of those that have some there."""
+    if find_spec("torch") is None:
+        raise CheckpointError(f'checkpoint.load={load} needs torch to be read; pip install "mt-core[train]"')
+
+    reader = open_checkpoint(find_checkpoint(load), host)
+    config = reader.metadata["config"]
+    stored = {name: dict(config[name]) for name in FROM_CHECKPOINT if config.get(name)}
+    if "tokenizer" in stored and isinstance(reader, KeepsFiles):
+        stored["tokenizer"] = _with_own_files(stored["tokenizer"], reader, host)
+    return stored
+
+
+def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
+    """The section with paths to the files that travelled with the checkpoint: the original ones may be gone."""
+    assert isinstance(reader, KeepsFiles)
+    spec = host.tokenizers.get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
+    if spec.materialize is None or not reader.files():
+        return tokenizer
+    merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])
+    config = build_sections(["tokenizer"], merged, host, Problems())["tokenizer"]
+    with TemporaryDirectory(prefix="mt-tokenizer-") as folder:
+        laid_out = spec.materialize.load()(config, reader.files(), Path(folder)).model_dump(mode="json")
+        return {key: _moved(value, folder, str(reader.files_folder)) for key, value in laid_out.items()}
+
+
+def _moved(value: Any, folder: str, to: str) -> Any:
+    is_inside = isinstance(value, str) and (value == folder or value.startswith(folder + "/"))
+    return to + value.removeprefix(folder) if is_inside else value

@@ -1,0 +1,54 @@
+"""Words of Megatron's options and converters that people write here from habit.
+
+A value that can only mean one of ours is taken, with a note that names ours. Keys without a counterpart are refused
+in `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mt_core.config.layers import Layer
+from mt_core.errors import ConfigError
+
+VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("model", "position_embedding_type"): {"rotary": "rope", "absolute": "learned_absolute"},
+}
+"""(section, key) -> their word -> ours."""
+
+CONVERTED_FORMATS: Mapping[str, str] = {
+    "torch_dist": "megatron-dist",
+    "torch": "megatron",
+    "core": "megatron",
+    "legacy": "megatron-legacy",
+}
+"""Megatron's word for a checkpoint format -> the saver of `mt convert` that writes it."""
+
+
+def translate(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
+    """The layers in our words, and a note for each value that was another's word."""
+    notes: list[str] = []
+    return [_translate_layer(layer, notes) for layer in layers], notes
+
+
+def _translate_layer(layer: Layer, notes: list[str]) -> Layer:
+    values: dict[str, Any] = dict(layer.values)
+    for (section, key), words in VALUES.items():
+        keys = values.get(section)
+        if not isinstance(keys, Mapping):
+            continue
+        given = keys.get(key)
+        if isinstance(given, str) and given in words:
+            values[section] = {**keys, key: words[given]}
+            notes.append(f"{section}.{key}={given} (from {layer.origin}) is called {words[given]} here")
+    return Layer(layer.origin, values)
+
+
+def refuse_foreign_formats(ckpt_format: str, savers: Collection[str]) -> None:
+    """Raise ConfigError for one of Megatron's formats, unless an installed saver has that name."""
+    if ckpt_format in CONVERTED_FORMATS and ckpt_format not in savers:
+        raise ConfigError(
+            f"checkpoint.ckpt_format={ckpt_format} is a format of Megatron's that training does not write; train with "
+            f"mt, and write it with mt convert --saver {CONVERTED_FORMATS[ckpt_format]}"
+        )

@@ -1,0 +1,74 @@
+"""Values of one section, made into its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from mt_core.config.layers import DEFAULT, Merged
+from mt_core.config.messages import validation_message
+from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
+from mt_core.errors import ConfigError, Problems
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
+
+
+def build_sections(names: Iterable[str], merged: Merged, host: PluginHost, problems: Problems) -> dict[str, Section]:
+    """Section -> its value. Raises one error with all that is wrong, in these sections and in `problems` before."""
+    sections = {}
+    for name in names:
+        with problems.collect():
+            sections[name] = _build_section(name, merged.get(name, {}), host)
+    problems.stop_if_any()
+    return sections
+
+
+def section_type(name: str, selected: str | None, host: PluginHost) -> type[Section]:
+    """The type of a section, given the value of its selector (None: the default)."""
+    base = SECTIONS[name]
+    if name not in REGISTRY_OF_SECTION or base.selector is None:
+        return base
+    if selected is None:
+        field = base.model_fields[base.selector]
+        if field.is_required():
+            raise ConfigError(_nothing_selected(name, base.selector, host))
+        selected = field.default
+    registry = host.registry(REGISTRY_OF_SECTION[name])
+    return registry.get(selected, key=f"{name}.{base.selector}").config_type.load()
+
+
+def _nothing_selected(section: str, selector: str, host: PluginHost) -> str:
+    names = host.registry(REGISTRY_OF_SECTION[section]).names()
+    if not names:
+        return f"{section}.{selector} is not set, and no installed plugin registers one (pip install mt-models)"
+    return f"{section}.{selector} is not set; choose a preset (mt models lists them) or one of {', '.join(names)}"
+
+
+def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> Section:
+    selector = SECTIONS[name].selector
+    selected, chosen_by = values.get(selector or "", (None, DEFAULT))
+    if selected is not None and not isinstance(selected, str):
+        raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
+    type_ = section_type(name, selected, host)
+    values = _without_replaced_preset(values, type_, chosen_by)
+    try:
+        return type_.model_validate({key: value for key, (value, _) in values.items()})
+    except ValidationError as error:
+        origins = {key: origin for key, (_, origin) in values.items()}
+        raise ConfigError(validation_message(name, type_, error, origins)) from None
+
+
+def _without_replaced_preset(
+    values: Mapping[str, tuple[Any, str]], type_: type[Section], chosen_by: str
+) -> Mapping[str, tuple[Any, str]]:
+    """A preset's options of, say, adam go with adam when a file or --set chooses another optimizer."""
+    if chosen_by == DEFAULT or chosen_by.startswith("preset "):
+        return values
+    return {
+        key: (value, origin)
+        for key, (value, origin) in values.items()
+        if key in type_.model_fields or not origin.startswith("preset ")
+    }

@@ -1,0 +1,124 @@
+"""Where a configuration's values come from: default < preset < checkpoint < file < `--set`."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_core.config.checkpoint_layer import with_checkpoint_layer
+from mt_core.config.files import read_config_file
+from mt_core.config.layers import Layer, Merged, merge_layers
+from mt_core.config.limits import TOO_DEEP, require_depth
+from mt_core.config.megatron_words import translate
+from mt_core.config.presets import find_preset
+from mt_core.config.sections import build_sections
+from mt_core.errors import ConfigError, Problems
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Section
+    from mt_core.plugins import PluginHost
+
+log = logging.getLogger(__name__)
+OVERRIDE = "--set"
+"""Origin of a value that the command line gives."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a user wrote to configure a run. preset: gives way to the file's. default_preset: see `load_config`."""
+
+    path: str | Path | None
+    preset: str | None
+    overrides: Sequence[str]
+    default_preset: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadLayers:
+    """All values with where they came from. problems: what is wrong so far. notes: words of others that were taken."""
+
+    merged: Merged
+    preset: str | None
+    problems: Problems
+    notes: Sequence[str]
+
+    def build(self, names: Iterable[str], host: PluginHost) -> dict[str, Section]:
+        """These sections, checked one by one. Raises one error with everything that is wrong."""
+        return build_sections(names, self.merged, host, self.problems)
+
+    def log_notes(self) -> None:
+        for note in self.notes:
+            log.warning("note: %s", note)
+
+    def origins(self) -> dict[str, str]:
+        """Dotted key -> layer."""
+        return {f"{name}.{key}": origin for name, keys in self.merged.items() for key, (_, origin) in keys.items()}
+
+
+def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
+    """Read and merge. names: the sections that are wanted; a checkpoint is opened only for these."""
+    file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
+    preset = sources.preset or file_preset
+    by_default = preset is None and file_layer is None
+    preset = sources.default_preset if by_default else preset
+    base = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
+    base += [file_layer] if file_layer else []
+    problems = Problems()
+    layers, notes = translate(_with_overrides(base, sources.overrides, problems))
+    layers = with_checkpoint_layer(layers, names, host, preset_is_default=by_default)
+    settled = [layer for layer in layers if layer.origin != OVERRIDE]
+    if len(settled) > len(base):  # entries of tables that the checkpoint brings can be changed, too
+        layers, _ = translate(_with_overrides(settled, sources.overrides, Problems()))
+    return ReadLayers(merge_layers(layers, problems), preset, problems, notes)
+
+
+def _with_overrides(layers: Sequence[Layer], texts: Sequence[str], problems: Problems) -> list[Layer]:
+    """The layers with one for each `--set` on top."""
+    found = list(layers)
+    for text in texts:
+        with problems.collect():
+            found.append(_override_layer(text, found))
+    return found
+
+
+def _override_layer(text: str, below: list[Layer]) -> Layer:
+    """One `--set`. A path below a key (model.rope_scaling.factor) changes one entry of its table."""
+    path, equals, value = text.partition("=")
+    parts = path.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {text}: expected section.key=value, for instance train.train_iters=100")
+    section, key, *inner = parts
+    parsed = _parse_value(value.strip())
+    if inner:
+        table = merge_layers(below, Problems()).get(section, {}).get(key, ({}, ""))[0]
+        parsed = _with_entry(table if isinstance(table, Mapping) else {}, inner, parsed)
+    return Layer(OVERRIDE, {section: {key: parsed}})
+
+
+def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    inner = table.get(head, {})
+    return {
+        **table,
+        head: _with_entry(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value,
+    }
+
+
+def _parse_value(text: str) -> Any:
+    if text == "null":
+        return None
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    except RecursionError:
+        raise ConfigError(f"--set: {text[:40]}...: {TOO_DEEP}") from None
+    try:
+        require_depth(value)
+    except ValueError as error:
+        raise ConfigError(f"--set: {text[:40]}...: {error}") from None
+    return value

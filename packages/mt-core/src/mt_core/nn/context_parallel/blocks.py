@@ -1,0 +1,164 @@
+"""Attention of some queries on some keys, in a form that adds up: results with the log-sum-exp of their scores.
+
+For a block of keys let s_ij = q_i . k_j / sqrt(D) + bias_ij. Its result and log-sum-exp are
+
+    lse_i = log sum_j exp(s_ij)        out_i = sum_j exp(s_ij - lse_i) v_j
+
+and two blocks merge by weight: lse = log(exp(lse_a) + exp(lse_b)), out = sum over both of exp(lse_x - lse) out_x
+(`Softmax.add`). Merged over all blocks, out and lse are those of the softmax over all keys. Backward needs no
+merging: with the final lse a block knows its probabilities p_ij = exp(s_ij - lse_i), and
+
+    dv_j = sum_i p_ij dout_i    ds_ij = p_ij (dout_i . v_j - dout_i . out_i)    dq_i = sum_j ds_ij k_j / sqrt(D)
+
+(dk likewise) are sums over blocks. A query that sees no key of a block has lse -inf there, out 0, and weight 0.
+
+Shapes: q [B, N, S, D]; k [B, G, T, D] and v [B, G, T, E], each group for N / G heads; out [B, N, S, E]; lse
+[B, N, S] in fp32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mt_core import _torch_compat
+from mt_core.nn.context_parallel.masks import BlockMask
+
+BlockBackend = Literal["auto", "math"]
+"""math: written out in fp32, an S x T tensor at a time. auto: torch's kernels where one serves, on Hopper and later
+cuDNN's, else flash attention."""
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """forward: (q, k, v, mask) -> out, lse. backward: (dout, q, k, v, out, lse, mask) -> dq, dk, dv."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, BlockMask], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, BlockMask], tuple[Tensor, Tensor, Tensor]]
+
+
+def pick_block_attention(q: Tensor, v: Tensor, mask: BlockMask, backend: BlockBackend) -> BlockAttention:
+    """The fastest that serves these tensors. It depends on nothing that differs between forward and backward."""
+    if backend == "math" or q.shape[-1] != v.shape[-1]:
+        return MATH
+    if q.device.type == "cpu":
+        return FLASH_CPU
+    if q.device.type != "cuda" or mask.bias is not None:
+        return MATH
+    if _torch_compat.cudnn_serves(q):
+        return CUDNN
+    return FLASH_CUDA if _torch_compat.flash_cuda_serves(q) else MATH
+
+
+class Softmax:
+    """The running result over the blocks seen so far, in fp32 or wider."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        """From the first block, which has to hold every query; its tensors are changed in place."""
+        self.out = out.to(lse.dtype)
+        self.lse = lse
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge a block that holds some rows of the queries."""
+        known, known_lse = self.out[:, :, rows], self.lse[:, :, rows]
+        total = torch.logaddexp(known_lse, lse)
+        reference = total.masked_fill(total.isneginf(), 0.0)  # exp(-inf - 0) = 0 where no block is seen yet
+        known.mul_(torch.exp(known_lse - reference)[..., None])
+        known.addcmul_(out.to(known.dtype), torch.exp(lse - reference)[..., None])
+        known_lse.copy_(total)
+
+
+# -- written out -----------------------------------------------------------------------------------
+
+
+def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask)  # [B, G, N / G, S, T]
+    lse = scores.logsumexp(-1)
+    reference = lse.masked_fill(lse.isneginf(), 0.0)
+    weights = torch.exp(scores - reference[..., None])
+    out = torch.einsum("bghst,bgte->bghse", weights, v.to(weights.dtype))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, groups = 1 / math.sqrt(q.shape[-1]), k.shape[1]
+    scores = _scores(q, k, mask)
+    queries, grads, outs = (_by_group(x.to(scores.dtype), groups) for x in (q, grad, out))
+    keys, values = k.to(scores.dtype), v.to(scores.dtype)
+    weights = torch.exp(scores - _by_group(lse, groups)[..., None])
+    dv = torch.einsum("bghst,bghse->bgte", weights, grads)
+    dweights = torch.einsum("bghse,bgte->bghst", grads, values)
+    dscores = weights * (dweights - (grads * outs).sum(-1, keepdim=True)) * scale
+    dq = torch.einsum("bghst,bgtd->bghsd", dscores, keys).flatten(1, 2)
+    dk = torch.einsum("bghst,bghsd->bgtd", dscores, queries)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
+    """[B, G, N / G, S, T] in fp32 or wider"""
+    groups, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bghsd,bgtd->bghst", _by_group(q.to(dtype), groups), k.to(dtype)) / math.sqrt(q.shape[-1])
+    if mask.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(hidden, -math.inf)
+    if mask.bias is None:
+        return scores
+    return scores + (_by_group(mask.bias, groups) if mask.bias.shape[1] > 1 else mask.bias[:, :, None])
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[B, N, ...] -> [B, G, N / G, ...]"""
+    return x.unflatten(1, (groups, x.shape[1] // groups))
+
+
+# -- torch's kernels -----------------------------------------------------------------------
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    out, lse = _torch_compat.flash_cpu_forward(q, k, v, mask.causal, _bias_for(q, mask))
+    if mask.bias is not None:  # this kernel gives rows without a key lse 0
+        lse = lse.masked_fill(mask.bias.isneginf().all(-1), -math.inf)
+    return out, lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _torch_compat.flash_cpu_backward(grad, q, k, v, out, lse, mask.causal, _bias_for(q, mask))
+
+
+def _bias_for(q: Tensor, mask: BlockMask) -> Tensor | None:
+    return None if mask.bias is None else mask.bias.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    return _torch_compat.flash_cuda_forward(q, k, v, mask.causal)
+
+
+def _cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _torch_compat.flash_cuda_backward(grad, q, k, v, out, lse, mask.causal)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    return _torch_compat.cudnn_forward(q, k, v, mask.causal)
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _torch_compat.cudnn_backward(grad, q, k, v, out, lse, mask.causal)
+
+
+MATH = BlockAttention(math_forward, math_backward)
+FLASH_CPU = BlockAttention(_cpu_forward, _cpu_backward)
+FLASH_CUDA = BlockAttention(_cuda_forward, _cuda_backward)
+CUDNN = BlockAttention(_cudnn_forward, _cudnn_backward)

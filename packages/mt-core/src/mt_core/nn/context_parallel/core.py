@@ -1,0 +1,145 @@
+"""The attention core of a context-parallel model: four methods, named as Megatron's `cp_comm_type`. Plugins register
+them, and others, with mt_register_context_parallel_methods.
+
+p2p: keys and values go from each rank to those that see them, a block being computed meanwhile.
+all_gather: keys and values go to all ranks at once.
+a2a: all tokens go to the rank that has the heads (Ulysses), and their results come back.
+a2a+p2p: a2a over an inner axis, p2p over an outer one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
+from mt_core.nn.context_parallel.all_gather import AllGatherAttention
+from mt_core.nn.context_parallel.blocks import BlockBackend
+from mt_core.nn.context_parallel.hierarchical import check_hierarchy
+from mt_core.nn.context_parallel.masks import SegmentGatherer, shard_pattern
+from mt_core.nn.context_parallel.p2p import PointToPointAttention
+from mt_core.nn.context_parallel.ulysses import check_heads, ulysses_attention
+from mt_core.nn.context_parallel.zigzag import check_sequence_length
+from mt_core.parallel.context import Axis
+
+Method = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+
+
+def context_parallel_attention(
+    method: Method, axes: Sequence[Axis], *, core: AttentionCore = sdpa_attention, backend: BlockBackend = "auto"
+) -> AttentionCore:
+    """A core for tensors in zig-zag shards: q [B, S / CP, N, D], k and v [B, S / CP, G, D] of this rank's tokens.
+
+    The pattern's segment_ids [B, S / CP] are this rank's too, gathered once per forward. Its causal mask and
+    window and ALiBi go by places in the whole sequence. Dropout has to be 0. Build one core and give it to all layers.
+    It takes sinks [N] where `core` does; p2p and all_gather, which do without it, always.
+
+    axes: the context-parallel axis; for "a2a+p2p" (inner, outer), see `hierarchical`. core: what computes whole
+    sequences, for "a2a" and for axes of one process. backend: what computes blocks of keys, for the others.
+    Every rank of the axes calls it, in the same order. Raises ConfigError for an unknown method, dropout, or
+    (when called) heads that "a2a" cannot divide.
+    """
+    if method not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+        raise ConfigError(f'parallel.cp_comm_type="{method}" is unknown; it can be p2p, all_gather, a2a or a2a+p2p')
+    if method == "a2a+p2p":
+        inner, outer = axes
+        return context_parallel_attention(
+            "a2a", [inner], core=context_parallel_attention("p2p", [outer], core=core, backend=backend)
+        )
+    (axis,) = axes
+    if axis.size == 1:
+        return core
+    attend = ulysses_attention(axis, core) if method == "a2a" else block_attention(method, axis, backend)
+    return refusing_the_rest(attend, axis.size)
+
+
+def build_p2p(axes: Sequence[Axis], core: AttentionCore) -> AttentionCore:
+    return context_parallel_attention("p2p", axes, core=core)
+
+
+def build_all_gather(axes: Sequence[Axis], core: AttentionCore) -> AttentionCore:
+    return context_parallel_attention("all_gather", axes, core=core)
+
+
+def build_a2a(axes: Sequence[Axis], core: AttentionCore) -> AttentionCore:
+    return context_parallel_attention("a2a", axes, core=core)
+
+
+def build_hierarchical(axes: Sequence[Axis], core: AttentionCore) -> AttentionCore:
+    return context_parallel_attention("a2a+p2p", axes, core=core)
+
+
+def check_inner_heads(sizes: Sequence[int], heads: int) -> None:
+    """An all-to-all over the (inner) axis gives each of its ranks as many heads."""
+    check_heads(heads, sizes[0])
+
+
+def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> AttentionCore:
+    """The methods in which queries stay and keys travel."""
+    gather = SegmentGatherer(axis, lambda shards: shards)
+    function = PointToPointAttention if method == "p2p" else AllGatherAttention
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        sharded = shard_pattern(pattern, q, axis, gather)
+        out: Tensor = function.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, sharded, backend)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+UNSHARDED = {
+    "key_padding": "padded keys",
+    "bias": "a bias of its own on the scores",
+}
+"""Fields of AttentionPattern that are not cut into the ranks' shards."""
+
+
+def refusing_the_rest(core: AttentionCore, size: int) -> AttentionCore:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
+        check_dropout(dropout, size)
+        check_pattern(pattern)
+        return core(q, k, v, pattern, dropout, *sinks)
+
+    return attend
+
+
+def check_pattern(pattern: AttentionPattern) -> None:
+    """Raises ConfigError for what the ranks would compute otherwise than one process does."""
+    for name, key in UNSHARDED.items():
+        if getattr(pattern, name) is not None:
+            raise ConfigError(
+                f"attention with {key} cannot be divided over context-parallel ranks; "
+                "set parallel.context_parallel_size to 1"
+            )
+
+
+def check_dropout(dropout: float, size: int) -> None:
+    """Raises ConfigError unless dropout is 0."""
+    if dropout and size > 1:
+        raise ConfigError(
+            f"model.attention_dropout={dropout:g} cannot be had with parallel.context_parallel_size={size}: which "
+            "weights are dropped is drawn inside the attention of one block of keys, so the ranks would drop others "
+            "than one process does, and others in each layout; set model.attention_dropout to 0"
+        )
+
+
+def check_context_parallel(
+    method: Method, sizes: Sequence[int], *, seq_length: int, heads: int, dropout: float
+) -> None:
+    """Raise ConfigError, before anything is built, for what context_parallel_attention or the shards cannot do.
+
+    sizes: [CP], or [inner, outer] for "a2a+p2p". heads: query heads of a tensor-parallel rank.
+    """
+    size = math.prod(sizes)
+    if method == "a2a+p2p":
+        check_hierarchy(tuple(sizes), size)
+    check_sequence_length(seq_length, size)
+    check_dropout(dropout, size)
+    if method.startswith("a2a"):
+        check_heads(heads, sizes[0])

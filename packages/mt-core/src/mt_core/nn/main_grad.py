@@ -1,0 +1,84 @@
+"""main_grad: gradients of 16-bit weights, accumulated in fp32 by the matrix product that computes them.
+
+Without this, a backward pass computes each weight's gradient in 16 bits, and a hook adds it to an fp32 sum: one more
+tensor of the weight's size, one more pass over memory, and a rounding to 16 bits per micro-batch. Master weights
+attach a `MainGrad` to a weight; a layer that multiplies by the weight adds to it and returns no gradient to autograd
+(Megatron's gradient_accumulation_fusion).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it zeroes and
+    reduces it."""
+
+    total: Tensor
+
+    @torch.no_grad()
+    def add_product(self, rows: Tensor, inputs: Tensor) -> None:
+        """total += rows^T inputs, with no rounding but fp32's. rows [n, out], inputs [n, in], both of the same 16 bits.
+
+        CUDA multiplies 16 bits and adds in fp32 in one kernel; torch has no such product for a CPU, which multiplies
+        the same numbers in fp32.
+        """
+        if self.total.is_cuda:
+            torch.addmm(self.total, rows.t(), inputs, out_dtype=torch.float32, out=self.total)
+        else:
+            self.total.addmm_(rows.t().float(), inputs.float())
+
+    @torch.no_grad()
+    def add_multiple(self, gradient: Tensor, factor: Tensor) -> None:
+        """total += factor * gradient, of one that had to be made apart. gradient [out, in], factor [], both fp32."""
+        self.total.addcmul_(gradient, factor)
+
+    def matrices(self) -> Iterator[MainGrad]:
+        """Of each matrix of total [E, out, in]."""
+        return (MainGrad(matrix) for matrix in self.total)
+
+
+def attach_main_grad(weight: nn.Parameter, total: Tensor) -> None:
+    """From now on products add the weight's gradient to `total`. A weight that is not in 16 bits is left alone.
+
+    total: fp32, of the weight's shape.
+    """
+    if weight.dtype in SIXTEEN_BITS:
+        weight.main_grad = MainGrad(total)  # type: ignore[attr-defined]
+
+
+def main_gradient_of(weight: Tensor) -> MainGrad | None:
+    """None: autograd accumulates what the product gives it. So it does in compiled layers, whose backward pass may
+    write to nothing but its results."""
+    return None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+
+
+def with_main_gradient(weight: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """view(weight), with view(total) as its main gradient if the weight has one.
+
+    view: gives some of a tensor's elements or another shape of it, in the same memory.
+    """
+    part, main = view(weight), main_gradient_of(weight)
+    if main is not None:
+        part.main_grad = MainGrad(view(main.total))  # type: ignore[attr-defined]
+    return part
+
+
+def call_after_gradient(weight: nn.Parameter, call: Callable[[], None]) -> Node:
+    """Register a callback for the completion of a weight's gradient: called once per backward pass, after its last use.
+
+    Hooks on the weight itself may fire only for gradients that autograd accumulates. Keep a reference to the returned
+    node: the hook is removed with it.
+    """
+    node = get_gradient_edge(weight).node
+    node.register_hook(lambda inputs, outputs: call())
+    return node

@@ -1,0 +1,63 @@
+"""What a model family's module offers to the trainer, to generation and to planning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import nn
+
+from mt_core.parallel.pipeline.stage import Pipelined
+
+MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
+
+
+class Model(nn.Module):
+    """Base of the modules that `ModelSpec.build` returns, with defaults for what only some models have.
+
+    A model that can be cut into pipeline stages also has the methods of `mt_core.parallel.pipeline.stage.Pipelined`;
+    one that continues text has those of `mt_core.inference.generation.Decoder`.
+    """
+
+    inputs: tuple[str, ...] = MODEL_INPUTS
+    """Fields of a micro-batch that `forward` takes by name, where the batch has them."""
+    continues_text: ClassVar[bool] = False
+    """Whether it is a causal language model with `new_cache(capacity)`, from which text can be generated."""
+    is_divisible: ClassVar[bool] = True
+    """False: never cut into stages, although a base class has the methods for it."""
+
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss cannot take hidden states in place of logits, although `forward` has the argument `project`."""
+        return None
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Longest sequence it can take; None when there is no limit."""
+        return None
+
+
+def contract(model: nn.Module) -> Model:
+    """`model` by its declarations. A module that is no `Model` stands under the defaults."""
+    return model if isinstance(model, Model) else Model()
+
+
+def as_pipelined(model: nn.Module) -> Pipelined | None:
+    """The model, if it can run a stage at a time."""
+    return model if isinstance(model, Pipelined) and contract(model).is_divisible else None
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    return as_pipelined(model) is not None
+
+
+@runtime_checkable
+class AsksModel(Protocol):
+    """A loss that asks the model for something else than logits."""
+
+    model_options: Mapping[str, Any]
+    """Further arguments of the model's `forward`."""
+
+
+def model_options(loss: object) -> Mapping[str, Any]:
+    return loss.model_options if isinstance(loss, AsksModel) else {}

@@ -1,0 +1,171 @@
+"""Master weights: the model's own fp32 weights, or fp32 copies of 16-bit ones.
+
+Gradients of 16-bit weights are accumulated in fp32, so that small contributions of later micro-batches are not
+rounded away. Matrix products add to the fp32 main_grad directly (`mt_core.nn.main_grad`); other gradients are added
+by a hook as soon as autograd has produced them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mt_core._torch_compat import zero_all_
+from mt_core.nn.main_grad import attach_main_grad
+from mt_core.tensor_slice import TensorSlice
+
+
+class MasterWeights(Protocol):
+    """Named fp32 weights with their gradients, as the optimizer sees them."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def zero_grad(self) -> None: ...
+
+    def copy_to_model(self) -> None:
+        """Called after the optimizer's step: copies the updated weights to the model."""
+        ...
+
+    def copy_from_model(self) -> None:
+        """Called when the model's weights were set directly (a checkpoint without master weights)."""
+        ...
+
+    def expect(self, passes: int) -> None:
+        """Called before the backward passes of a step, with their number."""
+        ...
+
+    def begin_pass(self, number: int) -> None:
+        """Called before each backward pass, with its index from 0."""
+        ...
+
+    def reduce(self) -> None:
+        """Called after the backward passes: completes the reduction over the ranks with the same weights."""
+        ...
+
+    def finish_gather(self) -> None:
+        """Waits until the model's weights are all-gathered on this rank."""
+        ...
+
+    def unshard(self, name: str, part: Tensor | None) -> Tensor:
+        """The local tensor, of the parameter's shape, from the shards of all ranks. Collective."""
+        ...
+
+    def shard(self, name: str, local: Tensor) -> Tensor:
+        """This rank's shard of a local tensor; the inverse of `unshard`."""
+        ...
+
+    def owned_slices(self, name: str) -> list[TensorSlice]:
+        """The slices of the local tensor that this rank's shard consists of, in the order of its elements."""
+        ...
+
+    def owned_weight(self, name: str) -> tuple[list[TensorSlice], Tensor]:
+        """This rank's shard of the model's own parameter, sharing its memory. After writing to it, call
+        `copy_from_model`, unless the master weights are set too."""
+        ...
+
+
+class UnshardedWeights:
+    """Base of master weights that are not sharded and whose gradients are not reduced: methods do nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def expect(self, passes: int) -> None: ...
+
+    def begin_pass(self, number: int) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def finish_gather(self) -> None: ...
+
+    def unshard(self, name: str, part: Tensor | None) -> Tensor:
+        assert part is not None
+        return part
+
+    def shard(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def owned_slices(self, name: str) -> list[TensorSlice]:
+        return [TensorSlice.whole(tuple(self.model.get_parameter(name).shape))]
+
+    def owned_weight(self, name: str) -> tuple[list[TensorSlice], Tensor]:
+        parameter = self.model.get_parameter(name).detach()
+        return [TensorSlice.whole(tuple(parameter.shape))], parameter
+
+
+class Fp32Weights(UnshardedWeights):
+    """fp32 training: the model's weights are the master weights."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return trained_parameters(self.model)
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def copy_to_model(self) -> None: ...
+
+    def copy_from_model(self) -> None: ...
+
+
+class Fp32MasterWeights(UnshardedWeights):
+    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        # clone(): for a weight that is already fp32, detach().float() would alias its memory.
+        self.copies = {
+            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+            for name, parameter in trained_parameters(model)
+        }
+        for name, parameter in trained_parameters(model):
+            copy = self.copies[name]
+            copy.grad = torch.zeros_like(copy)
+            attach_main_grad(parameter, copy.grad)
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self.copies.items())
+
+    def zero_grad(self) -> None:
+        zero_all_([copy.grad for copy in self.copies.values() if copy.grad is not None])
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        for name, parameter in trained_parameters(self.model):
+            parameter.copy_(self.copies[name])
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        for name, parameter in trained_parameters(self.model):
+            self.copies[name].copy_(parameter)
+
+
+class Fp32RemainderWeights(Fp32Weights):
+    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`).
+
+    Gradients are accumulated in the dtype of the weights.
+    """
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of the parameters that the optimizer updates."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:
+    def accumulate(parameter: Tensor) -> None:
+        assert copy.grad is not None
+        if parameter.grad is not None:
+            copy.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    return accumulate
+
+
+def build_master_weights(model: nn.Module) -> MasterWeights:
+    """The master weights of a model that is not replicated on other ranks."""
+    is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return Fp32Weights(model) if is_fp32 else Fp32MasterWeights(model)

@@ -1,0 +1,284 @@
+"""Master weights of data-parallel ranks: buckets of gradients, reduced while backward runs.
+
+Bytes per parameter, with the optimizer state sharded over d ranks (including Adam's two moments):
+
+| dtype | unsharded | sharded over d |
+| --- | --- | --- |
+| fp32 | 16 | 8 + 8/d |
+| bf16, gradients in fp32 | 18 | 6 + 12/d |
+| fp16, gradients in fp16 | 20 | 4 + 16/d |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.nn.main_grad import attach_main_grad, call_after_gradient
+from mt_core.optim.buckets import Bucket, ShardAndReplicateAxes, Slot
+from mt_core.optim.finalize_grads import SHARDS
+from mt_core.optim.gather_order import GatherOrder
+from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
+from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.tensor_slice import TensorSlice, slices_of_range
+
+
+@dataclass(frozen=True)
+class BufferOptions:
+    """divided: the optimizer state is sharded. bucket_elements: a bucket is closed when it has this many.
+
+    overlap_reduce: a bucket is reduced as soon as backward has filled it. overlap_gather: updated weights are
+    all-gathered while the next forward pass runs.
+    """
+
+    divided: bool = False
+    bucket_elements: int = 40_000_000
+    overlap_reduce: bool = True
+    overlap_gather: bool = False
+    accumulate_in_fp32: bool = True
+    reduce_in_bf16: bool = False
+
+
+class ParamAndGradBuffer(UnshardedWeights):
+    """A `MasterWeights` over buckets. Collective: all ranks with the same model part construct and call it alike.
+
+    The named parameters are the shards that this rank updates: whole tensors, or 1-D ranges of elements when the
+    state is sharded; in fp32, views of the model's own memory. alone: names that get a bucket each, so that ranks
+    which hold different other parameters (pipeline stages with tied weights) shard them alike.
+    """
+
+    def __init__(
+        self, model: nn.Module, ctx: ParallelContext, options: BufferOptions, alone: Collection[str] = ()
+    ) -> None:
+        super().__init__(model)
+        self.options = options
+        layouts = parameter_layouts(model)
+        self.buckets = list(build_buckets(model, layouts, ctx, options, alone))
+        self._piece_of: dict[str, ParamShard] = {}
+        for bucket in self.buckets:
+            for piece in shard_params(bucket):
+                self._piece_of[piece.slot.name] = piece
+        self._names = [name for name, _ in trained_parameters(model)]
+        self._passes = self._next_bucket = 0
+        self._waiting: dict[int, int] = {}
+        self._gathers = GatherOrder(model, self.buckets) if options.overlap_gather else None
+        self._hooked = [
+            call_after_gradient(slot.parameter, self._accumulate(number, slot))
+            for number, bucket in enumerate(self.buckets)
+            for slot in bucket.slots
+        ]
+        if options.accumulate_in_fp32:
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    attach_main_grad(slot.parameter, bucket.gradient(slot))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shard of each parameter. It may be empty: every rank has all names."""
+        return ((name, self._piece_of[name].main) for name in self._names)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            for slot in bucket.slots:
+                if bucket.gradients.dtype == bucket.weights.dtype:
+                    # .grad is a view of the bucket, so autograd accumulates into it in place.
+                    slot.parameter.grad = bucket.gradient(slot)
+
+    def expect(self, passes: int) -> None:
+        """Set the number of backward passes of the step. A bucket is reduced in the last one."""
+        if self._gathers is not None:
+            self._gathers.finish_first()
+        self._passes, self._next_bucket = passes, 0
+        self._waiting = {number: passes * len(bucket.slots) for number, bucket in enumerate(self.buckets)}
+
+    def reduce(self) -> None:
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                self._collect(bucket, slot)
+        while self._next_bucket < len(self.buckets):
+            self._start_next()
+        for bucket in self.buckets:
+            bucket.finish_reduce()
+        self._next_bucket = 0
+        for piece in self._piece_of.values():
+            piece.take_gradient()
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        for piece in self._piece_of.values():
+            piece.copy_to_model()
+        for bucket in self.buckets if self._gathers is None else self._gathers.in_order_of_use:
+            bucket.start_gather()
+        if not self.options.overlap_gather:
+            self.finish_gather()
+
+    def finish_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    @property
+    def waited_for(self) -> Sequence[Bucket]:
+        """Buckets that are waited for before the first layer of a step."""
+        return self.buckets if self._gathers is None else self._gathers.first
+
+    @torch.no_grad()
+    def copy_from_model(self) -> None:
+        for piece in self._piece_of.values():
+            piece.copy_from_model()
+
+    # -- whole tensors --------------------------------------------------------------------------
+
+    def unshard(self, name: str, part: Tensor | None) -> Tensor:
+        """The local tensor from all ranks' shards of a state (None where a rank has no elements). Collective."""
+        return self._piece_of[name].whole(part)
+
+    def shard(self, name: str, local: Tensor) -> Tensor:
+        return self._piece_of[name].cut(local)
+
+    def owned_slices(self, name: str) -> list[TensorSlice]:
+        return self._piece_of[name].slices()
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def _accumulate(self, number: int, slot: Slot) -> Callable[[], None]:
+        bucket = self.buckets[number]
+
+        def accumulate() -> None:
+            self._collect(bucket, slot)
+            if not self.options.overlap_reduce or not self._passes:
+                return
+            self._waiting[number] -= 1
+            # All ranks have to launch collectives in the same order; the order in which buckets fill may differ.
+            while self._next_bucket < len(self.buckets) and self._waiting[self._next_bucket] == 0:
+                self._start_next()
+
+        return accumulate
+
+    def _start_next(self) -> None:
+        """Start the reduction of the next bucket, and that of the previous one over the replicas (HSDP)."""
+        self.buckets[self._next_bucket].start_reduce()
+        if self._next_bucket > 0:
+            self.buckets[self._next_bucket - 1].start_instances()
+        self._next_bucket += 1
+
+    @staticmethod
+    def _collect(bucket: Bucket, slot: Slot) -> None:
+        """Add the gradient to the bucket, unless autograd has accumulated it there in place."""
+        grad, target = slot.parameter.grad, bucket.gradient(slot)
+        if grad is None or grad.data_ptr() == target.data_ptr():
+            return
+        target.add_(grad)
+        slot.parameter.grad = target if grad.dtype == target.dtype else None
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """The elements first ... last - 1 of a parameter, which this rank updates.
+
+    main: the fp32 master weight; its gradient is a view of the bucket's unless the dtypes differ.
+    """
+
+    bucket: Bucket
+    slot: Slot
+    first: int
+    last: int
+    main: nn.Parameter
+
+    @property
+    def divided(self) -> bool:
+        return self.bucket.divided
+
+    def cut(self, local: Tensor) -> Tensor:
+        """This rank's elements of a tensor of the parameter's local shape."""
+        return local.reshape(-1)[self.first : self.last].clone() if self.divided else local
+
+    def slices(self) -> list[TensorSlice]:
+        """The elements of this rank, as slices of the local tensor."""
+        shape = tuple(self.slot.parameter.shape)
+        return list(slices_of_range(shape, self.first, self.last)) if self.divided else [TensorSlice.whole(shape)]
+
+    def whole(self, part: Tensor | None) -> Tensor:
+        if not self.divided or self.bucket.axes.shard.size == 1:
+            assert part is not None
+            return part.view_as(self.slot.parameter)
+        shape = self.slot.parameter.shape
+        whole = torch.zeros(shape, dtype=torch.float32, device=self.main.device)
+        if part is not None:
+            whole.view(-1)[self.first : self.last] = part
+        # Each element is nonzero on one rank only. Summed as integers its bits are preserved; 0.0 + -0.0 would not be.
+        dist.all_reduce(whole.view(torch.int32), group=self.bucket.axes.shard.group)
+        return whole
+
+    def take_gradient(self) -> None:
+        gradient = self.bucket.gradients[self.slot.start + self.first : self.slot.start + self.last]
+        self.main.grad = gradient.to(self.main.dtype).view_as(self.main)
+
+    def copy_to_model(self) -> None:
+        if not self._shares_memory:
+            self._weights.copy_(self.main.view(-1))
+
+    def copy_from_model(self) -> None:
+        if not self._shares_memory:
+            self.main.view(-1).copy_(self._weights)
+
+    @property
+    def _weights(self) -> Tensor:
+        return self.bucket.weights[self.slot.start + self.first : self.slot.start + self.last]
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.bucket.weights.dtype == torch.float32
+
+
+def shard_params(bucket: Bucket) -> Iterator[ParamShard]:
+    """fp32 weights are updated in place; for others one flat fp32 copy of this rank's part is made."""
+    own = bucket.own
+    is_fp32 = bucket.weights.dtype == torch.float32
+    flat = bucket.part(bucket.weights) if is_fp32 else bucket.part(bucket.weights).float()
+    for slot, first, last in bucket.pieces():
+        begin = slot.start + first - own.start
+        run = flat[begin : begin + last - first] if last > first else flat[:0]
+        shaped = run if bucket.divided else run.view_as(slot.parameter)
+        yield ParamShard(bucket, slot, first, last, nn.Parameter(shaped))
+
+
+def build_buckets(
+    model: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    ctx: ParallelContext,
+    options: BufferOptions,
+    alone: Collection[str],
+) -> Iterator[Bucket]:
+    """Buckets in the order in which backward fills them: roughly that of the parameters, reversed."""
+    groups: dict[tuple[AxisName, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in reversed(list(trained_parameters(model))):
+        key = (layouts[name].replicas, parameter.dtype, name if name in alone else "")
+        groups.setdefault(key, []).append((name, parameter))
+    for (replicas, dtype, _), named in groups.items():
+        shard, instances = SHARDS[replicas]
+        axes = ShardAndReplicateAxes(ctx.axis(shard), ctx.axis(instances))
+        gradient_dtype = torch.float32 if options.accumulate_in_fp32 else dtype
+        reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else gradient_dtype
+        for run in _runs(named, options.bucket_elements):
+            yield Bucket(run, axes, gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype, divided=options.divided)
+
+
+def _runs(named: list[tuple[str, nn.Parameter]], elements: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Runs of consecutive parameters with at least `elements` elements."""
+    run: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        run.append((name, parameter))
+        size += parameter.numel()
+        if size >= elements:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run

@@ -1,0 +1,51 @@
+"""Bytes of optimizer state per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.nn.layout import ParameterLayout, ones
+from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.master_weights import Fp32Weights
+from mt_core.plugins import PluginHost
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of optimizer state per element and per parameter, separately for matrices (2 and more dimensions) and
+    for vectors."""
+
+    of_element: Mapping[bool, float]
+    of_parameter: Mapping[bool, float]
+
+    def of(self, is_matrix: bool, elements: int) -> float:
+        return self.of_element[is_matrix] * elements + self.of_parameter[is_matrix]
+
+
+def probe_state(config: Config, host: PluginHost) -> StateBytes:
+    """Measured: run a step of the configured optimizer on a small matrix and a small vector."""
+    elements, of_element, of_parameter = 64, {}, {}
+    spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
+    build = spec.build.load()
+    for is_matrix, shape in ((True, (8, 8)), (False, (elements,))):
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones(shape)
+        name = "decoder.layers.0.mlp.linear_fc1.weight" if is_matrix else "decoder.final_layernorm.weight"
+        groups = [{"params": [parameter], "names": [name], "weight_decay": 0.0}]
+        whole = nn.Module()
+        environment = OptimizerEnvironment(whole, Fp32Weights(whole), {name: ParameterLayout(shape, ones)})
+        given = (environment,) if spec.takes_environment else ()
+        optimizer = build(config.optimizer, groups, *given)
+        optimizer.step()
+        kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+        like = [value for value in kept if value.numel() >= elements]
+        of_element[is_matrix] = sum(value.numel() * value.element_size() for value in like) / elements
+        of_parameter[is_matrix] = sum(
+            value.numel() * value.element_size() for value in kept if value.numel() < elements
+        )
+    return StateBytes(of_element, of_parameter)

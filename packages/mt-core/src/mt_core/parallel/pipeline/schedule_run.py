@@ -1,0 +1,175 @@
+"""One execution of a pipeline schedule: the actions of this rank on the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mt_core.parallel.pipeline.activations import Activations
+from mt_core.parallel.pipeline.p2p_communicator import Incoming, P2PCommunicator
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind
+from mt_core.parallel.pipeline.stage_graph import StageGraph, as_leaves
+
+Batch = Mapping[str, Tensor]
+LossFn = Callable[[Any, Batch], Tensor]
+"""(output of the last stage, micro-batch) -> the micro-batch's part of the loss, a scalar"""
+Place = tuple[int, int]
+"""Stage, micro-batch."""
+
+
+class Recorder(Protocol):
+    def span(self, action: Action) -> AbstractContextManager[object]:
+        """Context manager around an action; for a receive, around the wait."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageRunner:
+    """The state of this rank's stages that is common to all runs."""
+
+    run_stage: Callable[[int, Activations | None, Batch], Any]
+    """(stage, activations of the previous stage, micro-batch) -> activations for the next stage, or the output"""
+    ranks_of_stages: Sequence[int]
+    exchange: P2PCommunicator
+    recorder: Recorder
+
+    @property
+    def last_stage(self) -> int:
+        return len(self.ranks_of_stages) - 1
+
+    def shares_rank(self, stage: int, neighbour: int) -> bool:
+        return self.ranks_of_stages[stage] == self.ranks_of_stages[neighbour]
+
+
+class ScheduleRun:
+    """The micro-batches of one run, and the activations and gradients in flight between stages."""
+
+    def __init__(self, rank: StageRunner, micro_batches: Sequence[Batch], share: LossFn, *, training: bool) -> None:
+        self.rank, self.micro_batches, self.share, self.training = rank, micro_batches, share, training
+        self.total = torch.zeros((), dtype=torch.float32 if training else torch.float64, device=rank.exchange.device)
+        self.shapes = [tuple((name, x.shape) for name, x in sorted(batch.items())) for batch in micro_batches]
+        self.graphs: dict[Place, StageGraph] = {}
+        self.receiving: dict[Action, Incoming] = {}
+        self.to_send: dict[Action, Any] = {}
+        self.inputs: dict[Place, Activations] = {}  # from the previous stage, on the same rank
+        self.output_gradients: dict[Place, Sequence[Tensor]] = {}  # from the next stage, on the same rank
+
+    def run(self, actions: Sequence[Action]) -> Tensor:
+        """Sum of the loss contributions that were computed on this rank."""
+        for action in actions:
+            HANDLERS[action.kind](self, action)
+        self.rank.exchange.finish()
+        return self.total
+
+    def forward(self, action: Action) -> None:
+        place = action.stage, action.micro_batch
+        batch, hidden = self.micro_batches[action.micro_batch], self._input(place)
+        with self.rank.recorder.span(action):
+            output = self.rank.run_stage(action.stage, hidden, batch)
+            if action.stage == self.rank.last_stage:
+                output = self.share(output, batch)
+                self.total += output.detach()
+        if self.training:
+            self.graphs[place] = StageGraph(hidden, output)
+        self._pass_on(place, output)
+
+    def backward(self, action: Action) -> None:
+        place = action.stage, action.micro_batch
+        gradients = self._output_gradients(place)
+        graph = self.graphs.pop(place)
+        with self.rank.recorder.span(action):
+            found = graph.backward(gradients)
+        self._pass_back(place, found)
+
+    def backward_input(self, action: Action) -> None:
+        place = action.stage, action.micro_batch
+        gradients = self._output_gradients(place)
+        with self.rank.recorder.span(action):
+            found = self.graphs[place].backward_input(gradients)
+        self._pass_back(place, found)
+
+    def backward_weight(self, action: Action) -> None:
+        graph = self.graphs.pop((action.stage, action.micro_batch))
+        with self.rank.recorder.span(action):
+            graph.backward_weight()
+
+    def send_forward(self, action: Action) -> None:
+        to = self.rank.ranks_of_stages[action.stage + 1]
+        with self.rank.recorder.span(action):
+            self.rank.exchange.send_hidden(self.to_send.pop(action), to, self._key(action.stage + 1, action))
+
+    def receive_forward(self, action: Action) -> None:
+        sender = self.rank.ranks_of_stages[action.stage - 1]
+        self.receiving[action] = self.rank.exchange.receive_hidden(sender, self._key(action.stage, action))
+
+    def send_backward(self, action: Action) -> None:
+        to = self.rank.ranks_of_stages[action.stage - 1]
+        with self.rank.recorder.span(action):
+            self.rank.exchange.send_gradients(self.to_send.pop(action), to)
+
+    def receive_backward(self, action: Action) -> None:
+        sender = self.rank.ranks_of_stages[action.stage + 1]
+        form = self.graphs[action.stage, action.micro_batch].output_form
+        self.receiving[action] = self.rank.exchange.receive_gradients(form, sender)
+
+    def _input(self, place: Place) -> Activations | None:
+        stage, _ = place
+        if stage == 0:
+            return None
+        if place in self.inputs:
+            return self.inputs.pop(place)
+        incoming, tensors = self._received(Action(Kind.RECEIVE_FORWARD, *place))
+        for tensor, form in zip(tensors, incoming.form.tensors, strict=True):
+            tensor.requires_grad_(form.has_gradient)
+        return incoming.form.pack(tensors)
+
+    def _pass_on(self, place: Place, output: Activations) -> None:
+        stage, number = place
+        if stage == self.rank.last_stage:
+            return
+        if self.rank.shares_rank(stage, stage + 1):
+            self.inputs[stage + 1, number] = as_leaves(output)
+        else:
+            self.to_send[Action(Kind.SEND_FORWARD, *place)] = output
+
+    def _output_gradients(self, place: Place) -> Sequence[Tensor]:
+        stage, _ = place
+        if stage == self.rank.last_stage:
+            return [torch.ones((), dtype=self.graphs[place].output_form.tensors[0].dtype, device=self.total.device)]
+        if place in self.output_gradients:
+            return self.output_gradients.pop(place)
+        return self._received(Action(Kind.RECEIVE_BACKWARD, *place))[1]
+
+    def _pass_back(self, place: Place, gradients: Sequence[Tensor]) -> None:
+        stage, number = place
+        if stage == 0:
+            return
+        if self.rank.shares_rank(stage, stage - 1):
+            self.output_gradients[stage - 1, number] = gradients
+        else:
+            self.to_send[Action(Kind.SEND_BACKWARD, *place)] = gradients
+
+    def _received(self, action: Action) -> tuple[Incoming, list[Tensor]]:
+        incoming = self.receiving.pop(action)
+        with self.rank.recorder.span(action):
+            return incoming, incoming.wait()
+
+    def _key(self, receiving_stage: int, action: Action) -> Hashable:
+        return receiving_stage, self.training, self.shapes[action.micro_batch]
+
+
+HANDLERS: Mapping[Kind, Callable[[ScheduleRun, Action], None]] = {
+    Kind.FORWARD: ScheduleRun.forward,
+    Kind.BACKWARD: ScheduleRun.backward,
+    Kind.BACKWARD_INPUT: ScheduleRun.backward_input,
+    Kind.BACKWARD_WEIGHT: ScheduleRun.backward_weight,
+    Kind.SEND_FORWARD: ScheduleRun.send_forward,
+    Kind.RECEIVE_FORWARD: ScheduleRun.receive_forward,
+    Kind.SEND_BACKWARD: ScheduleRun.send_backward,
+    Kind.RECEIVE_BACKWARD: ScheduleRun.receive_backward,
+}

@@ -1,0 +1,45 @@
+"""Weights tied over pipeline stages, such as token embeddings that are also the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from mt_core.parallel.context import Axis, ParallelContext, new_group
+
+
+@dataclass(frozen=True)
+class TiedWeights:
+    """The tied weights of this rank. axes: name -> the pipeline ranks that hold it; the first one counts it in sums.
+
+    The gradient of such a weight is the sum of its copies' gradients.
+    """
+
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+
+
+def find_tied_weights(names: Iterable[str], ctx: ParallelContext) -> TiedWeights:
+    """names: this rank's parameters. Collective over the world."""
+    if ctx.pp.size == 1:
+        return TiedWeights()
+    own = list(names)
+    everyone: list[list[str] | None] = [None] * ctx.pp.size
+    dist.all_gather_object(everyone, own, group=ctx.pp.group)
+    places: dict[str, tuple[int, ...]] = {}
+    for place, held in enumerate(everyone):
+        for name in held or []:
+            places[name] = (*places.get(name, ()), place)
+    several = {name: held for name, held in places.items() if len(held) > 1}
+    axes = {held: _build_axis(held, ctx) for held in sorted(set(several.values()))}
+    return TiedWeights({name: axes[held] for name, held in several.items() if ctx.pp.rank in held})
+
+
+def _build_axis(places: tuple[int, ...], ctx: ParallelContext) -> Axis:
+    """The axis of the ranks at `places` of this process's pipeline; an axis of one process on other ranks."""
+    if ctx.pp.rank not in places:
+        new_group([dist.get_rank()])  # see new_group: every process makes one
+        return Axis()
+    ranks = tuple(ctx.pp.ranks[place] for place in places)
+    return Axis(len(ranks), places.index(ctx.pp.rank), new_group(ranks), ranks)

@@ -1,0 +1,52 @@
+"""One rank reads the batches and broadcasts them to the ranks that hold the same model: they take the same samples.
+
+The ranks of a tensor- or pipeline-parallel group may each read the data set, which multiplies the reads, or the first
+rank reads and broadcasts, which costs a few integers per token. Both give the same arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mt_core.data.loader import Arrays, RankBatch
+from mt_core.parallel.context import Axis
+
+Header = list[dict[str, tuple[str, tuple[int, ...]]]]
+"""For each micro-batch: name -> (dtype, shape)."""
+
+
+def broadcast_batches(batches: Iterator[RankBatch] | None, axis: Axis) -> Iterator[RankBatch]:
+    """The first rank's batches, on every rank of the axis; other ranks pass None. Collective for each batch."""
+    while True:
+        batch = next(batches, None) if batches is not None else None
+        shared = _broadcast_header(batch, axis)
+        if shared is None:
+            return
+        header, samples = shared
+        yield RankBatch([_broadcast_arrays(batch, index, shape, axis) for index, shape in enumerate(header)], samples)
+
+
+def _broadcast_header(batch: RankBatch | None, axis: Axis) -> tuple[Header, list[range]] | None:
+    """Dtypes and shapes of the next batch; None when the first rank's iterator is exhausted."""
+    message: list[Any] = [None]
+    if batch is not None:
+        shapes = [{name: (str(x.dtype), x.shape) for name, x in arrays.items()} for arrays in batch.micro_batches]
+        message = [(shapes, batch.samples)]
+    dist.broadcast_object_list(message, src=axis.ranks[0], group=axis.group)
+    return message[0]
+
+
+def _broadcast_arrays(
+    batch: RankBatch | None, index: int, shapes: dict[str, tuple[str, tuple[int, ...]]], axis: Axis
+) -> Arrays:
+    arrays = {}
+    for name, (dtype, shape) in shapes.items():
+        array = np.ascontiguousarray(batch.micro_batches[index][name]) if batch else np.empty(shape, dtype)
+        dist.broadcast(torch.from_numpy(array), src=axis.ranks[0], group=axis.group)
+        arrays[name] = array
+    return arrays

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: their contents, and how they are written, resumed and partially loaded."""

@@ -1,0 +1,98 @@
+"""Partial loading: the weights that a model shares with the checkpoint of another model (`checkpoint.load`).
+
+For example, a classifier is initialized from BERT, or RETRO from GPT. The configuration names the parameters that may
+be missing or ignored. Any other difference, and a pattern that matches nothing, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, dtype
+
+from mt_core.config.schema import CheckpointConfig
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.layout import ParameterLayout
+from mt_core.specs import CheckpointReader
+from mt_core.train.checkpoint.state import MODEL, Checkpointed, require_fit, shapes_of_all_stages
+
+
+@dataclass(frozen=True)
+class SelectedTensors:
+    """A checkpoint without some of its tensors."""
+
+    reader: CheckpointReader
+    left_out: frozenset[str]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self.reader.metadata
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, shape in self.reader.shapes().items() if name not in self.left_out}
+
+    def dtypes(self) -> Mapping[str, dtype]:
+        return {name: kind for name, kind in self.reader.dtypes().items() if name not in self.left_out}
+
+    def read(self, name: str) -> Tensor:
+        return self.reader.read(name)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self.reader.files()
+
+
+def load_weights(
+    reader: CheckpointReader,
+    run: Checkpointed,
+    layouts: Mapping[str, ParameterLayout],
+    config: CheckpointConfig,
+) -> list[str]:
+    """Load the model's weights from another model's checkpoint. Returns the parameters that keep their initial values.
+
+    Collective. Raises as `fresh_parameters` does.
+    """
+    fresh = fresh_parameters(reader, shapes_of_all_stages(layouts, run.ctx), config)
+    run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in fresh})
+    run.weights.copy_from_model()
+    return fresh
+
+
+def fresh_parameters(
+    reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], config: CheckpointConfig
+) -> list[str]:
+    """Parameters (of `shapes`, by name) that keep their initial values; the checkpoint has all the others.
+
+    Raises ConfigError for a pattern in load_missing or load_ignored that matches nothing, CheckpointError for tensors
+    that are missing, unexpected or of another shape without being named there.
+    """
+    stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
+    ignored = _fitting(config.load_ignored, stored, "checkpoint.load_ignored", "tensor of the checkpoint")
+    may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model")
+    fresh = [name for name in shapes if name in may_miss and name not in stored - ignored]
+    expected = {name: shape for name, shape in shapes.items() if name not in fresh}
+    selected = SelectedTensors(reader, frozenset(MODEL + name for name in ignored))
+    try:
+        require_fit(selected, expected, MODEL)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. To start from another model, name what keeps its initial values in checkpoint.load_missing and "
+            'what the checkpoint has too much in checkpoint.load_ignored, for instance ["lm_head.*"]'
+        ) from error
+    return fresh
+
+
+def _fitting(patterns: Iterable[str], names: Iterable[str], key: str, what: str) -> set[str]:
+    """The names that match one of the patterns. Raises ConfigError for a pattern that matches none."""
+    names, found = list(names), set()
+    for pattern in patterns:
+        fitting = {name for name in names if fnmatchcase(name, pattern)}
+        if not fitting:
+            raise ConfigError(
+                f'{key} has "{pattern}", which fits no {what}; their names begin with '
+                f"{', '.join(sorted({name.partition('.')[0] for name in names}))}"
+            )
+        found |= fitting
+    return found

@@ -1,0 +1,128 @@
+"""Which checkpoint a run resumes, and what may differ between its configuration and that of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mt_core.checkpoint_lookup import find_checkpoint
+from mt_core.config.schema import CheckpointConfig, Config
+from mt_core.errors import CheckpointError
+from mt_core.train.checkpoint.data_identity import CONTENT, TOKENIZER, Change, data_changes
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.state import environment
+
+FREE_KEYS = frozenset(
+    {
+        "train.exit_iteration",
+        "train.eval_interval",
+        "train.eval_iters",
+        "train.num_threads",
+        "train.device",
+        "train.cuda_graphs",
+        "train.cuda_graph_warmup_steps",
+        "train.callbacks",
+        "train.verify_replicas_interval",
+        "train.sample_prompt",
+        "train.sample_tokens",
+        "data.num_workers",
+        "data.prefetch_batches",
+        "data.read_by",
+        "data.tokenize_workers",
+        "data.index_engine",
+        "data.mmap_bin_files",
+        "data.verify_checksums",
+    }
+)
+"""Keys that do not affect the trained weights."""
+FREE_SECTIONS = frozenset({"checkpoint", "logging", "timeouts"})
+
+
+def find_resume(directory: RunDirectory | None, config: CheckpointConfig) -> Path | None:
+    """The checkpoint to resume: the newest of the run directory, else of checkpoint.resume_from.
+
+    Raises CheckpointError when there is one and checkpoint.resume=never, or none and one is required.
+    """
+    own = directory.find(config.ckpt_step) if directory is not None else None
+    if config.resume == "never" and own is not None:
+        raise CheckpointError(f"checkpoint.resume=never, but {own} exists; choose another --run-dir or remove that one")
+    found = own
+    if own is None and config.resume_from is not None:
+        found = find_checkpoint(config.resume_from, config.ckpt_step)
+    if found is None and (config.resume == "required" or config.ckpt_step is not None):
+        where = directory.checkpoints if directory is not None else "no run directory was given, so it"
+        key = "resume=required" if config.resume == "required" else f"ckpt_step={config.ckpt_step}"
+        raise CheckpointError(f"checkpoint.{key}, but {where} has no checkpoint")
+    return found
+
+
+def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
+    """The keys that affect the run and whose values differ."""
+    now = config.to_dict()
+    for section in now:
+        if section in FREE_SECTIONS:
+            continue
+        old, new = stored.get(section, {}), now[section]
+        for key in sorted({*old, *new}):
+            if f"{section}.{key}" not in FREE_KEYS and old.get(key) != new.get(key):
+                yield Change(f"{section}.{key}", old.get(key), new.get(key))
+
+
+def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str) -> list[Change]:
+    """Returns the accepted differences. Raises CheckpointError for any that checkpoint.accept_changes does not name."""
+    changes = _require_accepted(differences(metadata["config"], config), config, origin)
+    if config.train.deterministic:
+        _require_same_environment(metadata["environment"], origin)
+    return changes
+
+
+def require_same_data(stored: Mapping[str, str], now: Mapping[str, str], config: Config, origin: str) -> list[Change]:
+    """As `require_same_run`, for the `data_identity` of the checkpoint and of this run.
+
+    Other content follows from another data key (another tokenizer key), and is accepted with it.
+    """
+    sections = {key.partition(".")[0] for key in config.checkpoint.accept_changes}
+    changes = (change for change in data_changes(stored, now) if change.key.partition(".")[0] not in sections)
+    return _require_accepted(changes, config, origin)
+
+
+def _require_accepted(changes: Iterable[Change], config: Config, origin: str) -> list[Change]:
+    accepted: list[Change] = []
+    refused: list[Change] = []
+    for change in changes:
+        taken = change.key in config.checkpoint.accept_changes and not change.key.startswith("model.")
+        (accepted if taken else refused).append(change)
+    if refused:
+        raise CheckpointError(_refusal(refused, origin))
+    return accepted
+
+
+def change_table(changes: Sequence[Change]) -> str:
+    """Columns key, then, now; a line each."""
+    rows = [("key", "then", "now"), *((change.key, str(change.then), str(change.now)) for change in changes)]
+    key, then = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"  {row[0]:<{key}}  {row[1]:<{then}}  {row[2]}" for row in rows)
+
+
+def _refusal(refused: list[Change], origin: str) -> str:
+    changes = "\n  ".join(f"{key}: {then} in the checkpoint, {now} now" for key, then, now in refused)
+    model = any(change.key.startswith("model.") for change in refused)
+    content = any(change.key in (CONTENT, TOKENIZER) for change in refused)
+    reason = "The files that the configuration names hold something else than then. " if content else ""
+    keys = ", ".join(f'"{change.key}"' for change in refused)
+    cure = (
+        "A checkpoint goes on with the model it was made with only; use another --run-dir for another model"
+        if model
+        else f"If that is meant, add --set 'checkpoint.accept_changes=[{keys}]'"
+    )
+    return f"{origin} was made with another configuration:\n  {changes}\n{reason}{cure}"
+
+
+def _require_same_environment(stored: Mapping[str, Any], origin: str) -> None:
+    now = environment()
+    changed = [f"{key}: {stored.get(key)} then, {now[key]} now" for key in now if stored.get(key) != now[key]]
+    if changed:
+        raise CheckpointError(
+            f"{origin} cannot be continued bit for bit, as train.deterministic asks: {'; '.join(changed)}"
+        )

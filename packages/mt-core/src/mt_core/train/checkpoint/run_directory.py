@@ -1,0 +1,76 @@
+"""The directory of a run: resolved configuration, metrics, log, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mt_core.checkpoint_lookup import CHECKPOINTS, LATEST, checkpoint_of_step, folder_of_step, newest_checkpoint
+from mt_core.config.loading import LoadedConfig
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import as_path, is_remote, sync_directory, write_whole
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.txt"
+
+
+class RunDirectory:
+    """Paths of a run. `latest` in `checkpoints` holds the name of the newest complete checkpoint.
+
+    checkpoints: replaces the `checkpoints` folder of the run directory; may be in an object store.
+    """
+
+    def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
+        self.path = as_path(path)
+        self.checkpoints = self.path / CHECKPOINTS if checkpoints is None else as_path(checkpoints)
+
+    def create(self) -> None:
+        """Make the folders. Raises ConfigError when that is not possible."""
+        _make_writable(self.path, "run directory", "--run-dir")
+        if not is_remote(self.checkpoints):
+            _make_writable(self.checkpoints, "checkpoints", "--run-dir or checkpoint.save")
+
+    def write_config(self, loaded: LoadedConfig) -> None:
+        """The resolved configuration, which `mt train <path>` accepts unchanged, and the origin of each value."""
+        _write(self.path / CONFIG_FILE, json.dumps(loaded.config.to_dict(), indent=2) + "\n")
+        _write(self.path / "config-origins.json", json.dumps(dict(loaded.origins), indent=2) + "\n")
+
+    def checkpoint(self, iteration: int) -> Path:
+        return self.checkpoints / folder_of_step(iteration)
+
+    def find(self, step: int | None = None) -> Path | None:
+        """The checkpoint of `step`; without a step the newest complete one, or None when the run has no checkpoint.
+
+        Raises CheckpointError when that of the step is not there, when the pointer to the newest cannot be read, and
+        when it names a checkpoint that is not there.
+        """
+        return checkpoint_of_step(self.checkpoints, step) if step is not None else self.latest_checkpoint()
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, None when there is none. Raises CheckpointError as `find` does."""
+        return newest_checkpoint(self.checkpoints)
+
+    def set_latest(self, checkpoint: Path) -> None:
+        """Point to a complete checkpoint, atomically."""
+        _write(self.checkpoints / LATEST, checkpoint.name + "\n")
+        if not is_remote(self.checkpoints):
+            sync_directory(self.checkpoints)
+
+
+def _make_writable(folder: Path, what: str, key: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except OSError as error:
+        raise ConfigError(f"{what} {folder}: {error.strerror}; choose another with {key}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be written: {reason}; what was there before is untouched") from error

@@ -1,0 +1,316 @@
+"""Writing a run's checkpoints.
+
+`Method` says which rank writes what: with a format that has `save_sharded` every rank writes its shards; with one that
+has `save` the other ranks send their shards to the first rank, which writes whole tensors. `CheckpointWriter` says
+when: in the training thread, or in a background thread during the next steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_core import retention
+from mt_core.config.schema import CheckpointConfig
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
+from mt_core.tensor_slice import TensorSlice
+from mt_core.train.checkpoint.local_shards import given, whole_fragment
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.write_plan import WritePlan, collect
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of one checkpoint. fragments: this rank's shards. metadata and files: the same on all ranks."""
+
+    fragments: list[Fragment]
+    metadata: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that is completely written, with `latest` pointing to it.
+
+    seconds: duration of the write. removed: older checkpoints that were deleted. problem: why some could not be.
+    """
+
+    path: Path
+    seconds: float = 0.0
+    removed: tuple[Path, ...] = ()
+    problem: str | None = None
+
+
+class Commit:
+    """Points `latest` to a written checkpoint, then removes the checkpoints that are not kept."""
+
+    def __init__(self, directory: RunDirectory, config: CheckpointConfig, host: PluginHost) -> None:
+        self._directory, self._config = directory, config
+        self._detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+
+    def __call__(self, path: Path, started: float) -> Committed:
+        """started: start of the write, by time.perf_counter."""
+        self._directory.set_latest(path)
+        seconds = time.perf_counter() - started
+        removed: list[Path] = []
+        try:
+            for old in self._superfluous(path):
+                retention.remove(old)
+                removed.append(old)
+        except CheckpointError as error:  # the new one is safe, so that training can go on
+            return Committed(path, seconds, tuple(removed), str(error))
+        return Committed(path, seconds, tuple(removed))
+
+    def _superfluous(self, latest: Path) -> list[Path]:
+        if self._config.keep_last is None:
+            return []
+        found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
+        # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
+        found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
+        return retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Which rank writes what
+# ---------------------------------------------------------------------------------------------------
+
+Write = Callable[[Iterable[Fragment]], Committed | None]
+"""Writes this rank's data. Returns None on ranks that do not learn when the checkpoint is complete."""
+
+
+class Method(Protocol):
+    """Collective over all ranks."""
+
+    def begin(self, path: Path, contents: Contents) -> tuple[Iterable[Fragment], Write]:
+        """The fragments that this rank writes, and the function that writes them. Iterating over the fragments is
+        collective too; the function may be called in another thread."""
+        ...
+
+
+class ShardedMethod:
+    """Every rank writes a part of its shards, so that each element is written once; the first rank commits."""
+
+    def __init__(self, saver: ShardedSave, commit: Commit, ctx: ParallelContext) -> None:
+        self._saver, self._commit, self._ctx = saver, commit, ctx
+        self._plan = WritePlan()
+
+    def begin(self, path: Path, contents: Contents) -> tuple[list[Fragment], Write]:
+        started = time.perf_counter()
+        world = self._ctx.world
+        place = [self._saver.begin(path) if self._ctx.is_writer else ""]
+        if world.size > 1:
+            dist.broadcast_object_list(place, src=world.ranks[0], group=world.group)
+
+        def write(fragments: Iterable[Fragment]) -> Committed | None:
+            self._saver.write(path, place[0], world.rank, world.size, fragments, contents.metadata, contents.files)
+            return self._commit(path, started) if self._ctx.is_writer else None
+
+        return self._plan.share(contents.fragments, self._ctx), write
+
+
+class WholeMethod:
+    """The first rank writes whole tensors, one at a time, as the others send them."""
+
+    def __init__(self, save: SaveCheckpoint, commit: Commit, ctx: ParallelContext) -> None:
+        self._save, self._commit, self._ctx = save, commit, ctx
+
+    def begin(self, path: Path, contents: Contents) -> tuple[Iterator[Fragment], Write]:
+        def write(fragments: Iterable[Fragment]) -> Committed | None:
+            if not self._ctx.is_writer:
+                deque(fragments, maxlen=0)
+                return None
+            started = time.perf_counter()
+            tensors = ((fragment.name, fragment.tensor()) for fragment in fragments)
+            self._save(path, tensors, contents.metadata, contents.files)
+            return self._commit(path, started)
+
+        return self._collected(contents.fragments), write
+
+    def _collected(self, fragments: list[Fragment]) -> Iterator[Fragment]:
+        for name, tensor in collect(fragments, self._ctx):
+            if self._ctx.is_writer:
+                yield whole_fragment(name, tensor)
+
+
+# ---------------------------------------------------------------------------------------------------
+# When it is written
+# ---------------------------------------------------------------------------------------------------
+
+
+class CheckpointWriter(Protocol):
+    """Writes checkpoints in the order in which they are submitted. Every rank has one."""
+
+    def write(self, path: Path, contents: Contents) -> None:
+        """Submit a checkpoint. The tensors may change when this returns. Collective."""
+        ...
+
+    def committed(self) -> list[Committed]:
+        """The checkpoints completed since the last call. Raises the error of a checkpoint that could not be written."""
+        ...
+
+    def finish(self) -> list[Committed]:
+        """As `committed`, after all submitted checkpoints have been written."""
+        ...
+
+    def close(self) -> list[str]:
+        """After an error elsewhere: finish without raising. Returns a message for each checkpoint still in flight."""
+        ...
+
+
+class WritesNow:
+    """Synchronous: training waits until the checkpoint is written."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self._done: list[Committed] = []
+
+    def write(self, path: Path, contents: Contents) -> None:
+        fragments, write = self._method.begin(path, contents)
+        # All ranks wait for the first rank, which commits: after the barrier every rank knows that it is complete.
+        self._done.append(write(fragments) or Committed(path))
+
+    def committed(self) -> list[Committed]:
+        done, self._done = self._done, []
+        return done
+
+    def finish(self) -> list[Committed]:
+        return self.committed()
+
+    def close(self) -> list[str]:
+        return []
+
+
+class WritesInBackground:
+    """Asynchronous: training waits for the copies to host memory only; a thread writes one checkpoint at a time.
+
+    in_flight: maximum number of copied checkpoints not yet written. A further one waits for the oldest.
+    """
+
+    def __init__(self, method: Method, in_flight: int) -> None:
+        self._method = method
+        self._free = [HostCopies() for _ in range(in_flight)]
+        self._in_flight: deque[tuple[Path, HostCopies, Future[Committed | None]]] = deque()
+        self._done: list[Committed] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
+
+    def write(self, path: Path, contents: Contents) -> None:
+        if not self._free:
+            self._settle_oldest()
+        copies = self._free.pop()
+        fragments, write = self._method.begin(path, contents)
+        self._in_flight.append((path, copies, self._thread.submit(write, copies.fill(fragments))))
+
+    def committed(self) -> list[Committed]:
+        while self._in_flight and self._in_flight[0][2].done():
+            self._settle_oldest()
+        done, self._done = self._done, []
+        return done
+
+    def finish(self) -> list[Committed]:
+        while self._in_flight:
+            self._settle_oldest()
+        return self.committed()
+
+    def close(self) -> list[str]:
+        self._thread.shutdown(wait=True)
+        return [
+            f"{path.name} was not written: {error}" if (error := future.exception()) else f"committed {path.name}"
+            for path, _, future in self._in_flight
+            if future.exception() or future.result()
+        ]
+
+    def _settle_oldest(self) -> None:
+        _, copies, future = self._in_flight.popleft()
+        committed = future.result()
+        self._free.append(copies)
+        if committed is not None:
+            self._done.append(committed)
+
+
+class WritesNothing:
+    """For a run without a directory."""
+
+    def write(self, path: Path, contents: Contents) -> None: ...
+
+    def committed(self) -> list[Committed]:
+        return []
+
+    def finish(self) -> list[Committed]:
+        return []
+
+    def close(self) -> list[str]:
+        return []
+
+
+class HostCopies:
+    """Copies of fragments in host memory, pinned for tensors of a GPU.
+
+    The memory is reused for the next checkpoint: allocating and pinning it takes longer than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, TensorSlice], Tensor] = {}
+
+    @torch.no_grad()
+    def fill(self, fragments: Iterable[Fragment]) -> list[Fragment]:
+        """Copies of the fragments' current values. The sources may be on any device and have any strides."""
+        before, self._copies = self._copies, {}
+        copied, on_gpu = [], False
+        for fragment in fragments:
+            tensor = fragment.tensor().detach()
+            copy = before.get((fragment.name, fragment.tensor_slice))
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            self._copies[fragment.name, fragment.tensor_slice] = copy.copy_(tensor, non_blocking=True)
+            copied.append(replace(fragment, tensor=partial(given, copy)))
+            on_gpu = on_gpu or tensor.is_cuda
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copied
+
+
+def build_checkpoint_writer(
+    config: CheckpointConfig, host: PluginHost, directory: RunDirectory | None, ctx: ParallelContext
+) -> CheckpointWriter:
+    """The configured writer. directory: None for a run that writes nothing.
+
+    Raises PluginError for an unknown checkpoint.ckpt_format and ConfigError for one that training cannot write.
+    """
+    if directory is None:
+        return WritesNothing()
+    method = _method(config, host, Commit(directory, config, host), ctx)
+    if config.keep_every is not None and config.keep_last is None:
+        raise ConfigError(
+            f"checkpoint.keep_every={config.keep_every}: without checkpoint.keep_last every checkpoint is kept; set "
+            "checkpoint.keep_last, too"
+        )
+    # A rank that only sends to the writing rank has finished when `write` returns: it needs no background thread.
+    only_sends = isinstance(method, WholeMethod) and not ctx.is_writer
+    if config.async_save and not only_sends:
+        return WritesInBackground(method, config.async_in_flight)
+    return WritesNow(method)
+
+
+def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:
+    spec = host.checkpoint_savers.get(config.ckpt_format, key="checkpoint.ckpt_format")
+    if spec.save_sharded is not None:
+        return ShardedMethod(spec.save_sharded.load()(), commit, ctx)
+    if spec.save is not None:
+        return WholeMethod(spec.save.load(), commit, ctx)
+    able = ", ".join(saver.name for saver in host.checkpoint_savers if saver.save or saver.save_sharded)
+    raise ConfigError(
+        f"checkpoint.ckpt_format={config.ckpt_format} is written by mt convert only; training writes {able}"
+    )

@@ -1,0 +1,223 @@
+"""The state dict of a run: the tensors in a checkpoint, their names, and how they are restored.
+
+Tensors: `model.<parameter>`, `optimizer.<state>.<parameter>` (canonical shapes, without padding),
+`optimizer.main.<parameter>` (fp32 weights of 16-bit training); `random_streams` adds `rng.*`. The rest is JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.optim.functional import Optimizer
+from mt_core.optim.loss_scale import LossScaler
+from mt_core.optim.master_weights import MasterWeights
+from mt_core.parallel.context import ParallelContext
+from mt_core.specs import CheckpointReader, Fragment
+from mt_core.train.checkpoint import random_streams
+from mt_core.train.checkpoint.local_shards import LocalShard, fill, given, whole_fragment
+from mt_core.train.state import TrainState
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+MAIN = "main"
+REMAINDER = "remainder"
+"""Optimizer state with the low 16 bits of fp32 weights. A checkpoint stores the fp32 weight, not the two halves."""
+T = TypeVar("T")
+
+
+@runtime_checkable
+class CompletesWeights(Protocol):
+    """An optimizer that may store the low 16 bits of the fp32 weights in its state."""
+
+    def main(self, parameter: Tensor) -> Tensor: ...
+
+    def set_main(self, parameter: Tensor, main: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """The whole state of a run that a checkpoint holds."""
+
+    model: nn.Module
+    weights: MasterWeights
+    optimizer: Optimizer
+    scaler: LossScaler
+    state: TrainState
+    ctx: ParallelContext
+
+    def fragments(self) -> list[Fragment]:
+        """This rank's shards of the whole state. Replicas hold equal fragments."""
+        self.weights.finish_gather()
+        return list(self._fragments())
+
+    def _fragments(self) -> Iterator[Fragment]:
+        layouts = parameter_layouts(self.model)
+        for name, parameter in self.model.named_parameters():
+            yield from self._weight(name, layouts[name], parameter.dtype).fragments(self.ctx)
+        pieces = dict(self.weights.named_parameters())
+        if self._has_copies:
+            for name, piece in pieces.items():
+                main = self._state(MAIN, name, layouts[name], torch.float32, partial(self._main, piece))
+                yield from main.fragments(self.ctx)
+        for name, piece in pieces.items():
+            for key, value in self.optimizer.state.get(piece, {}).items():
+                if key == REMAINDER:
+                    continue  # a part of the master weight
+                if not isinstance(value, Tensor) or value.shape != piece.shape:
+                    yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
+                else:
+                    state = self._state(key, name, layouts[name], value.dtype, partial(given, value))
+                    yield from state.fragments(self.ctx)
+        yield from random_streams.fragments(self.ctx)
+
+    def _weight(self, name: str, layout: ParameterLayout, dtype: torch.dtype) -> LocalShard:
+        slices, weight = self.weights.owned_weight(name)
+        return LocalShard(MODEL + name, layout, dtype, slices, partial(given, weight))
+
+    def _state(
+        self, key: str, name: str, layout: ParameterLayout, dtype: torch.dtype, part: Callable[[], Tensor]
+    ) -> LocalShard:
+        return LocalShard(f"{OPTIMIZER}{key}.{name}", layout, dtype, self.weights.owned_slices(name), part)
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether the optimizer works on fp32 copies of the model's weights."""
+        return any(parameter.dtype != torch.float32 for parameter in self.model.parameters())
+
+    def metadata(self, config: Config) -> dict[str, Any]:
+        return {
+            **asdict(self.state),
+            "config": config.to_dict(),
+            "loss_scaler": self.scaler.state(),
+            "environment": environment(),
+        }
+
+    def restore(self, reader: CheckpointReader) -> None:
+        """Restore a complete checkpoint. Raises CheckpointError for missing or extra tensors, or other shapes."""
+        layouts = parameter_layouts(self.model)
+        shapes = shapes_of_all_stages(layouts, self.ctx)
+        self.weights.finish_gather()
+        require_fit(reader, shapes, MODEL)
+        self.load_model(reader, layouts)
+        untrained = untrained_of_all_stages(layouts, self.ctx)
+        trained = {name: shape for name, shape in shapes.items() if name not in untrained}
+        pieces = dict(self.weights.named_parameters())
+        if self._has_copies:
+            require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
+            for name, piece in pieces.items():
+                self._set_main(piece, self._read_state(reader, MAIN, name, layouts[name], piece))
+        self._restore_optimizer(reader, layouts, pieces, trained)
+        random_streams.restore_rng(reader, self.ctx)
+        self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
+        for key in asdict(self.state):
+            setattr(self.state, key, int(reader.metadata[key]))
+
+    def load_model(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
+        """Load the model weights. Raises CheckpointError unless names and shapes match."""
+        for name, layout in layouts.items():
+            weight = self._weight(name, layout, torch.float32)
+            if layout.padded:
+                weight.part().zero_()
+            fill(weight, reader, self.ctx)
+
+    def _read_state(
+        self, reader: CheckpointReader, key: str, name: str, layout: ParameterLayout, piece: Tensor
+    ) -> Tensor:
+        """This rank's part of a state, in the stored dtype; padding is zero."""
+        dtype = reader.dtypes()[f"{OPTIMIZER}{key}.{name}"]
+        # Contiguous like the weight: fused optimizers index both by the same offsets.
+        part = torch.zeros(piece.shape, dtype=dtype, device=piece.device)
+        fill(self._state(key, name, layout, dtype, partial(given, part)), reader, self.ctx)
+        return part
+
+    def _main(self, piece: nn.Parameter) -> Tensor:
+        """The fp32 weight that the optimizer updates."""
+        return self.optimizer.main(piece) if isinstance(self.optimizer, CompletesWeights) else piece.detach()
+
+    @torch.no_grad()
+    def _set_main(self, piece: nn.Parameter, part: Tensor) -> None:
+        if isinstance(self.optimizer, CompletesWeights):
+            self.optimizer.set_main(piece, part)
+        else:
+            piece.copy_(part)
+
+    def _restore_optimizer(
+        self,
+        reader: CheckpointReader,
+        layouts: Mapping[str, ParameterLayout],
+        pieces: Mapping[str, nn.Parameter],
+        trained: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        for full_name, shape in reader.shapes().items():
+            if not full_name.startswith(OPTIMIZER):
+                continue
+            key, _, name = full_name.removeprefix(OPTIMIZER).partition(".")
+            if key == MAIN:
+                continue
+            if name not in trained:
+                raise CheckpointError(f"the checkpoint has optimizer state for {name}, which the model does not have")
+            if name not in pieces:
+                continue  # of another pipeline stage
+            layout, piece = layouts[name], pieces[name]
+            is_like_weight = bool(shape) and tuple(shape) == layout.shape
+            state = self._read_state(reader, key, name, layout, piece) if is_like_weight else reader.read(full_name)
+            self.optimizer.state[piece][key] = state
+
+
+def shapes_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape, of the whole model. Collective over pipeline stages."""
+    return merged_over_stages({name: layout.shape for name, layout in layouts.items()}, ctx)
+
+
+def untrained_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, bool]:
+    return merged_over_stages({name: True for name, layout in layouts.items() if not layout.trained}, ctx)
+
+
+def merged_over_stages(own: dict[str, T], ctx: ParallelContext) -> dict[str, T]:
+    """The union of the stages' dictionaries, in the order of stages. Collective over pipeline stages."""
+    if ctx.pp.size == 1:
+        return own
+    everyone: list[dict[str, T] | None] = [None] * ctx.pp.size
+    dist.all_gather_object(everyone, own, group=ctx.pp.group)
+    return {name: value for held in everyone for name, value in (held or {}).items()}
+
+
+def require_fit(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:
+    """Raise CheckpointError unless the checkpoint's tensors under `prefix` are exactly the model's."""
+    stored = {name.removeprefix(prefix): shape for name, shape in reader.shapes().items() if name.startswith(prefix)}
+    problems = [f"{name} is missing" for name in shapes if name not in stored]
+    problems += [f"{name} is in the checkpoint but not in the model" for name in stored if name not in shapes]
+    problems += [
+        f"{name} has shape {list(stored[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in stored and tuple(stored[name]) != shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(f"the checkpoint does not fit the model: {shown}")
+
+
+@torch.no_grad()
+def load_parameters(
+    named_parameters: Iterator[tuple[str, nn.Parameter]],
+    reader: CheckpointReader,
+    layouts: Mapping[str, ParameterLayout],
+    prefix: str,
+    ctx: ParallelContext,
+) -> None:
+    for name, parameter in named_parameters:
+        parameter.copy_(layouts[name].to_local(reader.read(prefix + name), ctx))
+
+
+def environment() -> dict[str, Any]:
+    """The software and hardware versions that bitwise reproducibility depends on beside the configuration."""
+    return {"torch": torch.__version__, "num_threads": torch.get_num_threads()}

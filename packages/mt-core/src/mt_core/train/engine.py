@@ -1,0 +1,307 @@
+"""`Engine`: a model, its optimizer and its parallel layout, driven one step at a time by the caller's loop.
+
+from mt_core.config import load_config
+from mt_core.train import Engine
+
+engine = Engine.build(load_config(preset="gpt-tiny"))
+for rank_batch in engine.train_batches(dataset):
+    outcome = engine.train_step(rank_batch)
+    print(engine.state.iteration, outcome.loss)
+
+`Trainer` adds the rest of a run: data sets, logging, callbacks, evaluation, checkpoints, stopping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mt_core.config.loading import LoadedConfig
+from mt_core.config.schema import Config
+from mt_core.data import building
+from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
+from mt_core.data.loader import BatchReader, RankBatch
+from mt_core.errors import ConfigError
+from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.use import configured_kernels, use_kernels
+from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
+from mt_core.nn.loss import Loss
+from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.functional import Optimizer
+from mt_core.optim.group_schedules import GroupSchedules
+from mt_core.optim.loss_scale import LossScaler, build_loss_scaler
+from mt_core.optim.master_weights import MasterWeights
+from mt_core.optim.schedules import LRSchedule
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
+from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import Dataset, Tokenizer
+from mt_core.train import build
+from mt_core.train.broadcast_batches import broadcast_batches
+from mt_core.train.checkpoint.random_streams import dropout_stream
+from mt_core.train.checkpoint.state import Checkpointed, merged_over_stages
+from mt_core.train.cuda_graphs.rules import graph_blocks
+from mt_core.train.cuda_graphs.runs import BlockGraphs
+from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
+from mt_core.train.evaluation import evaluate
+from mt_core.train.forward_backward import Batch, ForwardBackward, ForwardStep, NoPipelining, default_forward_step
+from mt_core.train.optimizer_step import (
+    OptimizerStep,
+    PendingOutcome,
+    StepOutcome,
+    counted_tokens,
+    defers_metrics,
+)
+from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
+from mt_core.train.state import TrainState
+
+TRACED_STEP = 2
+"""Counted from the first step of this process, which includes warm-up."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A launched step. iteration, consumed_samples: after it. started: by perf_counter. notes: for the user."""
+
+    rank_batch: RankBatch
+    pending: PendingOutcome
+    iteration: int
+    consumed_samples: int
+    learning_rate: float
+    started: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Engine:
+    """The components of a training run, each built once from the configuration, and its training step.
+
+    config: resolved, with model.vocab_size. stages: None without pipeline parallelism. copies: tied weights of several
+    stages. Construction is collective over all ranks.
+    """
+
+    config: Config
+    host: PluginHost
+    device: torch.device
+    tokenizer: Tokenizer
+    ctx: ParallelContext
+    stages: Stages | None
+    kernels: Kernels
+    model: nn.Module
+    layouts: Mapping[str, ParameterLayout]
+    copies: TiedWeights
+    weights: MasterWeights
+    optimizer: Optimizer
+    schedule: LRSchedule
+    group_schedules: GroupSchedules
+    batch_size: BatchSizeSchedule
+    scaler: LossScaler
+    graphs: BlockGraphs | None
+    recorder: ScheduleRecorder | None
+    forward_backward: ForwardBackward
+    step: OptimizerStep
+    device_batches: DeviceBatches
+    state: TrainState = field(default_factory=TrainState)
+    _steps_taken: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        loaded: LoadedConfig,
+        *,
+        host: PluginHost | None = None,
+        model: nn.Module | None = None,
+        loss: Loss | None = None,
+        forward_step: ForwardStep | None = None,
+    ) -> Engine:
+        """Arguments replace the components that the configuration names (see `Trainer`). Collective."""
+        host = host or load_plugins()
+        if loaded.config.train.num_threads is not None:
+            torch.set_num_threads(loaded.config.train.num_threads)
+        device = build.resolve_device(loaded.config.train.device)
+        tokenizer = building.build_tokenizer(loaded.config, host)
+        config = build.with_vocab_size(loaded.config, tokenizer)
+        ctx = build.build_context(config, device)
+        stages = build_stages(config, ctx, host)
+        own_stages = stages.own if stages is not None else None
+        kernels = configured_kernels(config, ctx)
+        if model is None:
+            model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
+        build.compile_blocks(model, config)
+        layouts = parameter_layouts(model)
+        copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
+        weights = build.build_weights(config, model, ctx, copies, host)
+        optimizer = build.build_optimizer(config, OptimizerEnvironment(model, weights, layouts, ctx, kernels), host)
+        use_streams(model, DropoutStreams(config.train.seed))
+        graphs = graph_blocks(model, config, ctx, own_stages)
+        loss = loss or _configured_loss(config, ctx, host, kernels)
+        build.require_options(model, loss, config)
+        recorder = _build_recorder(config, stages, device)
+        forward_backward = _build_forward_backward(config, ctx, model, weights, stages, loss, forward_step, recorder)
+        kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
+        scaler = build_loss_scaler(config.precision)
+        step = OptimizerStep(
+            model,
+            weights,
+            optimizer,
+            forward_backward,
+            scaler,
+            config.optimizer.clip_grad,
+            GradFinalizer(layouts, ctx, copies, divided=build.divides_state(config)),
+            count_zeros=config.logging.log_num_zeros_in_grad,
+            deferred=defers_metrics(config, ctx, optimizer),
+        )
+        torch.manual_seed(stream_seed(config.train.seed, dropout_stream(ctx)))
+        return cls(
+            config=config,
+            host=host,
+            device=device,
+            tokenizer=tokenizer,
+            ctx=ctx,
+            stages=stages,
+            kernels=kernels,
+            model=model,
+            layouts=layouts,
+            copies=copies,
+            weights=weights,
+            optimizer=optimizer,
+            schedule=build.build_schedule(config, host),
+            group_schedules=build.build_group_schedules(config, host),
+            batch_size=build_batch_size(config),
+            scaler=scaler,
+            graphs=graphs,
+            recorder=recorder,
+            forward_backward=forward_backward,
+            step=step,
+            device_batches=DeviceBatches(device, ctx.cp),
+        )
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that the whole run trains on."""
+        return total_train_samples(self.config)
+
+    def remaining_steps(self) -> Iterable[tuple[int, int]]:
+        """(first sample, number of samples) of each step from the current state to the end of the run."""
+        return self.batch_size.steps(self.state.consumed_samples, self.total_samples)
+
+    def train_batches(self, dataset: Dataset) -> Generator[RankBatch, None, None]:
+        """This rank's batches of the remaining steps, copied to the device one step ahead."""
+        batches = self.read_batches(dataset, self.remaining_steps())
+        try:
+            yield from self.device_batches.ahead(batches)
+        finally:
+            batches.close()
+
+    def read_batches(self, dataset: Dataset, steps: Iterable[tuple[int, int]]) -> Generator[RankBatch, None, None]:
+        """This rank's batches of the given steps. Closing the iterator ends the prefetch threads."""
+        reader = BatchReader(
+            dataset,
+            steps,
+            micro_size=self.config.train.micro_batch_size,
+            dp_rank=self.ctx.dp.rank,
+            dp_size=self.ctx.dp.size,
+            workers=self.config.data.num_workers,
+            ahead=self.config.data.prefetch_batches,
+        )
+        model = self.ctx.axis("model")
+        if self.config.data.read_by == "each" or model.size == 1:
+            yield from reader
+        else:
+            yield from broadcast_batches(iter(reader) if model.rank == 0 else None, model)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def train_step(self, rank_batch: RankBatch) -> StepOutcome:
+        """One optimizer step on this rank's batch; waits for its loss and gradient norm."""
+        return self.launch_step(rank_batch).pending.result()
+
+    def launch_step(self, rank_batch: RankBatch) -> StepRecord:
+        """As `train_step`, without waiting for the device if `step.deferred`. Advances the counters of `state`."""
+        started = time.perf_counter()
+        learning_rate = self.schedule(self.state.consumed_samples)
+        self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
+        batches = self.device_batches.take(rank_batch)
+        captured = self.graphs.begin_step() if self.graphs is not None else None
+        counted = counted_tokens(rank_batch.micro_batches)
+        pending, traced = self._traced(batches, learning_rate, counted)
+        self.state.iteration += 1
+        self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
+        notes = tuple(note for note in (captured, traced) if note is not None)
+        state = self.state
+        return StepRecord(rank_batch, pending, state.iteration, state.consumed_samples, learning_rate, started, notes)
+
+    def _traced(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
+        """The step. If it is the one to trace, its timeline is written to logging.trace_schedule."""
+        self._steps_taken += 1
+        recorder, path = self.recorder, self.config.logging.trace_schedule
+        if recorder is None or path is None or self._steps_taken != TRACED_STEP:
+            return self.step(batches, learning_rate, counted), None
+        recorder.begin(self.ctx.pp)
+        pending = self.step(batches, learning_rate, counted)
+        timeline = recorder.gather(self.ctx.pp)
+        if self.ctx.is_writer:
+            write_trace(timeline, Path(path))
+        return pending, f"schedule of step {self.state.iteration + 1} written to {path}"
+
+    def evaluate(self, dataset: Dataset) -> float:
+        """Mean loss over the first train.eval_iters global batches: the same samples every time."""
+        self.weights.finish_gather()
+        size, count = self.batch_size.full, self.evaluated_samples(dataset)
+        steps = [(first, min(size, count - first)) for first in range(0, count, size)]
+        ahead = self.device_batches.ahead(self.read_batches(dataset, steps))
+        batches = (self.device_batches.take(rank_batch) for rank_batch in ahead)
+        return evaluate(self.model, batches, self.forward_backward, self.ctx)
+
+    def evaluated_samples(self, dataset: Dataset) -> int:
+        return min(self.config.train.eval_iters * self.batch_size.full, len(dataset))
+
+    def checkpointed(self) -> Checkpointed:
+        """The checkpointed state of this run."""
+        return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
+
+
+def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
+    loss = host.losses.get(config.train.loss, key="train.loss").build.load()(config, ctx)
+    use_kernels([loss], kernels)
+    return loss
+
+
+def _build_recorder(config: Config, stages: Stages | None, device: torch.device) -> ScheduleRecorder | None:
+    return ScheduleRecorder(device) if stages is not None and config.logging.trace_schedule is not None else None
+
+
+def _build_forward_backward(
+    config: Config,
+    ctx: ParallelContext,
+    model: nn.Module,
+    weights: MasterWeights,
+    stages: Stages | None,
+    loss: Loss,
+    forward_step: ForwardStep | None,
+    recorder: ScheduleRecorder | None,
+) -> ForwardBackward:
+    if stages is None:
+        return NoPipelining(model, forward_step or default_forward_step(loss), weights, _begin_micro_batch)
+    require_pipelined(model, config)
+    if forward_step is not None:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
+            "which no process has; give a loss instead"
+        )
+    return Pipelining(model, stages, loss, ctx, recorder, _begin_micro_batch)
+
+
+def _begin_micro_batch(batch: Batch) -> None:
+    """Dropout is seeded by the index of the micro-batch's first sample, so masks do not depend on the layout."""
+    SAMPLE.set(int(batch[FIRST_SAMPLE]))

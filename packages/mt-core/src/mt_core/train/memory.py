@@ -1,0 +1,144 @@
+"""Checks that a rank's weights, gradients and optimizer state fit into memory, before they are allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.optim.finalize_grads import SHARDS
+from mt_core.optim.master_weights import trained_parameters
+from mt_core.optim.state_bytes import probe_state
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+
+GIB = 2.0**30
+FP32 = 4
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes needed by one rank. parameters: number of elements. Activations and buffers are not counted."""
+
+    parameters: int
+    weights: float
+    gradients: float
+    state: float
+    """Optimizer state, including fp32 master weights."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.state
+
+
+class Budget(TorchFunctionMode):
+    """Limits the bytes that `torch.empty`, which allocates all parameters, returns; past it returns meta tensors."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.left = size
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.empty:
+            return func(*args, **(kwargs or {}))
+        planned = func(*args, **{**(kwargs or {}), "device": "meta"})
+        self.left -= planned.numel() * planned.element_size()
+        return func(*args, **(kwargs or {})) if self.left >= 0 else planned
+
+
+def build_within_memory(
+    build: Callable[[], nn.Module], config: Config, ctx: ParallelContext, host: PluginHost
+) -> nn.Module:
+    """build(), the model of this rank with uninitialized weights. Raises ConfigError with the sizes when weights,
+    gradients and optimizer state exceed the free memory. A system that overcommits memory would let the run start
+    and then swap or kill it."""
+    free = free_bytes(ctx.device) if config.train.check_memory else None
+    if free is None:
+        return build()
+    with Budget(free):
+        model = build()
+    needed = needed_bytes(model, config, ctx, host)
+    if needed.total > free:
+        raise ConfigError(_refusal(needed, free, ctx))
+    return model
+
+
+def _refusal(needed: Needed, free: float, ctx: ParallelContext) -> str:
+    parts = {"weights": needed.weights, "gradients": needed.gradients, "optimizer state": needed.state}
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    return (
+        f"rank {ctx.world.rank} of {ctx.world.size} would hold {needed.parameters:,} parameters in "
+        f"{needed.total / GIB:.1f} GiB ({listed}; activations come on top), and {free / GIB:.1f} GiB of "
+        f"{ctx.device.type} memory are free for it; train on more processes (mt plan --search "
+        "shows which layouts fit) or a smaller model, or set train.check_memory=false to try anyway"
+    )
+
+
+def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: PluginHost) -> Needed:
+    """Bytes needed to train a rank's model, which may be on the meta device."""
+    parallel, precision = config.parallel, config.precision
+    layouts, each = parameter_layouts(model), probe_state(config, host)
+    in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    weights = gradients = state = 0.0
+    for name, parameter in trained_parameters(model):
+        size, itemsize = parameter.numel(), parameter.element_size()
+        shards = ctx.axis(SHARDS[layouts[name].replicas][0]).size
+        own = size / shards if parallel.use_distributed_optimizer or parallel.use_torch_fsdp2 else size
+        held = own if parallel.use_torch_fsdp2 else size
+        weights += held * itemsize
+        gradients += held * (FP32 if in_fp32 else itemsize)
+        state += each.of(parameter.dim() > 1, int(own)) + own * completed_bytes(config, itemsize)
+    return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
+
+
+def completed_bytes(config: Config, itemsize: int) -> int:
+    """Bytes of the fp32 copies of 16-bit weights, or of their low 16 bits."""
+    if itemsize == FP32:
+        return 0
+    return FP32 - itemsize if getattr(config.optimizer, "main_weights", "copies") == "remainders" else FP32
+
+
+def free_bytes(device: torch.device, environ: Mapping[str, str] = os.environ) -> float | None:
+    """Free memory of a device for this rank; ranks of a node share its host memory. None if unknown."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    available = [size for size in (_available_memory(), _left_of_cgroup()) if size is not None]
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
+    return min(available) / ranks if available else None
+
+
+def _available_memory() -> float | None:
+    """Free memory plus what the system can reclaim, such as the page cache."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return _physical_memory()
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return float(found[0]) * 1024 if found else _physical_memory()
+
+
+def _physical_memory() -> float | None:
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _left_of_cgroup() -> float | None:
+    """Remaining memory under the cgroup limit; None without a limit."""
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return None
+    return float(limit) - float(used) if limit.isdigit() else None

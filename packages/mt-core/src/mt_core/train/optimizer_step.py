@@ -1,0 +1,240 @@
+"""One optimizer step: forward and backward over micro-batches, gradient norm, clipping, update.
+
+Loss, norm and token count are fp64 scalars on the device. They are copied to the host at the end of the step, and the
+caller reads them at once or one step later (`train.late_metrics`). In the latter case the host never waits for the
+device within a step, and a step with a non-finite loss or norm is skipped on the device: its gradient factor is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mt_core._torch_compat import scale_all_
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.auxiliary import PostStepHook, auxiliary_losses
+from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.functional import Optimizer
+from mt_core.optim.loss_scale import LossScaler
+from mt_core.optim.master_weights import MasterWeights
+from mt_core.parallel.collectives import all_reduce
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.tied_weights import TiedWeights
+from mt_core.train.auxiliary_means import AuxiliaryMeans
+from mt_core.train.forward_backward import Batch, ForwardBackward, masked_sum
+from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_on_device
+
+
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that scales gradients as it reads them. A NaN factor makes the step a no-op."""
+
+    gradient_scale: Tensor | None
+
+
+@runtime_checkable
+class SupportsFoundInf(Protocol):
+    """An optimizer whose `step` is a no-op where found_inf, [] fp32 on the device, is 1."""
+
+    found_inf: Tensor | None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled.
+
+    auxiliary: the losses that layers added, by name, each the mean over micro-batches.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    updated: bool
+    """False when the loss or the norm was not finite and the step was skipped."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    zeros_in_grad: int | None = None
+
+
+@dataclass(frozen=True)
+class PendingOutcome:
+    """numbers: loss, norm, auxiliary losses in the order of `auxiliary`, and the token count if on the device."""
+
+    numbers: HostTransfer
+    auxiliary: Sequence[str]
+    tokens: float | None = None
+    zeros_in_grad: int | None = None
+
+    def result(self) -> StepOutcome:
+        """Waits for this step, not for those launched after it."""
+        loss, norm, *more = self.numbers.result()
+        tokens = more.pop() if self.tokens is None else self.tokens
+        updated = math.isfinite(loss) and math.isfinite(norm)
+        auxiliary = dict(zip(self.auxiliary, more, strict=True))
+        return StepOutcome(loss, norm, tokens, updated, auxiliary, self.zeros_in_grad)
+
+
+class OptimizerStep:
+    """Defines the order of operations in a step. The caller owns the model and the optimizer.
+
+    deferred: no operation of the step waits for the device; requires `defers_metrics`. on_gradients: called when the
+    gradients are reduced, before clipping. Construction is collective over pipeline stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: MasterWeights,
+        optimizer: Optimizer,
+        forward_backward: ForwardBackward,
+        scaler: LossScaler,
+        clip_grad: float,
+        sums: GradFinalizer | None = None,
+        *,
+        count_zeros: bool = False,
+        deferred: bool = False,
+    ) -> None:
+        self.weights, self.optimizer, self.forward_backward = weights, optimizer, forward_backward
+        self.scaler, self.clip_grad, self.count_zeros, self.deferred = scaler, clip_grad, count_zeros, deferred
+        self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), divided=False)
+        self.ctx = self.sums.ctx
+        self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
+        self.on_gradients: Callable[[], None] | None = None
+        self.updated_after = [module for module in model.modules() if isinstance(module, PostStepHook)]
+
+    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counted: float) -> PendingOutcome:
+        """Update the weights from one global batch.
+
+        counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
+        and divided by their count over all ranks.
+        """
+        tokens, passes, scale = self._tokens(counted), len(micro_batches), self.scaler.scale
+        self.weights.zero_grad()
+        self.weights.expect(passes)
+        self.auxiliary.begin(passes, scale)
+
+        def share(losses: Tensor, batch: Batch) -> Tensor:
+            part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
+            return part * scale if scale != 1.0 else part
+
+        loss = _unscaled(self._over_ranks(self.forward_backward.forward_backward(micro_batches, share)), scale)
+        self.weights.reduce()
+        self.sums.finalize_model_grads(self.weights.named_parameters())
+        if self.on_gradients is not None:
+            self.on_gradients()
+        norm = _unscaled(self.sums.norm(self.weights.named_parameters()).double(), scale)
+        pending = self._pending(loss, norm, tokens, passes)
+        if self.deferred:
+            self._scale_gradients_or_skip(device_clip_factor(loss, norm, self.clip_grad))
+            self._update(learning_rate)
+            return pending
+        outcome = pending.result()
+        self.scaler.update(overflowed=not outcome.updated)
+        if outcome.updated:
+            self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
+            self._update(learning_rate)
+        return pending
+
+    def _tokens(self, counted: float) -> float | Tensor:
+        """Token count over all data-parallel ranks; on the host if the axis has one rank."""
+        return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)
+
+    def _over_ranks(self, loss: Tensor) -> Tensor:
+        """Sum over the data-, context- and pipeline-parallel ranks; the same value on every rank."""
+        total = loss.to(self.ctx.device, torch.float64)
+        return sum_on_device(sum_on_device(total, self.ctx.dp_cp), self.ctx.pp)
+
+    def _pending(self, loss: Tensor, norm: Tensor, tokens: float | Tensor, passes: int) -> PendingOutcome:
+        zeros = self.sums.zeros(self.weights.named_parameters()) if self.count_zeros else None
+        numbers = [loss, norm, *self.auxiliary.take(passes)]
+        if isinstance(tokens, Tensor):
+            numbers.append(tokens)
+        counted = None if isinstance(tokens, Tensor) else tokens
+        return PendingOutcome(HostTransfer.start(torch.stack(numbers)), self.auxiliary.names, counted, zeros)
+
+    def _scale_gradients(self, factor: float) -> None:
+        if isinstance(self.optimizer, ScalesGradients):
+            self.optimizer.gradient_scale = torch.tensor(factor, device=self.ctx.device)
+        elif factor != 1.0:
+            scale_all_(self._gradients(), factor)
+
+    def _scale_gradients_or_skip(self, factor: Tensor) -> None:
+        """factor: NaN if the step is to be skipped."""
+        if isinstance(self.optimizer, ScalesGradients):
+            self.optimizer.gradient_scale = factor.float()
+            return
+        assert isinstance(self.optimizer, SupportsFoundInf)
+        scale_all_(self._gradients(), factor.float())
+        self.optimizer.found_inf = factor.isnan().float()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
+
+    def _update(self, learning_rate: float) -> None:
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.weights.copy_to_model()
+        for module in self.updated_after:
+            module.after_step()
+
+
+def _divided(total: Tensor, tokens: float | Tensor) -> Tensor:
+    """A batch without a counted token has loss 0 and gradient 0, not 0/0."""
+    return total / (max(tokens, 1.0) if isinstance(tokens, float) else tokens.clamp(min=1.0).to(total.dtype))
+
+
+def _unscaled(value: Tensor, scale: float) -> Tensor:
+    return value / scale if scale != 1.0 else value
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Factor on the gradients that limits their global norm to `limit` (0: no limit)."""
+    return min(limit / (norm + 1e-6), 1.0) if limit > 0.0 else 1.0
+
+
+def device_clip_factor(loss: Tensor, norm: Tensor, limit: float) -> Tensor:
+    """[] fp64: the same bits as `clip_factor`; NaN if the loss or the norm is not finite. loss, norm: [] fp64."""
+    factor = torch.ones_like(norm)
+    if limit > 0.0:
+        factor = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(loss) & torch.isfinite(norm), factor, math.nan)
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("decoupled_lr", learning_rate) * group.get("lr_mult", 1.0)
+
+
+def counted_tokens(micro_batches: Iterable[Mapping[str, Tensor | np.ndarray]]) -> float:
+    """Positions whose loss counts, from micro-batches of whole sequences on the host."""
+    return float(sum(batch["loss_mask"].sum() for batch in micro_batches))
+
+
+def defers_metrics(config: Config, ctx: ParallelContext, optimizer: Optimizer) -> bool:
+    """Whether metrics are read one step later (train.late_metrics). Raises ConfigError when the key is `always` and
+    something needs the numbers of a step before the next one starts."""
+    wanted = config.train.late_metrics
+    if wanted == "never" or (wanted == "auto" and ctx.device.type != "cuda"):
+        return False
+    reason = _needs_numbers_at_once(config, optimizer)
+    if reason is not None and wanted == "always":
+        raise ConfigError(f"train.late_metrics=always is not possible: {reason}; set it to auto or never")
+    return reason is None
+
+
+def _needs_numbers_at_once(config: Config, optimizer: Optimizer) -> str | None:
+    if config.precision.dtype == "fp16":
+        return "precision.dtype=fp16 chooses the next loss scale by the norm"
+    if config.logging.log_num_zeros_in_grad:
+        return "logging.log_num_zeros_in_grad=true counts on the host"
+    if config.logging.trace_schedule is not None:
+        return f"logging.trace_schedule={config.logging.trace_schedule} measures one step from its start to its end"
+    if not isinstance(optimizer, ScalesGradients | SupportsFoundInf):
+        return f"optimizer.optimizer={config.optimizer.optimizer} cannot skip a step on the device (adam can)"
+    return None

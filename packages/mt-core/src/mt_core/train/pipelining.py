@@ -1,0 +1,116 @@
+"""The pipeline stages of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.loss import Loss
+from mt_core.nn.model import contract, is_pipelined, model_options
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.layout_string import stages_from_layout
+from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys
+from mt_core.parallel.pipeline.pipeline import Pipeline
+from mt_core.parallel.pipeline.placement import stages_of_rank
+from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule
+from mt_core.parallel.pipeline.stage import Pipelined, Stage
+from mt_core.parallel.pipeline.trace import ScheduleRecorder
+from mt_core.plugins import PluginHost
+from mt_core.train.forward_backward import Batch, LossShare
+
+MATRICES_OF_A_LAYER = 12
+"""A transformer layer has about 12 hidden_size^2 weights."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """all: of the model, in order. own: those of this process."""
+
+    all: tuple[Stage, ...]
+    own: tuple[Stage, ...]
+    schedule: PipelineSchedule
+
+
+def build_stages(config: Config, ctx: ParallelContext, host: PluginHost) -> Stages | None:
+    """None without pipeline parallelism. Raises ConfigError when layers, stages and schedule do not fit."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    stages = model_stages(config, host)
+    schedule = configured_schedule(parallel, host)
+    numbers = stages_of_rank(ctx.pp.rank, len(stages), ctx.pp.size, schedule.placement)
+    return Stages(tuple(stages), tuple(stages[number] for number in numbers), schedule)
+
+
+def model_stages(config: Config, host: PluginHost) -> list[Stage]:
+    """All stages of a pipelined run. Needs no process group."""
+    parallel, schedule = config.parallel, configured_schedule(config.parallel, host)
+    each = parallel.virtual_pipeline_model_parallel_size or schedule.min_stages_per_rank
+    count = parallel.pipeline_model_parallel_size * each
+    schedule.stages_per_rank(parallel.pipeline_model_parallel_size, count)
+    num_layers = config.model.stacked_layers
+    if num_layers is None:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "
+            f"model.family={config.model.family} has no stack of layers to divide; it can be 1"
+        )
+    asked = stages_by_keys(parallel, num_layers, each, schedule.placement)
+    if asked is not None:
+        return asked
+    # A family may define stage boundaries itself (the layer pattern of a hybrid model).
+    layout = parallel.pipeline_model_parallel_layout or config.model.pipeline_layout
+    if layout is not None:
+        depth = getattr(config.model, "mtp_num_layers", None) or 0
+        return stages_from_layout(layout, num_layers, count, mtp_num_layers=depth)
+    return balanced_stages(num_layers, count, output_cost=output_cost(config))
+
+
+def output_cost(config: Config) -> float:
+    """Cost of the LM head and the loss, in units of a layer, by the number of weights multiplied."""
+    hidden = getattr(config.model, "hidden_size", None)
+    if hidden is None or config.model.vocab_size is None:
+        return 0.0
+    return float(config.model.vocab_size / (MATRICES_OF_A_LAYER * hidden))
+
+
+class Pipelining:
+    """Runs micro-batches through the pipeline stages of several processes (see forward_backward.ForwardBackward)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        loss: Loss,
+        ctx: ParallelContext,
+        recorder: ScheduleRecorder | None = None,
+        begin: Callable[[Batch], object] = lambda batch: None,
+    ) -> None:
+        assert isinstance(model, Pipelined)
+        self.loss, self.recorder, self.ctx = loss, recorder, ctx
+        inputs, options = contract(model).inputs, model_options(loss)
+        self.pipeline = Pipeline(
+            model, stages.all, stages.schedule, ctx, inputs=inputs, options=options, recorder=recorder, begin=begin
+        )
+
+    def forward_backward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
+        return self.pipeline.forward_backward(batches, self._share(share))
+
+    def forward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
+        return self.pipeline.forward(batches, self._share(share))
+
+    def _share(self, share: LossShare) -> LossShare:
+        return lambda output, batch: share(self.loss(output, batch), batch)
+
+
+def require_pipelined(model: nn.Module, config: Config) -> None:
+    """Raises ConfigError for a family whose model cannot be cut into stages."""
+    if not is_pipelined(model):
+        size = config.parallel.pipeline_model_parallel_size
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={size}: model.family={config.model.family} cannot be cut into "
+            "stages; it can be 1"
+        )

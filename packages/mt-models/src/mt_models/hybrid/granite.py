@@ -1,0 +1,173 @@
+"""GraniteMoeHybrid without experts, in Hugging Face's format.
+
+A layer is Mamba or attention and then a gated feed-forward, thus two of ours. Attention has no positions, or
+rotates all of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed, require_known
+from mt_core.errors import ConfigError
+from mt_core.name_map import NameMap, Rule, Same
+from mt_models.blocks.hugging_face_decoder import import_rope, negated, require_even_heads
+from mt_models.blocks.hugging_face_mamba import expansion, export_limits, import_limits, mixer_rules
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, require_value
+from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
+from mt_models.hybrid.rules import attention_rules
+
+KIND = "granitemoehybrid"
+LAYER_TYPES = {"mamba": MAMBA, "attention": ATTENTION, "linear_attention": MAMBA, "full_attention": ATTENTION}
+"""Older names, which every version reads, and those of transformers 5."""
+
+
+def fits(config: HybridConfig) -> bool:
+    """Whether a model has the layers of this format: a gated feed-forward after every Mamba or attention layer."""
+    layers = config.layers
+    alternate = not len(layers) % 2 and set(layers[1::2]) == {FEED_FORWARD} and set(layers[0::2]) <= {MAMBA, ATTENTION}
+    whole = config.position_embedding_type == "none" or config.rotary_percent == 1.0
+    return config.activation == "swiglu" and alternate and whole
+
+
+def name_map(config: HybridConfig) -> NameMap:
+    rules: list[Rule] = [Same("embedding.word_embeddings.weight", "model.embed_tokens.weight")]
+    for number, kind in enumerate(config.layers[0::2]):
+        rules += _layer_rules(config, number, kind)
+    rules.append(Same("decoder.final_layernorm.weight", "model.norm.weight"))
+    if config.untie_embeddings_and_output_weights:
+        rules.append(Same("output_layer.weight", "lm_head.weight"))
+    return NameMap(rules, config.num_layers)
+
+
+def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
+    first, second = f"decoder.layers.{2 * number}.", f"decoder.layers.{2 * number + 1}."
+    theirs = f"model.layers.{number}."
+    if kind == MAMBA:
+        norm, block = "norm", mixer_rules(config, f"{first}mixer.", f"{theirs}mamba.")
+    else:
+        norm, block = "input_layernorm", attention_rules(config, f"{first}self_attention.", f"{theirs}self_attn.")
+    return [
+        Same(f"{first}{norm}.weight", f"{theirs}input_layernorm.weight"),
+        *block,
+        Same(f"{second}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight"),
+        Same(f"{second}mlp.linear_fc1.weight", f"{theirs}shared_mlp.input_linear.weight"),
+        Same(f"{second}mlp.linear_fc2.weight", f"{theirs}shared_mlp.output_linear.weight"),
+    ]
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def _further(external: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = external["hidden_size"], external["num_attention_heads"]
+    scale = external.get("attention_multiplier", 1.0)
+    if not math.isclose(scale, (hidden // heads) ** -0.5, rel_tol=1e-6):
+        raise ConfigError(f"attention_multiplier={scale} is not supported; it can be {(hidden // heads) ** -0.5}")
+    kinds = [LAYER_TYPES[require_known("layer_types", kind, LAYER_TYPES)] for kind in _layer_types(external)]
+    inner, mamba_heads = external.get("mamba_expand", 2) * hidden, external.get("mamba_n_heads", 128)
+    return {
+        "hybrid_layer_pattern": "".join(kind + FEED_FORWARD for kind in kinds),
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": inner // mamba_heads,
+        "ffn_hidden_size": external.get("shared_intermediate_size", 1024),
+        "activation": "swiglu",
+        **import__positions(external),
+        **import_limits(external.get("time_step_limit") or (0.0, float("inf"))),
+    }
+
+
+def _layer_types(external: Mapping[str, Any]) -> list[str]:
+    kinds = external.get("layer_types") or external.get("layers_block_type")
+    layers = external["num_hidden_layers"]
+    if kinds is None:
+        return ["mamba"] * int(layers)
+    if len(kinds) != layers:
+        raise ConfigError(f"layer_types names {len(kinds)} layers, num_hidden_layers={layers}")
+    return list(kinds)
+
+
+def import__positions(external: Mapping[str, Any]) -> dict[str, Any]:
+    if external.get("position_embedding_type") != "rope":
+        return {"position_embedding_type": "none"}
+    values = import_rope(external)
+    if "rope_scaling_type" in values:
+        raise ConfigError(f"rope_scaling={values['rope_scaling_type']} of a {KIND} is not supported; it can be null")
+    return {"position_embedding_type": "rope", "rotary_base": values["rotary_base"], "rotary_percent": 1.0}
+
+
+def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = HybridConfig.model_validate(model)
+    for key, value in (
+        ("add_bias_linear", False),
+        ("fp32_residual_connection", False),
+        ("use_scaled_init_method", True),
+    ):
+        require_value(config, key, (value,), KIND)
+    require_even_heads(config, KIND)
+    kinds = config.layers[0::2]
+    rotary = config.position_embedding_type == "rope"
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": ["mamba" if kind == MAMBA else "attention" for kind in kinds],
+        "num_key_value_heads": config.query_groups,
+        "attention_multiplier": config.head_dim**-0.5,
+        "shared_intermediate_size": config.ffn_size,
+        "intermediate_size": config.ffn_size,
+        "mamba_n_heads": config.mamba_heads,
+        "mamba_d_head": config.mamba_head_dim,
+        "mamba_expand": expansion(config),
+        "time_step_limit": export_limits(config),
+        "position_embedding_type": "rope" if rotary else None,
+        **({"rope_theta": config.rotary_base} if rotary else {}),
+    }
+
+
+GRANITE = ConfigMap(
+    architecture=KIND,
+    fields=(
+        Field("vocab_size", "vocab_size", default=32000),
+        Field("hidden_size", "hidden_size", default=4096),
+        Field("num_attention_heads", "num_attention_heads", default=32),
+        Field("num_key_value_heads", "num_query_groups"),
+        Field("attention_dropout", "attention_dropout", import_value=lambda rate: float(rate or 0.0), default=0.0),
+        Field("mamba_d_state", "mamba_state_dim", default=256),
+        Field("mamba_n_groups", "mamba_num_groups", default=1),
+        Field("mamba_d_conv", "mamba_conv_kernel", default=4),
+        Field("mamba_conv_bias", "mamba_conv_bias", default=True),
+        Field("mamba_proj_bias", "mamba_proj_bias", default=False),
+        Field("mamba_chunk_size", "mamba_chunk_size", default=256),
+        Field("rms_norm_eps", "norm_epsilon", import_value=float, default=1e-6),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
+        Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
+    ),
+    fixed=(
+        Fixed("hidden_act", ("silu", "swish")),
+        Fixed("attention_bias", (False,)),
+        Fixed("num_local_experts", (0,)),
+        Fixed("num_experts_per_tok", (0,)),
+        Fixed("embedding_multiplier", (1.0,)),
+        Fixed("residual_multiplier", (1.0,)),
+        Fixed("logits_scaling", (1.0,)),
+        *NOT_A_CHOICE,
+    ),
+    ignored={
+        **IGNORED,
+        "intermediate_size": "of experts, of which there are none",
+        "max_position_embeddings": "rotary positions have no last one",
+        "normalization_function": "RMSNorm whatever it says",
+        "output_router_logits": "of experts, of which there are none",
+        "router_aux_loss_coef": "of experts, of which there are none",
+        "mamba_d_head": "follows from mamba_expand and mamba_n_heads",
+    },
+    further=_further,
+    further_keys=(
+        "num_hidden_layers", "layer_types", "layers_block_type", "attention_multiplier", "shared_intermediate_size",
+        "mamba_n_heads", "mamba_expand", "time_step_limit", "position_embedding_type", "rope_theta", "rope_parameters",
+        "rope_scaling",
+    ),
+    export_extra=_further_back,
+)  # fmt: skip

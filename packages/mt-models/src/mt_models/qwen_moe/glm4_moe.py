@@ -1,0 +1,127 @@
+"""GLM-4.5's format, which has MoE with sigmoid scores and shared experts, and grouped-query attention.
+
+The model is a Qwen-MoE except for the router: heads may be normalized and queries, keys and values biased. GLM's
+own checkpoints rotate half of each head, which this family does not; they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.errors import ConfigError
+from mt_models.blocks.hugging_face_decoder import (
+    ROPE_KEYS,
+    decoder_fields,
+    export_rope,
+    export_shape,
+    import_rope,
+)
+from mt_models.blocks.hugging_face_mixture import (
+    BIAS_KEY,
+    MIXTURE_IGNORED,
+    SILU,
+    export_bias,
+    first_dense,
+    group_scores,
+    import_bias,
+    import_groups,
+    require_normalized,
+    shared_experts,
+)
+from mt_models.blocks.mixture import ANY, Mixture, frequency_of
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE
+from mt_models.qwen_moe.config import QwenMoeConfig
+
+KIND = "glm4_moe"
+KEYS = (
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
+    "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers",
+    "partial_rotary_factor", BIAS_KEY,
+)  # fmt: skip
+EXPRESSED = dict.fromkeys(
+    (
+        "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias",
+    ),
+    ANY,
+)  # fmt: skip
+
+
+def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
+    """Whether model.moe has sigmoid scores and shared experts, which only this format has together."""
+    options = moe or {}
+    shared = options.get("moe_shared_expert_intermediate_size") is not None
+    return options.get("moe_router_score_function") == "sigmoid" and shared
+
+
+def import_value(external: Mapping[str, Any]) -> dict[str, Any]:
+    given = external.get("rope_parameters") or {}
+    rotated = given.get("partial_rotary_factor", external.get("partial_rotary_factor", 0.5))
+    if rotated != 1.0:
+        raise ConfigError(f"partial_rotary_factor={rotated} of a {KIND} is not supported; it can be 1.0")
+    if predicted := external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 1)):
+        raise ConfigError(f"num_nextn_predict_layers={predicted} of a {KIND} is not supported; it can be 0")
+    require_normalized(external)
+    rope = {key: external[key] for key in ROPE_KEYS if key in external}
+    if given:
+        rope["rope_parameters"] = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    return {**import_rope(rope), "moe": import__mixture(external)}
+
+
+def import__mixture(external: Mapping[str, Any]) -> dict[str, Any]:
+    layers, width = external["num_hidden_layers"], external["moe_intermediate_size"]
+    dense = min(external.get("first_k_dense_replace", 1), layers)
+    scale = float(external.get("routed_scaling_factor", 1.0))
+    return {
+        "num_experts": external["n_routed_experts"],
+        "moe_router_topk": external["num_experts_per_tok"],
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * external.get("n_shared_experts", 1),
+        "moe_layer_freq": frequency_of([False] * dense + [True] * (layers - dense)),
+        "moe_router_score_function": "sigmoid",
+        **({"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}),
+        **import_bias(external),
+        **import_groups(external, score_topk=2),
+    }
+
+
+def export_value(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = QwenMoeConfig.model_validate(model)
+    mixture = Mixture(config)
+    scores = group_scores(mixture, 2)
+    mixture.require(KIND, **EXPRESSED, moe_router_score_function=("sigmoid",), moe_router_group_score_topk=scores)
+    return {
+        **export_shape(config),
+        **export_rope(config),
+        **export_bias(mixture),
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": first_dense(mixture, KIND),
+        "n_routed_experts": mixture.num_experts,
+        "n_shared_experts": shared_experts(mixture, KIND),
+        "num_experts_per_tok": mixture.topk,
+        "moe_intermediate_size": mixture.ffn_size,
+        "norm_topk_prob": mixture.topk > 1,
+        "routed_scaling_factor": mixture["moe_router_topk_scaling_factor"] or 1.0,
+        "n_group": mixture["moe_router_num_groups"] or 1,
+        "topk_group": mixture["moe_router_group_topk"] or 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+GLM4_MOE = ConfigMap(
+    architecture=KIND,
+    fields=(
+        *decoder_fields(tied=False, epsilon=1e-5, positions=131072),
+        Field("num_key_value_heads", "num_query_groups", default=8),
+        Field("head_dim", "kv_channels"),
+        Field("attention_bias", "add_qkv_bias", default=False),
+        Field("use_qk_norm", "qk_layernorm", default=False),
+    ),
+    fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
+    ignored={**IGNORED, **MIXTURE_IGNORED},
+    further=import_value,
+    further_keys=(*ROPE_KEYS, *KEYS),
+    export_extra=export_value,
+)

@@ -1,0 +1,1 @@
+"""Plans, verifies and measures training."""

@@ -1,0 +1,157 @@
+"""Training steps of a real run: tokens/s, model FLOPs utilization (MFU), memory, and where the time goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from mt_core.config.loading import load_config
+from mt_core.config.schema import Config
+from mt_core.data.loader import BatchReader
+from mt_core.plugins import PluginHost
+from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.trainer import Trainer
+from mt_tools.bench.machine import Machine
+from mt_tools.bench.report import Case
+from mt_tools.bench.time_shares import time_shares
+from mt_tools.bench.training_presets import BenchPreset
+from mt_tools.plan.layouts import LayoutPlan, Planner
+from mt_tools.plan.machines import get_machine
+
+PEAK_BF16 = 989.4e12
+"""Dense bf16 FLOP/s of an H100 or H200, as its vendor states them: the denominator of MFU."""
+CONVENTION = "products forward and twice backward, attention over the keys that are seen, recomputation not counted"
+WARM_UP = 5
+PROFILED = 3
+
+
+class RandomTokens:
+    """Samples of random token ids, as many as requested."""
+
+    def __init__(self, vocabulary: int, sequence: int) -> None:
+        self.vocabulary, self.sequence = vocabulary, sequence
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        ids = np.random.default_rng(index).integers(0, self.vocabulary, self.sequence + 1)
+        positions, mask = np.arange(self.sequence), np.ones(self.sequence, np.float32)
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": positions}
+
+    def describe(self, index: int) -> str:
+        return f"random ids of seed {index}"
+
+
+class LastLoss(Callback):
+    loss = float("nan")
+
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
+        self.loss = float(metrics["loss"])
+
+
+class TimedRun:
+    """A trainer whose steps are run one at a time."""
+
+    def __init__(self, settings: list[str], preset: str | None, host: PluginHost) -> None:
+        loaded = load_config(preset=preset, overrides=settings, host=host)
+        vocabulary = loaded.config.model.vocab_size
+        assert vocabulary is not None  # each preset names it
+        data = RandomTokens(vocabulary, loaded.config.data.seq_length)
+        self.told = LastLoss()
+        self.trainer = Trainer(loaded, host=host, train_data=data, valid_data={}, callbacks=[self.told])
+        self.trainer.model.train()
+        steps = self.trainer.engine.remaining_steps()
+        self._reader = BatchReader(data, steps, micro_size=loaded.config.train.micro_batch_size, workers=1)
+        self._batches = iter(self.trainer.engine.device_batches.ahead(self._reader))
+
+    def step(self) -> None:
+        self.trainer.take_step(next(self._batches))
+
+    def timed_steps(self, count: int) -> list[float]:
+        """Seconds per step; on a GPU between events, since the host runs ahead."""
+        if self.trainer.engine.device.type != "cuda":
+            return [_elapsed(self.step) for _ in range(count)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def measure_training(
+    name: str, preset: BenchPreset, precision: str, machine: Machine, steps: int, more: list[str], host: PluginHost
+) -> Case:
+    """One case: the median of `steps` steps after a warm-up. more: the user's settings, applied last."""
+    settings = [*preset.settings(precision, small=not machine.is_gpu), *more]
+    run = TimedRun(settings, preset.preset, host)
+    try:
+        for _ in range(WARM_UP):
+            run.step()
+        if machine.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = statistics.median(run.timed_steps(steps))
+        peak = torch.cuda.max_memory_allocated() if machine.is_gpu else None
+        shares = time_shares(run.step, PROFILED, machine.device)
+    finally:
+        run.close()
+    config = run.trainer.config
+    plan = Planner(config, host, get_machine("h200")).plan(config, 1)
+    tokens = config.data.seq_length * (config.train.global_batch_size or config.train.micro_batch_size)
+    return {
+        "name": f"{name} {precision}",
+        "settings": settings,
+        "steps": steps,
+        **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goals.get(precision)),
+        "step_ms": seconds * 1e3,
+        "loss": run.told.loss,
+        **_memory(peak, plan),
+        **shares,
+    }
+
+
+def flops_per_token(config: Config, host: PluginHost) -> float:
+    """Counted on the meta device, by CONVENTION. A loss without logits computes more, which does not count."""
+    train = config.train.model_copy(update={"loss": "cross_entropy"})
+    counted = config.model_copy(update={"train": train})
+    return Planner(counted, host, get_machine("h200")).plan(counted, 1).flops_per_token
+
+
+def _speed(tokens: float, flops_per_token: float, machine: Machine, goal: float | None) -> dict[str, Any]:
+    """goal: the reference value, compared on a GPU only."""
+    rate = tokens * flops_per_token
+    values = {
+        "tokens_per_second": tokens,
+        "gflops_per_token": flops_per_token / 1e9,
+        "convention": CONVENTION,
+        "of_gemm_peak": rate / machine.gemm_rate,
+    }
+    if machine.is_gpu:
+        values["mfu"] = rate / PEAK_BF16
+        values["mfu_peak_tflops"] = PEAK_BF16 / 1e12
+        values["goal_tokens_per_second"] = goal
+    return values
+
+
+def _memory(peak: int | None, plan: LayoutPlan) -> dict[str, float]:
+    planned = plan.largest.total
+    if peak is None:
+        return {"planned_gb": planned / 1e9}
+    return {"peak_gb": peak / 1e9, "planned_gb": planned / 1e9, "peak_over_planned": peak / planned}
+
+
+def _elapsed(call: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started

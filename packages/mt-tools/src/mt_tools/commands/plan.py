@@ -1,0 +1,248 @@
+"""`mt plan`: memory, communication and compute of a layout, and a search for layouts, without a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_core.commands import host_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
+    from mt_tools.plan.layouts import LayoutPlan
+    from mt_tools.plan.machines import Machine
+
+GIB = 2.0**30
+Cells = tuple[str, ...]
+DENSE = ("tp", "cp", "dp", "pp", "ep")
+WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
+HELD = ("weights", "gradients", "main", "state", "activations", "buffers")
+SEARCHED_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+EXPERT_AXES = {"ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
+OF_ONE_LAYOUT = (
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_layout",
+    "hierarchical_context_parallel_sizes",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Keys of [parallel] that are valid in the configured layout only: a search ignores them."""
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+STEP_PARTS = ("products", "messages", "waiting", "end")
+
+
+def plan(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file.", show_default=False)] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks.", min=1, show_default=False)] = 1,
+    preset: Annotated[str | None, typer.Option(help="Values to start from.", show_default=False)] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank other layouts of as many ranks.")] = False,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of a rank. Default: the machine's.", show_default=False)
+    ] = None,
+    machine: Annotated[str, typer.Option(help="h100, h200 or a100, in nodes of 8: for estimates of time.")] = "h100",
+    top: Annotated[int, typer.Option(help="Layouts to show of a search.", min=1)] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what each rank holds, sends and computes under the configured layout, or search for layouts that fit."""
+    from mt_tools.plan.machines import get_machine
+
+    chosen, host = get_machine(machine), host_of(context)
+    limit = chosen.usable_gib if memory_gib is None else memory_gib
+    loaded = _load(config, preset, set_ or [], world_size, host, search=search)
+    if search:
+        _search(loaded, world_size, host, chosen, limit, top, as_json=as_json)
+    else:
+        _plan(loaded, world_size, host, chosen, limit, as_json=as_json)
+
+
+def _load(
+    config: Path | None, preset: str | None, settings: list[str], world: int, host: PluginHost, *, search: bool
+) -> Config:
+    """Validated for the world size. For a search validated as one copy of the model, since it validates each layout."""
+    from mt_core.config.checks import as_world
+    from mt_core.config.loading import load_config
+
+    axes = (
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    )
+    single = [f"parallel.{axis}=1" for axis in axes] if search else []
+    single += [f"parallel.{key}=false" for key in ("sequence_parallel", *COUNTED_AS_LAYERS)] if search else []
+    single += [f"parallel.{key}=null" for key in OF_ONE_LAYOUT] if search else []
+    with as_world(1 if search else world):
+        return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
+
+
+def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit: float, *, as_json: bool) -> None:
+    from mt_tools.plan.layouts import Planner
+    from mt_tools.plan.report import plan_values
+
+    found = Planner(config, host, machine).plan(config, world)
+    values = plan_values(found, machine)
+    if as_json:
+        typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit}, indent=2))
+        return
+    _print_plan(found, values, machine, limit)
+
+
+def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
+    console.print(f"{found.world} ranks: {layout or 'one process'}; {found.micro_batches} micro-batches a step")
+    parameters = values["parameters"]
+    if parameters["active"] != parameters["total"]:
+        console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
+    standing, held = _held_tables(values["ranks"])
+    console.print(standing, "", held, sep="\n")
+    crowded = [rank["crowded_activations"] for rank in values["ranks"] if rank["crowded_activations"] is not None]
+    if crowded:
+        most = max(crowded) / GIB
+        console.print(f"if all tokens chose the same experts, their rank would keep {most:.2f} GiB of activations")
+    console.print()
+    console.print(_message_table(values["ranks"]))
+    if found.ramp_up:
+        (first, _), (last, _) = found.ramp_up[0], found.ramp_up[-1]
+        growing = sum(steps for size, steps in found.ramp_up if size < last)
+        console.print(f"\nglobal batch from {first} to {last} samples over {growing:,} steps")
+    console.print(
+        f"\n{found.flops_per_token:.4g} FLOPs a token, {found.flops_per_step:.4g} a step; bubble {found.bubble:.1%}\n"
+        f"estimated on {machine.name}: {found.seconds:.3g} s a step, {found.utilization(machine):.1%} of its FLOP/s"
+    )
+    verdict = "fits into" if found.memory_gib <= limit else "does not fit into"
+    console.print(f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {limit:.1f} GiB", style="bold")
+
+
+def _held_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """GiB per rank by kind: two tables, since one would not fit into 80 columns."""
+    standing = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
+    for first, last, count, cells in _joined(ranks, _standing):
+        standing.add_row(_span(first, last), str(count), *cells)
+    held = _table("GiB of a rank", *HELD, "all")
+    for first, last, _, cells in _joined(ranks, _held):
+        held.add_row(_span(first, last), *cells)
+    return standing, held
+
+
+def _standing(rank: dict[str, Any]) -> Cells:
+    return f"{rank['parameters']:,}", str(rank["micro_batches_in_flight"])
+
+
+def _held(rank: dict[str, Any]) -> Cells:
+    held = rank["bytes"]
+    kept = sum(held["activations"].values()) + held["recomputed_layer"]
+    parts = (*(held[key] for key in WEIGHTS), kept, held["communication_buffers"], held["total"])
+    return tuple(_gib(part) for part in parts)
+
+
+def _message_table(ranks: list[dict[str, Any]]) -> Table:
+    """Messages of one rank in a step, by axis."""
+    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["messages"]))
+
+    def sent(rank: dict[str, Any]) -> Cells:
+        return tuple(_gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
+
+    table = _table("GiB sent", *axes)
+    for first, last, _, cells in _joined(ranks, sent):
+        table.add_row(_span(first, last), *cells)
+    return table
+
+
+def _joined(
+    ranks: list[dict[str, Any]], cells_of: Callable[[dict[str, Any]], Cells]
+) -> Iterator[tuple[int, int, int, Cells]]:
+    """(first pipeline rank, last one, ranks, cells): neighbours with equal cells are merged into one row."""
+    in_order = sorted(((number, rank) for rank in ranks for number in rank["pp_ranks"]), key=itemgetter(0))
+    for cells, alike in groupby(in_order, lambda one: cells_of(one[1])):
+        row = list(alike)
+        yield row[0][0], row[-1][0], sum(rank["count"] // len(rank["pp_ranks"]) for _, rank in row), cells
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _gib(size: float) -> str:
+    """Two decimals while they are significant."""
+    gib = size / GIB
+    return f"{gib:.2f}" if gib < 1000 else f"{gib:,.0f}"
+
+
+def _search(
+    config: Config, world: int, host: PluginHost, machine: Machine, limit: float, top: int, *, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from mt_tools.plan.report import search_values
+    from mt_tools.plan.search import QuickPlanner, search
+
+    values = search_values(search(QuickPlanner(config, host, machine), world, limit), machine, top)
+    if as_json:
+        typer.echo(json.dumps({"world_size": world, "memory_gib": limit, **values}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(
+        f"{world} ranks of {limit:.1f} GiB: {values['legal']} legal layouts looked at, {values['fitting']} fit"
+    )
+    if values["layouts"]:
+        found, spent = _search_tables(values["layouts"])
+        console.print(found, "", spent, "", sep="\n")
+        for reason in values["experts_because"]:
+            console.print(reason, style="dim", markup=False)
+    elif values["smallest_that_does_not_fit_gib"]:
+        console.print(f"the smallest of them needs {values['smallest_that_does_not_fit_gib']:.1f} GiB")
+    for refusal in values["refused"]:
+        console.print(f"{refusal['layouts']} refused: {refusal['reason']}", style="dim", markup=False)
+
+
+def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
+    axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
+    found = _table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
+    spent = _table("seconds of #", *STEP_PARTS)
+    for number, layout in enumerate(layouts, 1):
+        found.add_row(
+            str(number),
+            *(str(layout.get(key) or 1) for key in axes.values()),
+            str(layout["micro_batch_size"]),
+            layout["recompute_granularity"],
+            f"{layout['gib']:.1f}",
+            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_utilization']:.1%}",
+        )
+        spent.add_row(str(number), *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
+    return found, spent
+
+
+def _divides_experts(layout: dict[str, Any]) -> bool:
+    return any((layout.get(key) or 1) > 1 for key in EXPERT_AXES.values())
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,137 @@
+"""Fake GPU kernels for planning: they compute nothing, and save for backward the same tensors as the real kernels.
+
+| kernel | saved besides the parameters |
+| --- | --- |
+| rms_norm, layer_norm | the input; one or two statistics per row |
+| rotary | the cosines and sines, which all layers share |
+| activation | the input |
+| bias_dropout_add | a seed |
+| cross_entropy | the logits; one number per position (as the reference does) |
+
+In plain torch the same operations save fp32 copies, masks, and intermediate results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.config.schema import Config
+from mt_core.nn.activations import is_gated
+from mt_core.nn.kernels.choice import AUTO, Kernels
+from mt_core.nn.kernels.reference.cross_entropy import cross_entropy
+from mt_core.nn.kernels.request import Feature, KernelName
+from mt_core.nn.kernels.support import WIDEST_ROW
+from mt_core.nn.kernels.use import configured_kernels
+from mt_core.parallel.context import ParallelContext
+
+TORCH = "torch"
+
+
+class ConfiguredKernels(Kernels):
+    """Kernels that the configuration selects for the planned device, regardless of this machine's."""
+
+    def __init__(self, config: Config, ctx: ParallelContext) -> None:
+        asked = configured_kernels(config, ctx)
+        super().__init__(asked.wanted, asked.device_type, asked.dtype)
+        self.on_gpu = config.train.device != "cpu"
+
+    def pick(
+        self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        if kernel in FAKES and self._is_fused(kernel, width):
+            return FAKES[kernel]
+        in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
+        return in_torch.pick(kernel, *features, width=width, plain=plain)
+
+    def _is_fused(self, kernel: KernelName, width: int) -> bool:
+        wanted = self.wanted.get(kernel, AUTO)
+        return wanted != TORCH if wanted != AUTO else self.on_gpu and width <= WIDEST_ROW
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.shape[:-1].numel()
+        # rstd, and the mean where there is a bias
+        statistics = torch.empty(rows * (1 if bias is None else 2), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, bias, statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight, bias, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return grads[0].new_empty(grads[0].shape), grads[1].new_empty(grads[1].shape), None, None
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return x.new_empty((*x.shape[:-1], x.shape[-1] // (2 if is_gated(name) else 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, bias = ctx.saved_tensors
+        return x.new_empty(x.shape), None if bias is None else torch.empty_like(bias), None
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
+        seed = torch.empty(1, dtype=torch.int64, device=x.device) if probability > 0 else None
+        ctx.save_for_backward(seed)
+        ctx.forms = x.dtype, None if bias is None else (bias.shape, bias.dtype)
+        return residual.new_empty(residual.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        dtype, bias = ctx.forms
+        dbias = None if bias is None else grads[0].new_empty(bias[0], dtype=bias[1])
+        return torch.empty_like(grads[0], dtype=dtype), dbias, grads[0], None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    return _Norm.apply(x, weight, None)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    return _Norm.apply(x, weight, bias)
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
+    return turned
+
+
+def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    return _Activation.apply(x, bias, name)
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
+    return _BiasDropoutAdd.apply(x, bias, residual, probability)
+
+
+FAKES: Mapping[KernelName, Callable[..., Any]] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "rotary": rotary,
+    "activation": activation,
+    "bias_dropout_add": bias_dropout_add,
+    "cross_entropy": cross_entropy,
+}
+"""With the same signature as the real kernel."""

@@ -1,0 +1,120 @@
+"""Plans as plain values, for JSON and for tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from mt_tools.plan.layouts import LayoutPlan, RankPlan
+from mt_tools.plan.ledger import Flow, sent_bytes
+from mt_tools.plan.machines import GIB, Machine
+from mt_tools.plan.search import EXPERT_AXES, Candidate, Found
+from mt_tools.plan.timing import Clock
+
+
+def plan_values(plan: LayoutPlan, machine: Machine) -> dict[str, Any]:
+    """The whole plan. Bytes are of one rank, messages of one step."""
+    sizes = plan.sizes
+    return {
+        "world_size": plan.world,
+        "layout": {name: sizes[name] for name in ("tp", "cp", "dp", "pp", "etp", "ep", "edp")},
+        "parameters": {
+            "total": plan.parameters.total,
+            "active": plan.parameters.active,
+            "experts": plan.parameters.experts,
+        },
+        "micro_batches": plan.micro_batches,
+        "flops_per_token": plan.flops_per_token,
+        "flops_per_step": plan.flops_per_step,
+        "bubble": plan.bubble,
+        "machine": machine.name,
+        "estimated_seconds": plan.seconds,
+        "estimated_seconds_of": asdict(plan.time),
+        "estimated_utilization": plan.utilization(machine),
+        "ramp_up": [{"global_batch_size": size, "steps": steps} for size, steps in plan.ramp_up],
+        "ranks": [rank_values(rank, Clock(machine, sizes)) for rank in plan.ranks],
+    }
+
+
+def rank_values(rank: RankPlan, clock: Clock) -> dict[str, Any]:
+    weights = rank.weights
+    return {
+        "pp_ranks": list(rank.pp_ranks),
+        "count": rank.count,
+        "layers": [[layers.start, layers.stop] for layers in rank.layers],
+        "parameters": weights.parameters,
+        "bytes": {
+            "weights": round(weights.weights),
+            "gradients": round(weights.gradients),
+            "main_weights": round(weights.main_weights),
+            "optimizer_state": round(weights.optimizer_state),
+            "activations": {part: round(size) for part, size in rank.activations.items()},
+            "recomputed_layer": round(rank.recomputed),
+            "communication_buffers": round(rank.buffers),
+            "total": round(rank.total),
+        },
+        "crowded_activations": None if rank.crowded_activations is None else round(rank.crowded_activations),
+        "gib": rank.total / GIB,
+        "micro_batches_in_flight": rank.in_flight,
+        "messages": messages(rank.flow, clock),
+    }
+
+
+def messages(flow: Flow, clock: Clock) -> dict[str, dict[str, float]]:
+    """By axis: calls per step, the bytes of their largest tensors, and the bytes a rank sends in a ring."""
+    found: dict[str, Counter[str]] = {}
+    for (axis, operation), payload in flow.bytes.items():
+        row = found.setdefault(axis, Counter())
+        row["calls"] += round(flow.calls[axis, operation])
+        row["bytes"] += round(payload)
+        row["sent"] += round(sent_bytes(operation, payload, clock.size(axis)))
+    return {axis: dict(row) for axis, row in found.items()}
+
+
+def search_values(found: Found, machine: Machine, top: int) -> dict[str, Any]:
+    """The fastest layouts, how many were valid and how many fit, and the reasons why others were rejected."""
+    fastest = found.candidates[0] if found.candidates else None
+    return {
+        "experts_because": [] if fastest is None else reasons_for_experts(fastest, found),
+        "legal": found.legal,
+        "fitting": len(found.candidates),
+        "too_large": found.too_large,
+        "smallest_that_does_not_fit_gib": found.smallest_gib,
+        "refused": [{"reason": reason, "layouts": count} for reason, count in found.refused.most_common()],
+        "machine": machine.name,
+        "layouts": [candidate_values(candidate, machine) for candidate in found.candidates[:top]],
+    }
+
+
+def candidate_values(candidate: Candidate, machine: Machine) -> dict[str, Any]:
+    plan = candidate.plan
+    return {
+        **{key: value for section in candidate.choice.values() for key, value in section.items()},
+        "data_parallel_size": plan.sizes["dp"],
+        "gib": plan.memory_gib,
+        "bubble": plan.bubble,
+        "estimated_seconds": plan.seconds,
+        "estimated_seconds_of": asdict(plan.time),
+        "estimated_utilization": plan.utilization(machine),
+    }
+
+
+def reasons_for_experts(chosen: Candidate, found: Found) -> list[str]:
+    """The costs of other expert-parallel sizes in an otherwise equal layout; empty without experts."""
+    if EXPERT_AXES[0] not in chosen.choice["parallel"]:
+        return []
+    reasons = []
+    for other in found.looked_at:
+        if other is not chosen and dense_part(other) == dense_part(chosen):
+            ep, etp = (other.choice["parallel"][axis] for axis in EXPERT_AXES)
+            needed, seconds = other.plan.memory_gib, other.plan.seconds / chosen.plan.seconds - 1
+            verdict = f"takes {seconds:+.1%} time" if other in found.candidates else "does not fit"
+            reasons.append(f"expert parallel {ep} x tensor {etp}: {needed:.1f} GiB, {verdict}")
+    return reasons
+
+
+def dense_part(candidate: Candidate) -> object:
+    """Everything that is chosen besides the axes of experts."""
+    axes = {key: size for key, size in candidate.choice["parallel"].items() if key not in EXPERT_AXES}
+    return axes, candidate.choice["train"], candidate.choice["recompute"]

@@ -1,0 +1,134 @@
+"""Fake routing on the meta device: choices of experts are assigned, everything that follows from them is computed.
+
+On the meta device scores have no values, so that the top-k is unknown. Inside of `RoutedTokens` every `topk` returns
+assigned indices, spread evenly or concentrated on few experts, as real tensors on the CPU. Counts, orders and sizes
+that a dispatcher computes from them are real too; a result of them and a tensor without values has no values. So the
+real router, dispatcher and experts run, third-party ones included, with a known load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from mt_core._torch_compat import UncompiledDispatchMode
+from mt_tools.plan.result_cache import ResultCache, tensors_in
+
+aten = torch.ops.aten
+
+Deal = Callable[[int, int, int], Tensor]
+"""(rows, k, choices) -> [rows, k] int64: k different numbers below `choices` for each row"""
+
+
+def dealt_in_turn(rows: int, k: int, choices: int) -> Tensor:
+    """Balanced load: the numbers of tokens of any two experts differ by at most one."""
+    return (torch.arange(rows * k) % choices).view(rows, k)
+
+
+def dealt_to_few(rows: int, k: int, choices: int) -> Tensor:
+    """The same k choices for every row: the first rank's experts get as many of the tokens as possible."""
+    return torch.arange(k).repeat(rows, 1)
+
+
+class RoutedTokens:
+    """Context in which choices are assigned; to be entered for forward and backward passes alike. remembered: the
+    result cache of other contexts, which run mostly the same operations."""
+
+    def __init__(self, deal: Deal, remembered: ResultCache | None = None) -> None:
+        self.deal, self.remembered = deal, remembered or ResultCache()
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(_Numbers())
+        self._entered.enter_context(_Choices(self.deal, self.remembered))
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+
+class _Numbers(TorchFunctionMode):
+    """Integer tensors from literals keep their values: torch.tensor([3, 5], device="meta") is on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.tensor and torch.device(options.get("device") or "cpu").type == "meta":
+            found = torch.tensor(*args, **{**options, "device": "cpu"})
+            return found if _is_known(found) else found.to("meta")
+        return func(*args, **options)
+
+
+class _Choices(UncompiledDispatchMode):
+    """Assigns experts to tokens, and computes what follows from that."""
+
+    def __init__(self, deal: Deal, remembered: ResultCache) -> None:
+        super().__init__()
+        self.deal, self.remembered = deal, remembered
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in WITHOUT_VALUES and args[0].device.type == "meta":
+            return WITHOUT_VALUES[func](self.deal, func, args, options)
+        if (key := self.remembered.key(func, args, options)) is not None:
+            return self.remembered.of(key, func, args, options)
+        with_values = {_has_values(tensor) for tensor in tensors_in((*args, *options.values()))}
+        if len(with_values) < 2:
+            return func(*args, **options)
+        args, options = tree_map(_forgotten, (_positions(func, args), options))
+        return self.remembered(func, args, options)
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _forgotten(value: Any) -> Any:
+    return value.to("meta") if _has_values(value) else value
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point()
+
+
+def _positions(func: Any, args: Any) -> Any:
+    """Boolean masks among indices, as the positions of their true elements: their number has to be known."""
+    if func is not aten.index.Tensor:
+        return args
+    found: list[Tensor | None] = []
+    for index in args[1]:
+        is_mask = index is not None and _has_values(index) and index.dtype is torch.bool
+        found += index.nonzero().unbind(1) if is_mask else [index]
+    return args[0], found
+
+
+def _topk(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Values on the meta device and assigned indices; along the last dimension"""
+    values, indices = func(*args, **options)
+    rows = indices.shape[:-1].numel()
+    return values, deal(rows, indices.shape[-1], args[0].shape[-1]).view(indices.shape)
+
+
+def _sort(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the identity permutation, as if the input were sorted."""
+    values, indices = func(*args, **options)
+    return values, torch.arange(indices.shape[-1]).expand(indices.shape)
+
+
+def _bincount(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
+    """Returns the smallest length that was asked for."""
+    _, _, length = (*args, None, 0)[:3]
+    return torch.empty(options.get("minlength", length), dtype=torch.int64, device="meta")
+
+
+WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
+    aten.topk.default: _topk,
+    aten.sort.stable: _sort,
+    aten.sort.default: _sort,
+    aten.bincount.default: _bincount,
+}
+"""Operations on tensors without values whose results are indices or sizes."""

@@ -1,0 +1,212 @@
+"""Which layouts of N ranks are valid, which fit, and which is fastest by the estimates of `timing`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_core.config.checks import as_world, check_config, divisors
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.parallel.pipeline.schedule_tables import ScheduleTable
+from mt_tools.plan.activations import StageCost
+from mt_tools.plan.layouts import LayoutPlan, Planner
+from mt_tools.plan.machines import GIB
+from mt_tools.plan.routing import Deal, dealt_in_turn
+from mt_tools.plan.stages import StageCosts
+from mt_tools.plan.timing import Clock
+
+MICRO_BATCHES = (1, 2, 4)
+PLAYED_ROUNDS = 4
+AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+RECOMPUTE = ("none", "selective", "full")
+TOKENS_OF_A_CONTEXT_RANK = 4096
+"""Sequences are sharded over at most as many ranks as leave each this many tokens."""
+
+Choice = Mapping[str, Mapping[str, Any]]
+"""section -> key -> value"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A valid layout. memory_gib: of its fullest rank."""
+
+    choice: Choice
+    plan: LayoutPlan
+
+    def fits(self, memory_gib: float) -> bool:
+        return self.plan.memory_gib <= memory_gib
+
+
+class QuickPlanner(Planner):
+    """A planner for many layouts. It measures one sample and scales it to every micro-batch size; of a step with very
+    many micro-batches it simulates some, since each further one adds the same time."""
+
+    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
+        one = config.train.model_copy(update={"micro_batch_size": 1})
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world, deal)
+        return costs.of_samples(config.train.micro_batch_size)
+
+    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+        """Layouts are ranked with a balanced load."""
+        return None
+
+    def start_times(
+        self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
+    ) -> tuple[ScheduleTable, float, float]:
+        played = PLAYED_ROUNDS * pp
+        if pp == 1 or passes <= played or config.parallel.pipeline_schedule == "gpipe":
+            return super().start_times(config, pp, by_stage, passes, clock)
+        order, bubble, seconds = super().start_times(config, pp, by_stage, played, clock)
+        shorter = super().start_times(config, pp, by_stage, played - pp, clock)[2]
+        whole = seconds + (passes - played) * (seconds - shorter) / pp
+        busy = (1 - bubble) * seconds * passes / played
+        return order, 1 - busy / whole, whole
+
+
+@dataclass
+class Found:
+    """candidates: those that fit, fastest first. refused: reason -> how many layouts."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    looked_at: list[Candidate] = field(default_factory=list)
+    """Layouts that fit, and those that do not."""
+    too_large: int = 0
+    smallest_gib: float | None = None
+    """The smallest memory of the layouts that do not fit."""
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def legal(self) -> int:
+        return len(self.candidates) + self.too_large
+
+
+def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
+    """Layouts with tensor parallelism within a node, with sequence parallelism, and a sharded optimizer state.
+
+    Pruned: a layout whose weights alone do not fit, and recomputation for a layout that fits without it.
+    """
+    found = Found()
+    for axes in axis_choices(planner, world):
+        bare = _with(planner.config, axes, "none", 1)
+        try:
+            _checked(planner, bare, world)
+        except ConfigError as error:
+            found.refused[_reason(error)] += 1
+            continue
+        if weights_gib(planner, bare, world) > memory_gib:
+            found.too_large += 1
+            continue
+        for size in MICRO_BATCHES:
+            _try_micro_batch(planner, axes, size, world, memory_gib, found)
+    found.candidates.sort(key=lambda candidate: candidate.plan.seconds)
+    return found
+
+
+def _try_micro_batch(
+    planner: QuickPlanner, axes: Mapping[str, Any], size: int, world: int, memory_gib: float, found: Found
+) -> None:
+    for recompute in RECOMPUTE:
+        choice = _with(planner.config, axes, recompute, size)
+        try:
+            config = _checked(planner, choice, world)
+            candidate = Candidate(_changes(choice), planner.plan(config, world))
+        except ConfigError as error:
+            found.refused[_reason(error)] += 1
+            return
+        found.looked_at.append(candidate)
+        if candidate.fits(memory_gib):
+            found.candidates.append(candidate)
+            return
+        needed = candidate.plan.memory_gib
+        found.smallest_gib = needed if found.smallest_gib is None else min(found.smallest_gib, needed)
+    found.too_large += 1
+
+
+def axis_choices(planner: QuickPlanner, world: int) -> Iterator[dict[str, Any]]:
+    """Values of [parallel] to try."""
+    config = planner.config
+    longest = max(1, config.data.seq_length // TOKENS_OF_A_CONTEXT_RANK)
+    layers = len(planner.kinds)
+    for tp in (size for size in divisors(world) if size <= planner.machine.node_size):
+        for cp in (size for size in divisors(world // tp) if size <= longest):
+            for pp in (size for size in divisors(world // (tp * cp)) if size <= max(1, layers)):
+                for ep, etp in expert_choices(planner, world // pp, tp):
+                    yield {
+                        "tensor_model_parallel_size": tp,
+                        "sequence_parallel": tp > 1,
+                        "context_parallel_size": cp,
+                        "pipeline_model_parallel_size": pp,
+                        "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": etp,
+                        "use_distributed_optimizer": True,
+                        "use_torch_fsdp2": False,
+                    }
+
+
+def expert_choices(planner: QuickPlanner, stage: int, tp: int) -> Iterator[tuple[int, int | None]]:
+    """(expert parallel, expert tensor parallel sizes) to try for the ranks of a stage: experts over as many ranks as
+    possible, over all ranks of a node, and over half of these; each expert whole, or sharded as the dense layers
+    are."""
+    experts = planner.parameters.experts_of_a_layer
+    if not experts:
+        yield 1, None
+        return
+    for etp in dict.fromkeys((1, tp)):
+        legal = [ep for ep in divisors(experts) if stage % (ep * etp) == 0]
+        inside = [ep for ep in legal if ep * etp <= planner.machine.node_size]
+        yield from ((ep, etp) for ep in dict.fromkeys((*inside[-2:], *legal[-1:])))
+
+
+def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
+    """Of an average rank: 6 + 12/d bytes per parameter (8 + 8/d in fp32), d ranks sharding the optimizer state."""
+    parallel, parameters = choice["parallel"], planner.parameters
+    fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
+    stage = world // parallel["pipeline_model_parallel_size"]
+
+    def held(count: float, shards: int) -> float:
+        return count * stage / world / shards * (fixed + shared * shards / stage)
+
+    tensor = parallel["tensor_model_parallel_size"]
+    expert_tensor = parallel["expert_tensor_parallel_size"] or tensor
+    experts = held(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
+    return (held(parameters.total - parameters.experts, tensor) + experts) / GIB
+
+
+def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) -> dict[str, dict[str, Any]]:
+    tree = config.to_dict()
+    tree["parallel"].update(axes)
+    tree["train"]["micro_batch_size"] = size
+    kept = {"recompute_granularity": recompute, "cpu_offloading_num_layers": 0}
+    tree["recompute"] = kept
+    return tree
+
+
+def _checked(planner: QuickPlanner, tree: dict[str, dict[str, Any]], world: int) -> Config:
+    with as_world(world):
+        config = config_from_dict(tree, planner.host)
+        check_config(config)
+        planner.host.check_config(config)
+        return config
+
+
+def _changes(tree: Choice) -> Choice:
+    """The reported values of a layout."""
+    parallel = tree["parallel"]
+    return {
+        "parallel": {
+            key: parallel[key]
+            for key in (*AXES, *(EXPERT_AXES if parallel["expert_tensor_parallel_size"] is not None else ()))
+        },
+        "train": {"micro_batch_size": tree["train"]["micro_batch_size"]},
+        "recompute": {"recompute_granularity": tree["recompute"]["recompute_granularity"]},
+    }
+
+
+def _reason(error: ConfigError) -> str:
+    """The message without its numbers, so that rejections for one reason are counted together."""
+    return " ".join("N" if any(c.isdigit() for c in word) else word for word in str(error).split(";")[0].split())

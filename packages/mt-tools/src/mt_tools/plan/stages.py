@@ -1,0 +1,262 @@
+"""Stages of a model on the meta device: which are equal, and what one micro-batch costs in each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.dropout import use_streams
+from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.layout import parameter_layouts
+from mt_core.nn.model import as_pipelined, contract, model_options
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.activations import Activations, ActivationsForm
+from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
+from mt_core.plugins import PluginHost
+from mt_core.specs import SampleField
+from mt_core.train.forward_backward import masked_sum
+from mt_tools.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
+from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
+from mt_tools.plan.fused_kernels import ConfiguredKernels
+from mt_tools.plan.ledger import Ledger
+from mt_tools.plan.result_cache import ResultCache
+from mt_tools.plan.routing import Deal, RoutedTokens, dealt_in_turn
+
+Kind = int
+"""Layers of one kind have parameters of the same names and shapes, and the same attention window."""
+
+
+Runs = dict[object, tuple[StageCost, ActivationsForm]]
+"""Measured costs, and the form of the output."""
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """Costs shared by layouts that differ in the sharding of experts only."""
+
+    has_experts: Callable[[Stage], bool] = lambda stage: True
+    without_experts: Runs = field(default_factory=dict)
+    """Costs of stages for which `has_experts` is false."""
+    results: ResultCache = field(default_factory=ResultCache)
+    """Results for all layouts."""
+
+
+@dataclass
+class StageCosts:
+    """The costs of a configuration's stages. The configuration has its vocabulary size.
+
+    A stage costs what precedes the layers, plus its first layer, plus what each further layer adds to the one before it
+    (layers share some saved tensors, such as rotary angles), plus what follows them. Each pair of consecutive layer
+    kinds is run once.
+    """
+
+    config: Config
+    host: PluginHost
+    ctx: ParallelContext
+    ledger: Ledger
+    kinds: Mapping[int, Kind]
+    samples: int = 1
+    """Factor of the measured costs: a multiple of the samples of the configuration's micro-batch."""
+    deal: Deal = dealt_in_turn
+    """Assigns tokens to experts, in MoE models."""
+    shared: SharedRuns = field(default_factory=SharedRuns)
+    """Shared with other StageCosts."""
+    _known: dict[object, StageCost] = field(default_factory=dict)
+    _runs: Runs = field(default_factory=dict)
+    _forms: list[ActivationsForm] = field(default_factory=list)
+    """Inputs of layers 0, 1, ..."""
+
+    def of_samples(self, samples: int) -> StageCosts:
+        """For micro-batches of `samples` times the samples; measured costs are shared."""
+        return replace(self, samples=samples)
+
+    def of(self, stage: Stage) -> StageCost:
+        """The cost, without the layers whose activations are offloaded to host memory."""
+        offloaded = stage.layers[: self.config.recompute.cpu_offloading_num_layers]
+        cost = self._of(stage).of_samples(self.samples)
+        if not offloaded:
+            return cost
+        away = self._of(Stage(offloaded, first=False, last=False)).of_samples(self.samples)
+        kept = {part: count - away.kept.get(part, 0) for part, count in cost.kept.items()}
+        return StageCost(kept, cost.forward, cost.backward, cost.sent)
+
+    def _of(self, stage: Stage) -> StageCost:
+        key = (self._kinds_of(stage), stage.first, stage.last)
+        if key not in self._known:
+            taken_apart = bool(self.kinds) and len(stage.layers) > 0 and not self._counts_layers
+            self._known[key] = self._sum_of_layers(stage) if taken_apart else self._measured(stage)[0]
+        return self._known[key]
+
+    @property
+    def _counts_layers(self) -> bool:
+        """Whether only some layers of a stage are recomputed, or layers are recomputed in groups."""
+        return self.config.recompute.recompute_num_layers is not None
+
+    def _sum_of_layers(self, stage: Stage) -> StageCost:
+        start, end = stage.layers.start, stage.layers.stop
+        total = self._measured(Stage(range(0), first=True, last=False))[0] if stage.first else StageCost()
+        total = total.plus(self._layers(start, start + 1), 1)
+        for number, count in self._first_of_pairs(stage.layers).items():
+            total = total.plus(self._layers(number - 1, number + 1), count)
+            total = total.plus(self._layers(number - 1, number), -count)
+        if stage.last:
+            return total.plus(self._measured(Stage(range(end, end), first=False, last=True))[0], 1)
+        return replace(total, sent=bytes_of_form(self.form_before(end)))
+
+    def _first_of_pairs(self, layers: range) -> dict[int, int]:
+        """A representative layer for each pair (kind of the layer before, kind) -> the number of such layers."""
+        pairs = [(self.kinds[number - 1], self.kinds[number]) for number in layers[1:]]
+        firsts = dict(reversed(list(zip(pairs, layers[1:], strict=True))))
+        return {firsts[pair]: count for pair, count in Counter(pairs).items()}
+
+    def _layers(self, start: int, stop: int) -> StageCost:
+        return self._measured(Stage(range(start, stop), first=False, last=False))[0]
+
+    def _measured(self, stage: Stage) -> tuple[StageCost, ActivationsForm]:
+        form = None if stage.first else self.form_before(stage.layers.start)
+        key = (self._kinds_of(stage), stage.first, stage.last, form)
+        known = self._runs.get(key) or self.shared.without_experts.get(key)
+        if known is not None:
+            return known
+        runs = self._runs if self.shared.has_experts(stage) else self.shared.without_experts
+        runs[key] = self._run(stage, None if form is None else empty_hidden(form))
+        return runs[key]
+
+    def form_before(self, number: int) -> ActivationsForm:
+        """The input of a layer."""
+        if not self._forms:
+            self._forms.append(self._measured(Stage(range(0), first=True, last=False))[1])
+        while len(self._forms) <= number:
+            layer = len(self._forms) - 1
+            self._forms.append(self._measured(Stage(range(layer, layer + 1), first=False, last=False))[1])
+        return self._forms[number]
+
+    def _kinds_of(self, stage: Stage) -> object:
+        return tuple(self.kinds.get(number) for number in stage.layers)
+
+    def _run(self, stage: Stage, hidden: Activations | None) -> tuple[StageCost, ActivationsForm]:
+        # Offloading copies tensors, which have no values here; `of` subtracts the layers' memory.
+        kept_here = self.config.recompute.model_copy(update={"cpu_offloading_num_layers": 0})
+        config = self.config.model_copy(update={"recompute": kept_here})
+        batch = empty_batch(self.config, self.host, self.ctx)
+        loss = self.host.losses.get(config.train.loss, key="train.loss").build.load()(config, self.ctx)
+        use_kernels([loss], ConfiguredKernels(config, self.ctx))
+
+        def run(model: nn.Module) -> Any:
+            inputs = {name: batch[name] for name in contract(model).inputs if name in batch}
+            inputs.update(model_options(loss))
+            staged = as_pipelined(model)
+            output = staged.run_stage(stage, hidden, **inputs) if staged is not None else model(**inputs)
+            return masked_sum(loss(output, batch), batch["loss_mask"]) if stage.last else output
+
+        kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
+        model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
+        use_streams(model, UndrawnStreams())
+        return measure(model, lambda: run(model), kernels, RoutedTokens(self.deal, self.shared.results))
+
+
+def build_on_meta(
+    config: Config, host: PluginHost, ctx: ParallelContext, kernels: PlannedKernels, stages: tuple[Stage, ...] | None
+) -> nn.Module:
+    """The model, or some stages of it, on the meta device."""
+    build: Callable[..., nn.Module] = host.models.get(config.model.family, key="model.family").build.load()
+    chosen = ConfiguredKernels(config, ctx)
+    model = build(config.model, PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels))
+    use_kernels(model.modules(), chosen)
+    return model
+
+
+def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:
+    """The kind of every layer of the whole model by its number; empty for a model that cannot be split into stages."""
+    staged = as_pipelined(model)
+    if staged is None:
+        return {}
+    window_of = getattr(config.model, "window_of", lambda number: None)
+    found: dict[object, Kind] = {}
+    return {
+        number: found.setdefault((_parameters_of(staged, number), window_of(number)), len(found))
+        for number in only_stage(config).layers
+    }
+
+
+def has_experts(model: nn.Module, stage: Stage) -> bool:
+    """Whether a stage depends on the sharding of experts. True for a model that cannot be split into stages."""
+    staged = as_pipelined(model)
+    return staged is None or any(
+        layout.replicas == "edp"
+        for module in staged.stage_modules(stage)
+        for layout in parameter_layouts(module).values()
+    )
+
+
+def _parameters_of(model: Pipelined, number: int) -> object:
+    """Names and shapes of the parameters that a layer uses."""
+    modules = model.stage_modules(Stage(range(number, number + 1), first=False, last=False))
+    return tuple(
+        tuple((name, layout.shape) for name, layout in parameter_layouts(module).items()) for module in modules
+    )
+
+
+def only_stage(config: Config) -> Stage:
+    """The cost of a model that is not split."""
+    return whole(config.model.stacked_layers or 0)
+
+
+def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[str, Tensor]:
+    """One micro-batch of this rank, without values. Raises ConfigError for fields whose shape names dimensions that are
+    neither keys of the data set nor of the model."""
+    sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
+    batch = {
+        one.name: torch.empty(
+            (config.train.micro_batch_size, *field_shape(one, config, ctx)),
+            dtype=getattr(torch, one.dtype),
+            device="meta",
+        )
+        for one in sample
+        if one.name != "segment_ids" or config.data.reset_attention_mask
+    }
+    if "images" in batch and "tokens" in batch:
+        batch["tokens"] = tokens_with_image(config)
+    return batch
+
+
+def tokens_with_image(config: Config) -> Tensor:
+    """Texts that begin with an image: tokens with values, since the model searches for image tokens."""
+    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
+    tokens[:, : config.model.image_seq_length] = config.model.image_token_index  # type: ignore[attr-defined]
+    return tokens
+
+
+def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:
+    """Shape of a rank's part of a sample: "[4, sequence_length]" -> (4, data.seq_length / context-parallel ranks)."""
+    words = [word.strip() for word in one.shape.strip("[]").split(",")]
+    lengths = tuple(_length(word, one, config) for word in words if word)
+    # Samples are sharded along their sequence, which is their only dimension in models with context parallelism.
+    return tuple(
+        length // ctx.cp.size if word == "sequence_length" else length
+        for word, length in zip(words, lengths, strict=False)
+    )
+
+
+def _length(word: str, one: SampleField, config: Config) -> int:
+    """A number, a key, or a quotient of two keys."""
+    whole_word, _, divisor = word.partition("/")
+    if divisor:
+        return _length(whole_word.strip(), one, config) // _length(divisor.strip(), one, config)
+    if word.isdigit():
+        return int(word)
+    name = {"sequence_length": "seq_length"}.get(word, word.replace(" ", "_"))
+    for section in (config.data, config.model):
+        if isinstance(value := getattr(section, name, None), int):
+            return value
+    raise ConfigError(
+        f"mt plan does not know how large the field {one.name} {one.shape} of data.dataset_type="
+        f'{config.data.dataset_type} is: neither [data] nor [model] has a number "{name}"'
+    )

@@ -1,0 +1,223 @@
+"""Memory of a rank's weights and optimizer state, and their communication once per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mt_core.config.schema import Config
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.optim.buckets import Bucket
+from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.master_weights import MasterWeights, trained_parameters
+from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
+from mt_core.optim.state_bytes import StateBytes
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.schedules import splits_backward
+from mt_core.parallel.tied_weights import TiedWeights
+from mt_core.plugins import PluginHost
+from mt_core.train.build import DTYPES, build_weights, divides_state
+from mt_tools.plan.ledger import Flow, Ledger
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class WeightCost:
+    """Bytes on one rank. parameters: elements of the model on this rank, without padding of buckets."""
+
+    parameters: int = 0
+    weights: float = 0.0
+    gradients: float = 0.0
+    main_weights: float = 0.0
+    optimizer_state: float = 0.0
+    buffers: float = 0.0
+    updated: float = 0.0
+    """Elements that this rank's optimizer updates."""
+    step: Flow = field(default_factory=Flow)
+    """Messages of a step that do not depend on the number of micro-batches."""
+    collected_first: float = 1.0
+    """Fraction of the all-gathered weights that has to arrive before the first layer."""
+    micro_batch: Flow = field(default_factory=Flow)
+    """Messages of each micro-batch: weights that are all-gathered when they are used."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.main_weights + self.optimizer_state
+
+
+def weight_cost(
+    config: Config,
+    host: PluginHost,
+    model: nn.Module,
+    ctx: ParallelContext,
+    ledger: Ledger,
+    copies: TiedWeights,
+    state: StateBytes,
+    passes: int,
+) -> WeightCost:
+    """For a model on the meta device. copies: weights that other pipeline ranks hold too. passes: micro-batches."""
+    if config.parallel.use_torch_fsdp2:
+        return _fully_sharded_cost(config, host, model, ctx, copies, state, passes)
+    weights = build_weights(config, model, ctx, copies, host)
+    layouts = parameter_layouts(model)
+    named = dict(weights.named_parameters())
+    ledger.take()
+    _exchange(config, weights, layouts, ctx, copies)
+    held, gradients, main, buffers = held_bytes(weights, model)
+    return WeightCost(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights=held,
+        gradients=gradients,
+        main_weights=main,
+        optimizer_state=sum(
+            state.of(len(layouts[name].shape) > 1, parameter.numel()) for name, parameter in named.items()
+        ),
+        buffers=buffers,
+        updated=sum(parameter.numel() for parameter in named.values()),
+        step=ledger.take(),
+        collected_first=_share_waited_for(weights),
+    )
+
+
+def _share_waited_for(weights: MasterWeights) -> float:
+    if not isinstance(weights, ParamAndGradBuffer):
+        return 1.0
+    return sum(bucket.weights.nbytes for bucket in weights.waited_for) / sum(b.weights.nbytes for b in weights.buckets)
+
+
+def parameter_storages(model: nn.Module) -> dict[StorageWeakRef, int]:
+    return storage_bytes(model.parameters())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """Storage -> bytes, each once."""
+    return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _exchange(
+    config: Config,
+    weights: MasterWeights,
+    layouts: Mapping[str, ParameterLayout],
+    ctx: ParallelContext,
+    copies: TiedWeights,
+) -> None:
+    """Communication at the end of a step: gradient reduction, and the all-gather of updated weights."""
+    named = dict(weights.named_parameters())
+    if not isinstance(weights, ParamAndGradBuffer):
+        for parameter in named.values():
+            parameter.grad = torch.empty_like(parameter)
+    weights.reduce()
+    GradFinalizer(layouts, ctx, copies, divided=divides_state(config)).finalize_model_grads(named.items())
+    weights.copy_to_model()
+    weights.finish_gather()
+
+
+def held_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, float, float, float]:
+    """(weights, gradients, master weights, buffers) after `_exchange`."""
+    named = dict(weights.named_parameters())
+    buckets = weights.buckets if isinstance(weights, ParamAndGradBuffer) else []
+    own = parameter_storages(model)
+    main = {key: size for key, size in storage_bytes(named.values()).items() if key not in own}
+    gradients = storage_bytes(
+        [bucket.gradients for bucket in buckets] + [one.grad for one in named.values() if one.grad is not None]
+    )
+    sent = sum(bucket.size * bucket.reduce_dtype.itemsize for bucket in buckets if _is_copied(bucket))
+    return float(sum(own.values())), float(sum(gradients.values())), float(sum(main.values())), float(sent)
+
+
+def _is_copied(bucket: Bucket) -> bool:
+    """Whether gradients are reduced in another dtype than they are accumulated in."""
+    return bucket.reduce_dtype != bucket.gradients.dtype
+
+
+def _fully_sharded_cost(
+    config: Config,
+    host: PluginHost,
+    model: nn.Module,
+    ctx: ParallelContext,
+    copies: TiedWeights,
+    state: StateBytes,
+    passes: int,
+) -> WeightCost:
+    """FSDP2 shards every parameter along its rows over the shard axis, each rank's shard rounded up.
+
+    Weights, gradients and state are fp32; the all-gather is in the dtype of training. Without synchronization, the
+    gradients of all but the last micro-batch are kept unsharded, in fp32.
+    """
+    compute, reduced = DTYPES[config.precision.dtype].itemsize, 2 if config.precision.grad_reduce_in_bf16 else FP32
+    layouts, ledger = parameter_layouts(model), Ledger()
+    again = Ledger()
+    # With a split backward pass the weights stay unsharded: they are all-gathered once per step.
+    gathers = ledger if splits_backward(config.parallel, host) else again
+    own = whole = waiting = 0
+    optimizer_state = 0.0
+    units = fsdp_units(model)
+    for names in units:
+        gathered = 0
+        for name in names:
+            shape = model.get_parameter(name).shape
+            size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
+            share = -(-shape[0] // size) * math.prod(shape[1:])
+            own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
+            optimizer_state += state.of(len(layouts[name].shape) > 1, share)
+        shard, instances = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
+        waiting = max(waiting, gathered)
+        if shard.size > 1:
+            gathers.sent("dp", "all_gather", gathered * compute)
+            if config.parallel.fsdp_reshard_after_forward:
+                again.sent("dp", "all_gather", gathered * compute)
+            ledger.sent("dp", "reduce_scatter", gathered * reduced)
+        if instances.size > 1:
+            ledger.sent("dp", "all_reduce", gathered / shard.size * reduced)
+    collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
+    return WeightCost(
+        parameters=whole,
+        weights=float(own * FP32),
+        gradients=float(own * FP32),
+        optimizer_state=optimizer_state,
+        buffers=float(collected * compute + (whole * FP32 if passes > 1 else 0)),
+        updated=own,
+        step=ledger.take() + _sums_of_copies(model, layouts, ctx, copies, own_share=whole / own),
+        micro_batch=again.take(),
+    )
+
+
+def _sums_of_copies(
+    model: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    ctx: ParallelContext,
+    copies: TiedWeights,
+    own_share: float,
+) -> Flow:
+    """All-reduces of this rank's gradients that are partial over tensor-parallel ranks or stages."""
+    ledger = Ledger()
+    for name, parameter in trained_parameters(model):
+        size = parameter.numel() / own_share * FP32
+        for axis in layouts[name].partial_gradient:
+            if ctx.axis(axis).size > 1:
+                ledger.sent(axis, "all_reduce", size)
+        if name in copies.axes:
+            ledger.sent("stage_copies", "all_reduce", size)
+    return ledger.take()
+
+
+def fsdp_units(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that are all-gathered together: one group per numbered layer, and one for all others."""
+    layers = [
+        {id(parameter) for parameter in layer.parameters()}
+        for stack in model.modules()
+        if isinstance(stack, NumberedLayers)
+        for layer in stack
+    ]
+    inside = set().union(*layers) if layers else set()
+    named = list(trained_parameters(model))
+    units = [[name for name, parameter in named if id(parameter) in layer] for layer in layers]
+    units.append([name for name, parameter in named if id(parameter) not in inside])
+    return [unit for unit in units if unit]

@@ -1,0 +1,19 @@
+"""What mt-tools registers."""
+
+from __future__ import annotations
+
+from mt_core.hookspecs import hookimpl
+from mt_core.specs import CommandSpec, Lazy
+
+
+def _command(name: str, attribute: str, doc: str) -> CommandSpec:
+    return CommandSpec(name=name, doc=doc, app=Lazy(f"mt_tools.commands.{name}:{attribute}"))
+
+
+@hookimpl
+def mt_register_commands() -> list[CommandSpec]:
+    return [
+        _command("verify", "app", "Check that a layout, or a resumed run, computes the same"),
+        _command("plan", "plan", "Report what each rank of a layout holds and sends; find layouts that fit"),
+        _command("bench", "app", "Measure speed and memory; compare and plot measurements"),
+    ]

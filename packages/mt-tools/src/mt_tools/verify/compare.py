@@ -1,0 +1,85 @@
+"""Differences between two runs, in the order in which the model uses its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat, zip_longest
+
+from torch import Tensor
+
+from mt_tools.verify.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Tolerances: largest relative differences in fp32."""
+
+    loss: float = 1e-5
+    gradient: float = 1e-5
+    norm: float = 2e-6
+    weights: float = 1e-5
+    rate: float = 1e-9
+
+
+@dataclass(frozen=True)
+class Difference:
+    """off: relative difference; None for a tensor that only one side has."""
+
+    kind: str
+    name: str
+    off: float | None
+    allowed: float
+
+    @property
+    def too_large(self) -> bool:
+        return self.off is None or not self.off <= self.allowed
+
+    def __str__(self) -> str:
+        size = "missing on one side" if self.off is None else f"{self.off:.1e} (allowed {self.allowed:.0e})"
+        return f"{self.kind} {self.name}: {size}"
+
+
+def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | None = None) -> list[Difference]:
+    """Every quantity of both runs: losses step by step, then evaluations, gradients of the first step, and weights
+    after the last."""
+    allowed = tolerances or Tolerances()
+    # Later gradient norms depend on weights that already differ by rounding.
+    norms = [allowed.norm, *[allowed.loss] * len(reference.norms)]
+    steps = [
+        _numbers("loss", found.losses, reference.losses, repeat(allowed.loss)),
+        _numbers("gradient norm", found.norms, reference.norms, norms),
+        _numbers("learning rate", found.rates, reference.rates, repeat(allowed.rate)),
+        _numbers("consumed samples", found.samples, reference.samples, repeat(0.0)),
+    ]
+    return [
+        *(difference for of_step in zip_longest(*steps) for difference in of_step if difference is not None),
+        *_numbers("evaluation", found.evaluations, reference.evaluations, repeat(allowed.loss), "number"),
+        *_tensors("gradient", found.gradients, reference.gradients, allowed.gradient),
+        *_tensors("weights", found.weights, reference.weights, allowed.weights),
+    ]
+
+
+def _numbers(
+    kind: str, found: Sequence[float], reference: Sequence[float], allowed: Iterable[float], counted: str = "of step"
+) -> list[Difference]:
+    pairs = zip(found, reference, strict=True)
+    return [
+        Difference(kind, f"{counted} {number}", _ratio(mine, theirs), limit)
+        for number, ((mine, theirs), limit) in enumerate(zip(pairs, allowed, strict=False), start=1)
+    ]
+
+
+def _tensors(
+    kind: str, found: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float
+) -> Iterator[Difference]:
+    for name in [*reference, *(name for name in found if name not in reference)]:
+        if name in found and name in reference:
+            off = (found[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(1e-12)
+            yield Difference(kind, name, float(off), allowed)
+        else:
+            yield Difference(kind, name, None, allowed)
+
+
+def _ratio(mine: float, theirs: float) -> float:
+    return abs(mine - theirs) / max(abs(theirs), 1e-12)

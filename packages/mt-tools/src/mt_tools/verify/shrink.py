@@ -1,0 +1,176 @@
+"""Shrinks a user's configuration for a few CPU processes, and keeps every feature that a layout could break."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from mt_core.config.checks import as_world, check_config
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config, ParallelConfig
+from mt_core.data.building import build_tokenizer
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_core.specs import CAUSAL_LM_SAMPLE
+from mt_tools.verify.axes import LARGEST_WORLD, processes, shrink_axes
+from mt_tools.verify.small_training import STEPS, Tree, keep_dropout, shrink_training
+from mt_tools.verify.stages import forget_division, shrink_stages
+
+HEAD_DIM = 8
+FEW_EXPERTS = 8
+SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
+VOCAB = 509
+"""A prime: no number of ranks divides it."""
+ON_EVERY_DEVICE = ("sdpa", "eager")
+"""Attention backends that run on a CPU. The second one supports every model."""
+FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
+
+
+def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: float | None = None) -> Config:
+    """The same family, options and axes with few and narrow layers, short sequences, fake data, in fp32 on a CPU.
+
+    Axes are halved until the model fits on LARGEST_WORLD processes, and stages are merged accordingly. Options for GPUs
+    only, and faster equivalents of the same computation, get their CPU values. The batch grows after the first step,
+    the learning rate warms up and decays, and a validation set is evaluated twice. dropout: replaces the configured
+    one; None keeps it (see `keep_dropout`). Raises ConfigError if the small configuration breaks a rule.
+    """
+    parallel, num_layers = _small_layout(config, host)
+    tree = config.to_dict() | {"parallel": parallel.model_dump(mode="json")}
+    if num_layers is not None:
+        tree["model"]["num_layers"] = num_layers
+    _shrink_model(tree["model"], parallel)
+    if tree["model"].get("moe"):
+        _shrink_experts(tree["model"], tree["parallel"])
+    length = _short_length(tree)
+    family = host.models.get(config.model.family, key="model.family")
+    if family.shrink is not None:
+        tree["model"] |= family.shrink.load()(tree["model"], length)
+    # If the loss compares samples, one process runs those of all ranks as one micro-batch, with other dropout masks.
+    compares = host.losses.get(config.train.loss, key="train.loss").compares_samples
+    keep_dropout(tree["model"], parallel, 0.0 if compares else dropout)
+    _replace_data(tree, length, config, host)
+    shrink_training(tree, parallel, steps)
+    _compute_on_cpu(tree)
+    small = config_from_dict(tree, host)
+    _check(small, host)
+    return small
+
+
+def _check(small: Config, host: PluginHost) -> None:
+    """Validated before processes are started, each of which would raise the same error."""
+    try:
+        with as_world(processes(small.parallel)):
+            check_config(small)
+            host.check_config(small)
+    except ConfigError as error:
+        raise ConfigError(f"this configuration, made small to be checked, breaks a rule: {error}") from error
+
+
+def _small_layout(config: Config, host: PluginHost) -> tuple[ParallelConfig, int | None]:
+    """[parallel], and model.num_layers; None where the family has another key."""
+    small = shrink_axes(config.parallel)
+    num_layers = config.model.model_dump().get("num_layers")
+    if num_layers is None:
+        return forget_division(small), None
+    if config.model.stacked_layers != num_layers:  # several stacks
+        return forget_division(small), min(num_layers, 2 * small.pipeline_model_parallel_size)
+    division = shrink_stages(config.parallel, num_layers, small.pipeline_model_parallel_size, host)
+    return small.model_copy(update=dict(division.keys)), division.num_layers
+
+
+def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
+    tp = parallel.tensor_model_parallel_size
+    if "num_attention_heads" in model:
+        groups = model.get("num_query_groups") or model["num_attention_heads"]
+        per_group = min(model["num_attention_heads"] // groups, 2)
+        groups = math.lcm(_ranks_with_own_heads(parallel), 2) if groups >= tp else groups
+        heads = groups * per_group
+        heads = heads * tp // math.gcd(heads, tp)
+        model["num_attention_heads"] = heads
+        if model.get("num_query_groups"):
+            model["num_query_groups"] = groups
+        if model.get("kv_channels"):
+            model["kv_channels"] = HEAD_DIM
+        model["hidden_size"] = heads * HEAD_DIM
+    if model.get("ffn_hidden_size"):
+        model["ffn_hidden_size"] = 16 * tp
+    if "vocab_size" in model:
+        model["vocab_size"] = VOCAB
+        model["make_vocab_size_divisible_by"] = 4
+
+
+def _ranks_with_own_heads(parallel: ParallelConfig) -> int:
+    """Ranks with different heads: tensor-parallel ranks, times context-parallel ranks between which an all-to-all
+    exchanges heads."""
+    inner = {"a2a": parallel.context_parallel_size}
+    if parallel.hierarchical_context_parallel_sizes is not None:
+        inner["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
+    return parallel.tensor_model_parallel_size * inner.get(parallel.cp_comm_type, 1)
+
+
+def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
+    """Few and narrow experts. The routing options stay: groups, shared experts."""
+    moe = model["moe"]
+    experts = math.lcm(FEW_EXPERTS, parallel["expert_model_parallel_size"])
+    if moe["num_experts"] > experts or moe["num_experts"] % parallel["expert_model_parallel_size"]:
+        moe["num_experts"] = experts
+        moe["moe_router_topk"] = min(moe.get("moe_router_topk", 2), 2)
+        if moe.get("moe_router_num_groups"):
+            # Two of four groups, of two experts or more each.
+            moe |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+            if moe.get("moe_router_group_score_topk"):
+                moe["moe_router_group_score_topk"] = min(moe["moe_router_group_score_topk"], 2)
+    narrow = 16 * parallel["tensor_model_parallel_size"]
+    for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
+        if moe.get(key):
+            moe[key] = narrow
+    losses = moe.get("moe_router_load_balancing_type", [])
+    # The global balance loss depends on the order of micro-batches, which the number of data-parallel ranks changes.
+    moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
+    if isinstance(moe.get("moe_layer_freq"), str):
+        dense = 1 if re.search(r"(?<!\d)0(?!\d)", moe["moe_layer_freq"]) else 0
+        moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
+
+
+def _short_length(tree: Tree) -> int:
+    """Of samples: a few tokens for each rank that shares a sequence."""
+    parallel = tree["parallel"]
+    unit = 2 * parallel["context_parallel_size"] * parallel["tensor_model_parallel_size"]
+    return int(max(unit, min(tree["data"]["seq_length"], 16) // unit * unit))
+
+
+def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> None:
+    """Fake samples, or those of a family's own data set, whose keys follow the model's where both have them."""
+    data = tree["data"]
+    data |= {key: value for key, value in tree["model"].items() if key in data}
+    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    if spec.sample == CAUSAL_LM_SAMPLE:
+        kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
+        tree["data"] = {"dataset_type": "mock", **kept}
+        tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
+    elif "vocab_size" in tree["model"]:
+        tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
+    tree["data"]["seq_length"] = length
+    for key in ("max_position_embeddings", "max_sequence_length"):
+        if tree["model"].get(key):
+            tree["model"][key] = max(length, 32)
+
+
+def _undivided(size: int) -> int:
+    """The next size that is not divisible by any number of ranks."""
+    return next(number for number in count(size) if math.gcd(number, math.factorial(LARGEST_WORLD)) == 1)
+
+
+def _compute_on_cpu(tree: Tree) -> None:
+    """Without GPU-only options, and in fp32, where the order of summation changes little."""
+    tree["train"].update(device="cpu", compile="none", cuda_graphs="none", late_metrics="never")
+    tree["kernels"] = {}
+    tree["precision"] = {"dtype": "fp32"}
+    model, optimizer = tree["model"], tree["optimizer"]
+    if model.get("attention_backend", "sdpa") not in ON_EVERY_DEVICE:
+        model["attention_backend"] = ON_EVERY_DEVICE[-1]
+    # The other values store remainders of bf16 weights, or round moments stochastically.
+    optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}

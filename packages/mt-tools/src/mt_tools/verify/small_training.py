@@ -1,0 +1,61 @@
+"""The training options of a small run: whatever a layout can break shows within a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_core.config.schema import ParallelConfig
+from mt_tools.verify.axes import copies, processes
+
+Tree = dict[str, dict[str, Any]]
+
+STEPS = 5
+"""Enough that a stale value of the step before the last shows, and that the batch has grown."""
+BATCH = 8
+EVALUATE_EVERY = 2
+
+
+def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
+    """Sets [train], [lr_schedule] and other options of the run. The training horizon is twice the steps, so that a
+    learning rate that depends on the samples keeps changing."""
+    batch = batch_size(parallel)
+    tree["train"].update(
+        micro_batch_size=1,
+        global_batch_size=batch,
+        # The first step has half of the batch.
+        rampup_batch_size=[batch // 2, batch // 2, batch // 2],
+        train_iters=None,
+        train_samples=batch // 2 + batch * (2 * steps - 1),
+        eval_interval=EVALUATE_EVERY,
+        eval_iters=1,
+        exit_iteration=None,
+        callbacks=[],
+        check_memory=False,
+        deterministic=False,
+        sample_prompt=None,
+        num_threads=1,
+    )
+    if "adam_eps" in tree["optimizer"]:
+        # Adam normalizes any gradient to a step of the learning rate's size, also rounding noise where the exact
+        # gradient is 0 (such as the bias of keys). A larger eps keeps such steps small.
+        tree["optimizer"]["adam_eps"] = 1e-4
+    tree["lr_schedule"] = {"lr_decay_style": "cosine", "lr_warmup_samples": batch // 2}
+    tree["checkpoint"] = {"save_interval": None}
+    tree["logging"] = {"progress": "none"}
+
+
+def batch_size(parallel: ParallelConfig) -> int:
+    """The smallest batch of at least BATCH samples of which the copies of the model can share a half."""
+    unit = 2 * copies(parallel, processes(parallel))
+    return -(-BATCH // unit) * unit
+
+
+def keep_dropout(model: dict[str, Any], parallel: ParallelConfig, rate: float | None) -> None:
+    """Dropout as configured, or with `rate`. Attention dropout is drawn inside of kernels, for the heads and positions
+    of a rank: layouts that shard those differently drop different weights, so there it is disabled."""
+    divided = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    for key in model:
+        if key.endswith("attention_dropout") and divided:
+            model[key] = 0.0
+        elif key.endswith("dropout") and rate is not None:
+            model[key] = rate

@@ -1,0 +1,112 @@
+"""Pipeline stages of a small run: fewer stages with fewer layers, and as uneven as configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from mt_core.config.checks import SPLIT_KEYS
+from mt_core.config.schema import ParallelConfig
+from mt_core.parallel.pipeline.layout_string import expand
+from mt_core.parallel.pipeline.schedules import configured_schedule
+from mt_core.plugins import PluginHost
+
+LAYOUT, VIRTUAL = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+MOST_LEVELS = 3
+
+
+@dataclass(frozen=True)
+class Division:
+    """num_layers: of the model. keys: of [parallel] that say how stages share them, as far as they change."""
+
+    num_layers: int
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shrink_stages(parallel: ParallelConfig, num_layers: int, ranks: int, host: PluginHost) -> Division:
+    """The stages of `parallel` over fewer ranks, at most two stages per rank.
+
+    A stage without layers stays so, and one with more than another keeps more, by one layer. parallel: a layout that
+    divides num_layers layers. ranks: 2 or more where it had more than one.
+    """
+    if parallel.pipeline_model_parallel_size == 1:
+        return Division(min(num_layers, max(2, parallel.virtual_pipeline_model_parallel_size or 0)))
+    each = min(_stages_of_rank(parallel, host), 2)
+    virtual = {} if parallel.virtual_pipeline_model_parallel_size is None else {VIRTUAL: each}
+    small = _divided(parallel, num_layers, ranks, each, host)
+    return Division(small.num_layers, {**virtual, **small.keys})
+
+
+def forget_division(parallel: ParallelConfig) -> ParallelConfig:
+    """Stages balanced by cost, for models whose stages are not a row of equal layers."""
+    plain = ParallelConfig()
+    return parallel.model_copy(update={key: getattr(plain, key) for key in (LAYOUT, *SPLIT_KEYS)})
+
+
+def _stages_of_rank(parallel: ParallelConfig, host: PluginHost) -> int:
+    least = configured_schedule(parallel, host).min_stages_per_rank
+    return parallel.virtual_pipeline_model_parallel_size or least
+
+
+def _divided(parallel: ParallelConfig, num_layers: int, ranks: int, each: int, host: PluginHost) -> Division:
+    if parallel.pipeline_model_parallel_layout is not None:
+        layout = shrink_layout(parallel.pipeline_model_parallel_layout, ranks * each)
+        return Division(layout.count("t"), {LAYOUT: layout})
+    if parallel.num_layers_in_first_pipeline_stage or parallel.num_layers_in_last_pipeline_stage:
+        return _uneven_ends(parallel, num_layers, ranks, each)
+    counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    if counted:
+        stages = parallel.pipeline_model_parallel_size * _stages_of_rank(parallel, host)
+        of_stage = min((num_layers + counted) // stages, 2)
+        return Division(of_stage * ranks * each - counted)
+    of_rank = 2 if parallel.virtual_pipeline_model_parallel_size is None else each
+    return Division(min(num_layers, ranks * of_rank))
+
+
+def _uneven_ends(parallel: ParallelConfig, num_layers: int, ranks: int, each: int) -> Division:
+    """Numbers of layers of the first and the last rank, if they differ from the others'."""
+    ends = {key: count for key in (FIRST, LAST) if (count := getattr(parallel, key)) is not None}
+    others = parallel.pipeline_model_parallel_size - len(ends)
+    middle = (num_layers - sum(ends.values())) // others if others else 0
+    level = _levels([*ends.values(), middle])
+    keys = {key: level[count] * each for key, count in ends.items()}
+    return Division(sum(keys.values()) + (ranks - len(ends)) * level[middle] * each, keys)
+
+
+def shrink_layout(layout: str, count: int) -> str:
+    """A layout string (see parallel.pipeline.layout_string) for `count` stages.
+
+    The first and the last stage are not merged if there are more than two; neighbours between them are.
+    """
+    stages = _joined(expand(layout).split("|"), count)
+    level = _levels(stage.count("t") for stage in stages)
+    return "|".join(_written(stage, level[stage.count("t")]) for stage in stages)
+
+
+def _joined(stages: Sequence[str], count: int) -> list[str]:
+    ends = 1 if count > 2 else 0
+    middle, groups = stages[ends : len(stages) - ends], count - 2 * ends
+    cuts = [group * len(middle) // groups for group in range(groups + 1)]
+    joined = [_one(middle[start:end]) for start, end in pairwise(cuts)]
+    return [*stages[:ends], *joined, *stages[len(stages) - ends :]]
+
+
+def _one(stages: Sequence[str]) -> str:
+    """Merges several stages: their embedding, MTP blocks and loss, and the largest number of layers of any of them.
+
+    Not the sum of layers: equal stages would become unequal when they are merged by twos and threes.
+    """
+    return _written("".join(stages), max(stage.count("t") for stage in stages))
+
+
+def _written(stage: str, layers: int) -> str:
+    return "E" * stage.count("E") + "t" * layers + "m" * stage.count("m") + "L" * stage.count("L")
+
+
+def _levels(counts: Iterable[int]) -> dict[int, int]:
+    """Number of layers -> its rank among the distinct numbers: 1 for the smallest, 0 for none."""
+    places = {count: min(place, MOST_LEVELS) for place, count in enumerate(sorted({*counts} - {0}), start=1)}
+    return {0: 0, **places}

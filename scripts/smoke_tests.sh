@@ -1,0 +1,24 @@
+# Sourced by lowest.sh and with_torch.sh: a minute of tests that reach every distribution and most dependencies.
+SMOKE_TESTS=(
+    tests/core/test_config_errors.py
+    tests/core/test_config_files.py
+    tests/core/test_config_loading.py
+    tests/core/test_plugins_host.py
+    tests/core/test_attention.py
+    tests/core/test_optimizers.py
+    tests/core/test_lr_schedules.py
+    tests/core/test_resume.py
+    tests/cli/test_main.py
+    tests/cli/test_config_command.py
+    tests/data/indexed/test_indexed_round_trip.py
+    tests/data/tokenizers/test_train_tokenizer.py
+    tests/data/preprocess/test_preprocess_command.py
+    tests/ckpt/test_ckpt_round_trip.py
+    tests/ckpt/test_safetensors_files.py
+)
+
+# smoke_tests PYTHON: what is installed, then the tests. No test may be skipped for a missing dependency alone.
+smoke_tests() {
+    "$1" -m mt_cli --version
+    OMP_NUM_THREADS=1 "$1" -m pytest -q -p no:cacheprovider "${SMOKE_TESTS[@]}"
+}

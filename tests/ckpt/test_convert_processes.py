@@ -1,0 +1,115 @@
+"""`--nproc`: several processes write the bytes that one writes; their errors and exits are reported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ckpt.convert_cases import LLAMA, MODELS
+from tests.ckpt.test_convert_engine import Killed, shards_of
+
+from mt_ckpt.convert import convert
+from mt_ckpt.convert.files import _groups
+from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.save import save_checkpoint
+from mt_ckpt.safetensors_files import TensorInfo
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.specs import ConvertOptions
+
+IN_SHARDS = ConvertOptions(max_shard_size=60_000)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path) -> None:
+    """A mixture, whose experts become many tensors of one: none is read twice."""
+    source, told = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), []
+    for nproc in (1, 2):
+        report = convert(
+            source,
+            tmp_path / str(nproc),
+            saver="hf",
+            options=IN_SHARDS,
+            nproc=nproc,
+            host=host,
+            progress=lambda done, total: told.append((done, total)),
+        )
+    assert contents(tmp_path / "2") == contents(tmp_path / "1")
+    assert len(shards_of(tmp_path / "1")) > 1
+    once, twice = told[: len(told) // 2], told[len(told) // 2 :]
+    assert once[-1] == twice[-1] == (report.num_bytes, report.num_bytes)
+    assert [done for done, _ in twice] == sorted(done for done, _ in twice)
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with(make_model, host, kit, tmp_path: Path) -> None:
+    """The files that were finished are kept, and nobody goes on writing after the first process has ended."""
+    source, target = make_model(**LLAMA), tmp_path / "target"
+
+    def run(progress=lambda done, total: None, nproc: int = 2, target: Path = target) -> None:
+        convert(source, target, saver="mt", options=IN_SHARDS, nproc=nproc, host=host, progress=progress)
+
+    run(nproc=1, target=tmp_path / "once")
+    assert kit.in_child(lambda: run(Killed(19))) == -signal.SIGKILL
+    folder = tmp_path / ".mt-convert-target"
+    kept = {name for name in shards_of(folder) if f'"name": "{name}"' in (folder / "record.jsonl").read_text()}
+    before = shards_of(folder)
+    run()
+    after = shards_of(target)
+    assert kept
+    assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
+    assert contents(target) == contents(tmp_path / "once")
+
+
+@pytest.mark.slow
+def test_an_error_of_a_process_is_the_conversions(make_model, host, tmp_path: Path) -> None:
+    reader = open_checkpoint(make_model(**LLAMA))
+    tensors = {name: reader.read(name) for name in reader.shapes()}
+    tensors["model.decoder.layers.2.mlp.linear_fc2.weight"][0, 0] = 1e6
+    save_checkpoint(tmp_path / "large", tensors.items(), dict(reader.metadata), {})
+    with pytest.raises(
+        CheckpointError, match=r"layers.2.mlp.linear_fc2.weight: holds 1e\+06, which torch.float16 cannot"
+    ):
+        convert(
+            tmp_path / "large", tmp_path / "x", saver="hf", options=ConvertOptions(dtype="fp16"), nproc=2, host=host
+        )
+    assert not (tmp_path / "x").exists()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_told(make_model, host, tmp_path: Path) -> None:
+    def kill_one(done: int, total: int) -> None:
+        for child in multiprocessing.active_children()[:1]:
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(CheckpointError, match="a process of --nproc ended with signal 9 while it wrote model"):
+        convert(make_model(**LLAMA), tmp_path / "x", saver="hf", nproc=2, host=host, progress=kill_one)
+    assert multiprocessing.active_children() == []
+
+
+def test_refusals(make_model, host, tmp_path: Path) -> None:
+    source = make_model(**LLAMA)
+    with pytest.raises(ConfigError, match="--nproc 2: one process writes the format megatron; leave it out"):
+        convert(source, tmp_path / "x", saver="megatron", nproc=2, host=host)
+    with pytest.raises(ConfigError, match="--nproc 0: at least one process has to write"):
+        convert(source, tmp_path / "x", saver="hf", nproc=0, host=host)
+
+
+def test_no_process_is_started_to_rehearse(make_model, host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mt_ckpt.convert.workers.Workers.write", None)
+    convert(make_model(**LLAMA), tmp_path / "x", saver="hf", nproc=2, host=host, dry_run=True)
+
+
+def test_what_is_made_of_one_tensor_stays_together() -> None:
+    infos = {name: TensorInfo((4,), torch.float32) for name in ("a.0", "a.1", "a.2", "b.0", "c.0", "c.1")}
+    groups = list(_groups(infos, lambda name: name[0], 32))
+    assert groups == [("a.0", "a.1", "a.2"), ("b.0", "c.0", "c.1")]
+    assert list(_groups({}, lambda name: name, 32)) == []

@@ -1,0 +1,82 @@
+"""`mt convert --tokenizer`: a folder that can generate, from files that have no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.ckpt.convert_cases import GPT2, LLAMA
+from tests.ckpt.test_convert_command import run_convert
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mt_ckpt.convert import convert
+from mt_core.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer of 270 ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat with the other cat"] * 3, trainer)
+    path = tmp_path / "tokenizer"
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return path
+
+
+@pytest.mark.parametrize("form", ["megatron-dist", "transformers-megatron"])
+def test_a_folder_that_transformers_generates_from(form: str, folder: Path, make_model, host, tmp_path: Path) -> None:
+    import transformers
+
+    keys = {**(GPT2 if form == "transformers-megatron" else LLAMA), "vocab_size": 270, "norm_epsilon": 1e-5}
+    convert(make_model(**keys), tmp_path / "m", saver=form, host=host)
+    target = tmp_path / "hf"
+    result = run_convert("--load-dir", tmp_path / "m", "--save-dir", target, "--saver", "hf", "--tokenizer", folder)
+    assert result.exit_code == 0, result.exception
+    assert "without a tokenizer" not in result.output
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    prompt = tokenizer("the cat", return_tensors="pt")
+    assert prompt.input_ids.tolist() == [Tokenizer.from_file(str(folder / "tokenizer.json")).encode("the cat").ids]
+    made = model.generate(prompt.input_ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert made.shape[1] == prompt.input_ids.shape[1] + 3
+    assert model.config.eos_token_id == 1
+
+
+def test_a_source_without_a_tokenizer_is_told(make_model, tmp_path: Path) -> None:
+    result = run_convert("--load-dir", make_model(**LLAMA), "--save-dir", tmp_path / "hf", "--saver", "hf")
+    assert "without a tokenizer" in result.output
+    assert "--tokenizer DIR adds one" in result.output
+
+
+def test_refusals(folder: Path, make_model, host, tmp_path: Path) -> None:
+    source = make_model(**LLAMA)
+    with pytest.raises(ConfigError, match=r"this tokenizer has 270 ids, but the model's vocab_size is 101"):
+        convert(source, tmp_path / "x", saver="hf", tokenizer=folder, host=host)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty: there is no tokenizer; .* tokenizer.json"):
+        convert(source, tmp_path / "x", saver="hf", tokenizer=tmp_path / "empty", host=host)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_written_t5_says_how_its_decoder_begins(make_model, host, tmp_path: Path) -> None:
+    from tests.ckpt.convert_cases import MODELS
+
+    source = make_model(**MODELS["t5"])
+    convert(source, tmp_path / "hf", saver="hf", host=host)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["decoder_start_token_id"] == 0
+    config["decoder_start_token_id"] = 7
+    (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)  # it has the last word
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "hf", tmp_path / "mt", saver="mt", host=host)
+    convert(tmp_path / "mt", tmp_path / "again", saver="hf", host=host)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["decoder_start_token_id"] == 7

@@ -1,0 +1,252 @@
+"""Files of every format give the same configuration; a YAML file cannot do harm; all errors are reported at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mt_core.config.loading import load_config, load_config_anywhere
+from mt_core.config.yaml_text import MAX_DEPTH, MAX_NODES, parse_yaml
+from mt_core.errors import ConfigError, MtError, PluginError
+from mt_core.plugins import PluginHost
+
+YAML = """
+preset: gpt-tiny
+train:
+  train_iters: 50
+  eval_interval: null
+  rampup_batch_size: null
+optimizer: {lr: 1e-4, min_lr: 0}
+data:
+  dataset_type: builtin
+"""
+TOML = """
+preset = "gpt-tiny"
+[train]
+train_iters = 50
+[optimizer]
+lr = 1e-4
+min_lr = 0
+[data]
+dataset_type = "builtin"
+"""
+
+
+def refusal(path: Path, host: PluginHost, *overrides: str) -> str:
+    with pytest.raises(MtError) as error:
+        load_config(path, overrides=overrides, host=host)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ending", ["yaml", "yml", "YAML"])
+def test_yaml_says_what_toml_says(host: PluginHost, tmp_path: Path, ending: str) -> None:
+    yaml, toml = tmp_path / f"run.{ending}", tmp_path / "run.toml"
+    yaml.write_text(YAML)
+    toml.write_text(TOML)
+    loaded = load_config(yaml, host=host)
+    assert loaded.config == load_config(toml, overrides=["train.eval_interval=null"], host=host).config
+    assert loaded.origin("optimizer.lr") == f"file run.{ending}"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a: 1e-4", 1e-4),  # a number, as YAML 1.2 has it and 1.1 does not
+        ("a: no", "no"),  # a word, for the same reason
+        ("a: 0o10", 8),
+        ("a: null", None),
+        ("a: &x [1]\nb: *x", [1]),
+    ],
+)
+def test_yaml_is_read_as_version_1_2(text: str, value: object) -> None:
+    assert parse_yaml(text)["a"] == value
+
+
+def laughs(levels: int) -> str:
+    """Ten times more values with each level."""
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (laughs(9), f"more than {MAX_NODES:,} values once its aliases are written out"),
+        ("a: " + "[" * 5000, f"nested more than {MAX_DEPTH} deep"),
+        ("a: &a [*a]", "*a stands inside of itself, or is not defined"),
+        ("a: *b", "*b stands inside of itself, or is not defined"),
+        ("train:\n  seed: 1\n  seed: 2", 'duplicate key "seed"'),
+        ("a: !!python/object/apply:os.system [ls]", "python/object/apply:os.system"),
+        ("1: {a: 2}", "the key 1 is no text; put it in quotes"),
+        ("a: 1\n---\nb: 2", "another document"),
+        ("a: [1", "expected"),
+        ("[1, 2]", "got a list, expected sections with keys"),
+    ],
+)
+def test_bad_yaml_is_refused_with_its_file(host: PluginHost, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    found = refusal(path, host)
+    assert found.startswith(f"config file {path}: ")
+    assert message in found
+
+
+def test_a_few_aliases_are_welcome() -> None:
+    assert parse_yaml(laughs(3))["l2"][0][0] == ["x"] * 10
+
+
+def test_without_a_parser_yaml_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
+    with pytest.raises(ConfigError, match=r'pip install "mt-core\[yaml\]"'):
+        parse_yaml("a: 1")
+
+
+def test_json_nested_too_deep_is_an_error_of_the_file(host: PluginHost, tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text('{"a": ' + "[" * 200_000)
+    assert refusal(path, host).startswith(f"config file {path}: ")
+
+
+# -- all at once ---------------------------------------------------------------------------------------
+
+MANY = {
+    "preset": "gpt-tiny",
+    "trian": {"seed": 1},
+    "model": {"num_layer": 2, "hidden_size": "wide"},
+    "train": {"seed": -1, "lr": 1},
+    "optimizer": {"optimizer": "adan"},
+    "checkpoint": 3,
+}
+
+
+def test_every_error_of_a_file_is_told(host: PluginHost, tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(MANY))
+    for load in (load_config, load_config_anywhere):
+        with pytest.raises(ConfigError) as error:
+            load(path, overrides=["seed", "data.seq_length=none"], host=host)
+        lines = str(error.value).splitlines()
+        for part in (
+            "--set seed: expected section.key=value",
+            "unknown section trian",
+            "checkpoint (from file many.json): got 3, expected a table",
+            "unknown key model.num_layer",
+            "model.hidden_size (from file many.json): got 'wide'",
+            "train.seed (from file many.json): got -1",
+            "unknown key train.lr",
+            "optimizer.optimizer=adan needs an optimizer",
+            "data.seq_length (from --set): got 'none'",
+        ):
+            assert sum(part in line for line in lines) == 1, part
+        assert len(lines) == 9
+
+
+def test_every_broken_rule_is_told(host: PluginHost) -> None:
+    overrides = [
+        "train.train_iters=null",
+        "optimizer.min_lr=1.0",
+        "train.global_batch_size=24",
+        "model.rotary_base=1e6",
+        "model.position_embedding_type=learned_absolute",
+        "precision.loss_scale=8.0",
+        "recompute.distribute_saved_activations=true",
+    ]
+    with pytest.raises(ConfigError) as error:
+        load_config(preset="gpt-tiny", overrides=overrides, host=host)
+    lines = str(error.value).splitlines()
+    for part in ("neither is set", "min_lr=1.0 is above", "16 or 32", "rotary_base", "loss_scale", "would be ignored"):
+        assert any(part in line for line in lines), part
+    assert len(lines) == 7
+
+
+def test_rules_that_need_the_layout_wait_for_it(host: PluginHost) -> None:
+    """With 3 processes of 1 there is no data-parallel size; the other rules are reported all the same."""
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            preset="gpt-tiny", overrides=["parallel.tensor_model_parallel_size=3", "optimizer.min_lr=1.0"], host=host
+        )
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_an_error_alone_keeps_its_type(host: PluginHost) -> None:
+    with pytest.raises(PluginError):
+        load_config(preset="gpt-tiny", overrides=["optimizer.optimizer=adan"], host=host)
+
+
+def test_objections_of_all_plugins_are_told() -> None:
+    from mt_core.hookspecs import hookimpl
+    from mt_core.plugins import Plugin
+
+    host = PluginHost()
+    for name in ("a", "b"):
+
+        def object_to(config: object, name: str = name) -> None:
+            raise ConfigError(f"no, says {name}")
+
+        module = type("M", (), {"mt_check_config": staticmethod(hookimpl(object_to))})
+        host.add(module, Plugin(name, name, name, "1"))
+    with pytest.raises(ConfigError) as error:
+        host.check_config(SimpleNamespace(model=SimpleNamespace(family="none")))
+    assert sorted(str(error.value).splitlines()) == ["no, says a", "no, says b"]
+
+
+# -- Megatron's words ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("word", "ours"), [("rotary", "rope"), ("absolute", "learned_absolute")])
+def test_megatrons_positions_are_taken_with_a_note(host: PluginHost, caplog, word: str, ours: str) -> None:
+    overrides = [f"model.position_embedding_type={word}"]
+    overrides += ["model.max_position_embeddings=128"] if word == "absolute" else []
+    with caplog.at_level(logging.WARNING):
+        loaded = load_config(preset="gpt-tiny", overrides=overrides, host=host)
+    assert loaded.config.model.position_embedding_type == ours  # type: ignore[attr-defined]
+    assert caplog.messages == [f"note: model.position_embedding_type={word} (from --set) is called {ours} here"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("checkpoint.ckpt_format=torch_dist", "mt convert --saver megatron-dist"),
+        ("checkpoint.ckpt_format=torch", "mt convert --saver megatron"),
+        ("checkpoint.ckpt_format=core", "mt convert --saver megatron"),
+        ("checkpoint.ckpt_format=legacy", "mt convert --saver megatron-legacy"),
+        ("checkpoint.finetune=true", "checkpoint.load=PATH starts from weights alone"),
+        ("train.finetune=true", "checkpoint.load=PATH starts from weights alone"),
+        ("model.attention_head_type=multiquery", "write model.num_query_groups=1 for multiquery"),
+        ("data.json_keys=text", "mt data preprocess --json-keys"),
+    ],
+)
+def test_megatrons_other_words_are_refused_with_ours(host: PluginHost, override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(preset="gpt-tiny", overrides=[override], host=host)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "ours"),
+    [
+        ("checkpoint_loaders", "torch_dist", "megatron-dist"),
+        ("checkpoint_loaders", "torch", "megatron"),
+        ("checkpoint_loaders", "core", "megatron"),
+        ("checkpoint_loaders", "legacy", "megatron-legacy"),
+        ("checkpoint_loaders", "mixtral_hf", "hf"),
+        ("checkpoint_savers", "torch_dist", "megatron-dist"),
+        ("checkpoint_savers", "core", "megatron"),
+        ("checkpoint_savers", "legacy", "megatron-legacy"),
+    ],
+)
+def test_formats_of_megatrons_converter(host: PluginHost, caplog, kind: str, word: str, ours: str) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert host.registry(kind).get(word, key="--loader").name == ours
+    assert caplog.messages == [f"note: --loader={word} is called {ours} here"]
+
+
+def test_a_word_that_may_mean_two_formats_is_refused(host: PluginHost) -> None:
+    with pytest.raises(PluginError, match=r"--loader=llama_mistral is hf or meta here; name one of them"):
+        host.checkpoint_loaders.get("llama_mistral", key="--loader")

@@ -1,0 +1,277 @@
+"""AdamW over lists of tensors: against torch.optim, in halves, in 16 bits, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.core.nn.kernels.interpreter import implementation, run_interpreted
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from mt_core.errors import ConfigError
+from mt_core.nn.kernels.reference.adamw import (
+    AdamWOptions,
+    AdamWTensors,
+    TorchAdamW,
+    hash32,
+    join_halves,
+    round_moment,
+    split_halves,
+)
+from mt_core.optim.fused_adamw import FusedAdamW
+
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SHAPES = ((7, 5), (3000,), (0,), (1,), (16, 8))
+IMPLEMENTATIONS = ("torch", "triton")
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def lists(
+    weight_dtype: torch.dtype,
+    moment_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    shapes: tuple[tuple[int, ...], ...] = SHAPES,
+    copies: bool = False,
+) -> AdamWTensors:
+    main = [numbers(shape, 1) for shape in shapes]
+    halves = [split_halves(x) for x in main]
+    in_halves = weight_dtype == torch.bfloat16
+    return AdamWTensors(
+        [high for high, _ in halves] if in_halves else main,
+        [numbers(shape, 2).to(gradient_dtype) for shape in shapes],
+        [torch.zeros(shape, dtype=moment_dtype) for shape in shapes],
+        [torch.zeros(shape, dtype=moment_dtype) for shape in shapes],
+        [torch.zeros(()) for _ in shapes],
+        [low for _, low in halves] if in_halves else [],
+        [x.to(torch.bfloat16) for x in main] if copies else [],
+    )
+
+
+def main_weights(tensors: AdamWTensors) -> list[Tensor]:
+    if not tensors.remainders:
+        return list(tensors.weights)
+    return [join_halves(high, low) for high, low in zip(tensors.weights, tensors.remainders, strict=True)]
+
+
+def exact_steps(shapes: tuple[tuple[int, ...], ...], gradients: list[list[Tensor]], scale: float) -> list[Tensor]:
+    """torch's own AdamW in fp64 over the same start. (Its class would import torch's compiler, for seconds.)"""
+    weights = [numbers(shape, 1).double() for shape in shapes]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    steps = [torch.zeros(()) for _ in weights]
+    for step in gradients:
+        scaled = [gradient.double() * scale for gradient in step]
+        adamw(
+            weights, scaled, first, second, [], steps, foreach=False, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-2,
+            weight_decay=0.1, eps=1e-8, maximize=False,
+        )  # fmt: skip
+    return weights
+
+
+def check_against_torch(rank: int, world: int, name: str) -> None:
+    scale = 0.5
+    for weight_dtype, gradient_dtype in (
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        tensors, engine, gradients = (
+            lists(weight_dtype, torch.float32, gradient_dtype),
+            implementation("adamw", name)(),
+            [],
+        )
+        for step in range(3):
+            tensors.gradients = [numbers(shape, 10 + step).to(gradient_dtype) for shape in SHAPES]
+            gradients.append(list(tensors.gradients))
+            engine.step(tensors, OPTIONS, torch.tensor(scale))
+        wanted = exact_steps(SHAPES, gradients, scale)
+        for got, want in zip(main_weights(tensors), wanted, strict=True):
+            assert torch.allclose(got.double(), want, rtol=2e-6, atol=2e-7)
+        assert [step.item() for step in tensors.steps] == [3.0] * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_same_weights_as_torch(name: str) -> None:
+    """In halves too: a bf16 weight and its remainder lose nothing against fp32."""
+    run_interpreted(check_against_torch, name)
+
+
+def check_triton_bits(rank: int, world: int) -> None:
+    for weight_dtype, moment_dtype, gradient_dtype in (
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ):
+        one, other = (lists(weight_dtype, moment_dtype, gradient_dtype) for _ in range(2))
+        for engine, tensors in ((TorchAdamW(), one), (implementation("adamw", "triton")(), other)):
+            for _ in range(3):
+                engine.step(tensors, OPTIONS, torch.tensor(0.5))
+        for kind in ("moments1", "moments2"):
+            assert all(torch.equal(a, b) for a, b in zip(getattr(one, kind), getattr(other, kind), strict=True))
+        for a, b in zip(main_weights(one), main_weights(other), strict=True):
+            # roots and quotients may differ in the last place
+            assert torch.allclose(a, b, rtol=3e-7, atol=3e-8)
+
+
+def test_triton_and_torch_keep_the_same_moments_to_the_last_bit() -> None:
+    """Stochastic rounding included, as its bits are a hash of index and step."""
+    run_interpreted(check_triton_bits)
+
+
+def check_skipped(rank: int, world: int, name: str) -> None:
+    for moment_dtype in (torch.float32, torch.bfloat16):
+        tensors = lists(torch.bfloat16, moment_dtype, torch.bfloat16, copies=False)
+        tensors.gradients[0].fill_(float("inf"))
+        before = [x.clone() for kind in vars(tensors).values() for x in kind]
+        for scale in (float("nan"), float("inf")):
+            implementation("adamw", name)().step(tensors, OPTIONS, torch.tensor(scale))
+        after = [x for kind in vars(tensors).values() for x in kind]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_scale_that_is_not_finite_changes_nothing(name: str) -> None:
+    run_interpreted(check_skipped, name)
+
+
+def check_copies(rank: int, world: int, name: str) -> None:
+    """Aligned and odd sizes take different paths."""
+    for shapes in (SHAPES, ((16, 8), (24,))):
+        tensors = lists(torch.float32, torch.float32, torch.float32, shapes, copies=True)
+        implementation("adamw", name)().step(tensors, OPTIONS, torch.tensor(1.0))
+        for weight, copy in zip(tensors.weights, tensors.copies, strict=True):
+            # a GPU rounds to nearest; triton's interpreter cuts off
+            assert torch.allclose(copy.float(), weight, rtol=2**-7, atol=0)
+            assert (
+                not torch.equal(copy.float(), numbers(tuple(weight.shape), 1).to(torch.bfloat16).float())
+                or not copy.numel()
+            )
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_model_weights_are_written_in_the_same_pass(name: str) -> None:
+    run_interpreted(check_copies, name)
+
+
+def check_norm(rank: int, world: int, name: str) -> None:
+    for shapes in (SHAPES, ((16, 8), (24,)), ((5000,),)):
+        tensors = [numbers(shape, 4).to(torch.bfloat16) for shape in shapes]
+        wanted = sum(x.double().square().sum().item() for x in tensors)
+        assert implementation("adamw", name)().squared_norm(tensors).item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_norm_over_all_tensors(name: str) -> None:
+    run_interpreted(check_norm, name)
+
+
+def check_moved_tensors(rank: int, world: int) -> None:
+    """Gradients that stand elsewhere at the next step are found there."""
+    engine, one, other = implementation("adamw", "triton")(), *(lists(*[torch.float32] * 3) for _ in range(2))
+    kept = []
+    for step in range(3):
+        one.gradients = [numbers(shape, 20 + step) for shape in SHAPES]
+        other.gradients = [x.clone() for x in one.gradients]
+        kept.append(one.gradients)
+        engine.step(one, OPTIONS, torch.tensor(1.0))
+        TorchAdamW().step(other, OPTIONS, torch.tensor(1.0))
+    assert all(torch.allclose(a, b, rtol=3e-7, atol=3e-8) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+def test_tables_of_addresses_follow_the_tensors() -> None:
+    run_interpreted(check_moved_tensors)
+
+
+def check_strided(rank: int, world: int) -> str:
+    tensors = lists(*[torch.float32] * 3, shapes=((4, 4),))
+    tensors.gradients = [tensors.gradients[0].T]
+    with pytest.raises(ValueError, match="contiguous") as caught:
+        implementation("adamw", "triton")().step(tensors, OPTIONS, torch.tensor(1.0))
+    return str(caught.value)
+
+
+def test_strided_tensors_are_refused() -> None:
+    run_interpreted(check_strided)
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_halves_hold_every_fp32_number_and_round_to_nearest() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (20000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    numbers_ = bits.view(torch.float32)
+    numbers_ = numbers_[numbers_.isfinite() & (numbers_.abs() < 3.38e38)]
+    high, low = split_halves(numbers_)
+    assert torch.equal(join_halves(high, low).view(torch.int32), numbers_.view(torch.int32))
+    ties = (numbers_.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(high[~ties], numbers_[~ties].to(torch.bfloat16))
+
+
+def test_stochastic_rounding_is_unbiased_and_exact_where_it_can_be() -> None:
+    value = torch.full((40000,), 1.0 + 2**-9)  # a quarter of the way from 1 to the next bf16, 1 + 2^-7
+    noise = hash32(torch.arange(40000), torch.tensor(3.0)) & 0xFFFF
+    rounded = round_moment(value, noise).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(1.0 + 2**-9, abs=2e-4)  # four standard deviations: 7e-5
+    assert torch.equal(round_moment(torch.full((9,), -1.5), noise[:9]).float(), torch.full((9,), -1.5))
+
+
+def test_second_moment_in_bf16_does_not_stand_still() -> None:
+    """With beta2 0.999 each change is below half a bf16 step; round to nearest would stay at 0 change."""
+    options = AdamWOptions(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+    tensors = lists(torch.float32, torch.bfloat16, torch.float32, shapes=((4096,),))
+    tensors.moments2[0].fill_(1.0)
+    tensors.gradients = [torch.zeros(4096)]
+    for _ in range(200):
+        TorchAdamW().step(tensors, options, torch.tensor(1.0))
+    assert tensors.moments2[0].float().mean().item() == pytest.approx(0.999**200, rel=5e-3)
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def optimizer_over(parameter: nn.Parameter, moment_dtype: torch.dtype) -> FusedAdamW:
+    group = {"params": [parameter], "names": ["w"], "weight_decay": 0.1}
+    return FusedAdamW([group], 1e-2, 0.9, 0.95, 1e-8, TorchAdamW(), moment_dtype)
+
+
+def test_ten_bytes_a_parameter() -> None:
+    parameter = nn.Parameter(numbers((64, 32), 1).to(torch.bfloat16))
+    optimizer = optimizer_over(parameter, torch.bfloat16)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [parameter, parameter.grad, *(x for x in optimizer.state[parameter].values() if x.ndim)]
+    assert sum(x.numel() * x.element_size() for x in held) == 10 * parameter.numel()
+
+
+def test_halves_train_as_fp32_does() -> None:
+    start = numbers((8, 4), 1)
+    half, single = nn.Parameter(start.to(torch.bfloat16)), nn.Parameter(start.clone())
+    optimizers = [optimizer_over(p, torch.float32) for p in (half, single)]
+    for optimizer, parameter in zip(optimizers, (half, single), strict=True):
+        optimizer.set_main(parameter, start)
+        for step in range(5):
+            parameter.grad = numbers((8, 4), 30 + step).to(parameter.dtype).to(parameter.dtype)
+            if parameter is single:
+                parameter.grad = numbers((8, 4), 30 + step).to(torch.bfloat16).float()
+            optimizer.step()
+    main = join_halves(half.detach(), optimizers[0].state[half]["remainder"])
+    assert torch.equal(main, single.detach())
+
+
+def test_scale_of_the_next_step() -> None:
+    one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    for parameter, gradient, scale in ((one, 4.0, 0.25), (other, 1.0, None)):
+        optimizer = optimizer_over(parameter, torch.float32)
+        parameter.grad = torch.full((3,), gradient)
+        optimizer.gradient_scale = None if scale is None else torch.tensor(scale)
+        optimizer.step()
+    assert torch.equal(one, other)
+
+
+def test_fp16_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"float16.*precision\.dtype=bf16"):
+        optimizer_over(nn.Parameter(torch.ones(2, dtype=torch.float16)), torch.float32)

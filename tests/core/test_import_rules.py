@@ -1,0 +1,182 @@
+"""Imports between distributions point down: each may import mt_core and what its pyproject.toml names of lower floors.
+
+Read from the syntax tree, so that imports inside of functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+FLOORS = (
+    {"mt_core"},
+    {"mt_models", "mt_data", "mt_ckpt", "mt_moe"},
+    {"mt_infer", "mt_tools"},
+    {"mt_eval", "mt_tune", "mt_retrieval", "mt_accelerate"},
+    {"mt_cli"},
+)
+"""From the ground up. Two distributions of one floor never import each other, and nothing imports mt_cli."""
+
+WITHOUT_TORCH = ("mt_data", "mt_cli", "mt_core.config", "mt_core.specs", "mt_core.plugins", "mt_core.hookspecs")
+"""Modules and packages that import no torch at their top level: they work where it is not installed."""
+TRAINING_PARTS_OF_CLI = ("mt_cli.progress",)
+"""Loaded by a running trainer, which has imported torch."""
+
+
+def floor(name: str) -> int:
+    return next(number for number, names in enumerate(FLOORS) if name in names)
+
+
+@cache
+def modules(package: str) -> list[tuple[str, ast.Module]]:
+    """Name and syntax tree of each module."""
+    source = PACKAGES / package.replace("_", "-") / "src"
+    return [
+        (
+            ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"),
+            ast.parse(path.read_text(encoding="utf-8"), str(path)),
+        )
+        for path in sorted(source.rglob("*.py"))
+    ]
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Absolute names of modules, with their lines; also those that Lazy("module:attribute") names."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.module, node.lineno
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Lazy":
+            texts = [entry.value for entry in node.args[:1] if isinstance(entry, ast.Constant)]
+            yield from ((str(text).partition(":")[0], node.lineno) for text in texts)
+
+
+def names() -> list[str]:
+    return sorted(path.name.replace("-", "_") for path in PACKAGES.glob("mt-*"))
+
+
+def required(package: str) -> set[str]:
+    """Distributions of ours that the pyproject.toml names, as packages."""
+    project = tomllib.loads((PACKAGES / package.replace("_", "-") / "pyproject.toml").read_text())["project"]
+    wanted = [re.split(r"[\[<>=~; ]", entry)[0] for entry in project["dependencies"]]
+    return {name.replace("-", "_") for name in wanted if name.startswith("mt-")}
+
+
+def test_every_distribution_has_a_floor() -> None:
+    assert set(names()) <= set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("package", names())
+def test_imports_point_down(package: str) -> None:
+    allowed = {package, "mt_core"}
+    allowed |= {name for name in required(package) if floor(name) < floor(package)}
+    wrong = [
+        f"{module}:{line} imports {name}"
+        for module, tree in modules(package)
+        for name, line in imported(ast.walk(tree))
+        if (top := name.partition(".")[0]).startswith("mt_") and top not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", names())
+def test_what_is_required_is_below(package: str) -> None:
+    assert [name for name in required(package) if floor(name) >= floor(package)] == []
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements that run at import: not the bodies of functions, nor what only type checkers see."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Try):
+            yield from node.body
+        yield node
+
+
+def test_the_contract_and_the_data_import_no_torch() -> None:
+    wrong = [
+        f"{module}:{line}"
+        for package in names()
+        for module, tree in modules(package)
+        if module.startswith(WITHOUT_TORCH) and module not in TRAINING_PARTS_OF_CLI
+        for name, line in imported(top_level(tree))
+        if name.partition(".")[0] in ("torch", "transformers") or name.startswith(("mt_core.nn", "mt_core.train"))
+    ]
+    assert wrong == []
+
+
+ORDER = (
+    {"errors", "tensor_slice", "_torch_compat"},
+    {"paths"},
+    {"retention"},
+    {"specs"},
+    {"hookspecs"},
+    {"plugins"},
+    {"checkpoint_lookup", "commands"},
+    {"config", "name_map", "config_map", "megatron_map"},
+    {"data"},
+    {"parallel"},
+    {"nn"},
+    {"optim", "launch"},
+    {"train"},
+    {"inference", "testing", "_preload", "plugin"},
+)
+"""Modules and folders of mt_core, each importing only what stands above it, or its own folder."""
+
+
+def room(name: str) -> str:
+    """Module or folder directly below mt_core."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_folders_of_mt_core_import_in_one_direction() -> None:
+    level = {name: number for number, names in enumerate(ORDER) for name in names}
+    upward = {
+        f"{name} imports {found}"
+        for name, tree in modules("mt_core")
+        for found, _ in imported(node for node in ast.walk(tree) if not isinstance(node, ast.Call))
+        if found.startswith("mt_core.")
+        and room(name)
+        and room(found) != room(name)
+        and level[room(found)] >= level[room(name)]
+    }
+    assert upward == set()
+
+
+def imports_within(package: str) -> dict[str, set[str]]:
+    """Module -> modules of its own package that it imports, in functions and for types too."""
+    names = {name for name, _ in modules(package)}
+
+    def targets(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in names else node.module
+
+    return {
+        name: {target for node in ast.walk(tree) for target in targets(node) if target in names and target != name}
+        for name, tree in modules(package)
+    }
+
+
+@pytest.mark.parametrize(
+    "package", sorted(set().union(*FLOORS) & {path.name.replace("-", "_") for path in PACKAGES.iterdir()})
+)
+def test_no_modules_import_each_other(package: str) -> None:
+    """Modules that nothing left imports are taken away, again and again; those of a cycle remain."""
+    remaining = imports_within(package)
+    while free := [name for name, targets in remaining.items() if not targets & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    assert sorted(remaining) == []

@@ -1,0 +1,177 @@
+"""What a step and an evaluation of two ranks compute, against plain torch: samples with different numbers of counted
+tokens, dropout of each sample, a batch size that grows, and weights that arrive as late as they may."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.dist.test_layouts import GATHER, SMALL_BUCKETS, ZERO, config, one_process, require_equal
+
+from mt_core.testing import run_ranks
+from mt_core.train import Callback, Trainer
+from mt_tools.verify.record import RunRecord, record_run
+
+pytestmark = pytest.mark.dist
+
+LENGTH, SAMPLES, BATCH = 16, 40, 8
+RAMP_UP = (
+    "train.rampup_batch_size=[2, 2, 6]",
+    "train.train_iters=null",
+    "train.train_samples=22",
+    "lr_schedule.lr_warmup_iters=null",
+    "lr_schedule.lr_warmup_samples=2",
+)
+"""Batches of 2, 4 and 8 samples: 1, 2 and 4 micro-batches on each of two ranks."""
+
+
+class UnequalSamples:
+    """Random tokens; sample k counts 1 + (5 k mod 16) of its 16 positions."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        ids = np.random.default_rng(index).integers(0, 256, LENGTH + 1)
+        counted = 1 + 5 * index % LENGTH
+        mask = (np.arange(LENGTH) < counted).astype(np.float32)
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": np.arange(LENGTH)}
+
+    def describe(self, index: int) -> str:
+        return f"sample {index}"
+
+
+class OneSample(UnequalSamples):
+    """The same sample whatever its number."""
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return super().__getitem__(3)
+
+
+class Metrics(Callback):
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, Any]] = []
+
+    def on_step_end(self, run: Trainer, metrics: Mapping[str, Any]) -> None:
+        self.steps.append(metrics)
+
+
+# -- means over tokens ------------------------------------------------------------------------------------
+
+
+def mean_loss(model: torch.nn.Module, samples: range) -> torch.Tensor:
+    """Of the counted tokens of these samples together."""
+    rows = [UnequalSamples()[index] for index in samples]
+    batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    logits = model(tokens=batch["tokens"], position_ids=batch["position_ids"])
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    return (losses * mask).sum() / mask.sum()
+
+
+def reported_and_expected(rank: int, world: int, more: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+    seen, data = Metrics(), UnequalSamples()
+    keys = ("train.exit_iteration=1", "train.eval_iters=2", "optimizer.lr=0", "optimizer.min_lr=0", *more)
+    trainer = Trainer(config(*keys), callbacks=[seen], train_data=data, valid_data={"valid": data})
+    trainer.train()
+    evaluated = trainer.evaluate()["valid_loss"]
+    trainer.model.zero_grad()
+    loss = mean_loss(trainer.model, range(BATCH))
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    norm = torch.stack([gradient.norm() for gradient in torch.autograd.grad(loss, parameters)]).norm()
+    with torch.no_grad():
+        valid = mean_loss(trainer.model, range(2 * BATCH))
+    return {
+        "loss": (seen.steps[0]["loss"], loss.item()),
+        "norm": (seen.steps[0]["grad_norm"], norm.item()),
+        "evaluation": (evaluated, valid.item()),
+    }
+
+
+@pytest.mark.parametrize("late_metrics", ["never", "always"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_counted_token_weighs_the_same(world: int, late_metrics: str) -> None:
+    """Means of the means of micro-batches or of ranks would give tokens of short samples more weight."""
+    for found in run_ranks(world, reported_and_expected, (f"train.late_metrics={late_metrics}",)):
+        for name, (reported, expected) in found.items():
+            assert reported == pytest.approx(expected, rel=1e-5), name
+
+
+# -- dropout ----------------------------------------------------------------------------------------------
+
+
+def losses_of_one_sample(rank: int, world: int, more: tuple[str, ...]) -> list[float]:
+    """Of each micro-batch of two steps; weights do not change."""
+    losses: list[float] = []
+
+    def forward_step(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(tokens=batch["tokens"], position_ids=batch["position_ids"])
+        found = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        losses.append(found.sum().item())
+        return found
+
+    data = OneSample()
+    keys = ("train.exit_iteration=2", "train.eval_iters=0", "optimizer.lr=0", "optimizer.min_lr=0", *more)
+    Trainer(config(*keys), forward_step=forward_step, train_data=data, valid_data={}).train()
+    return losses
+
+
+def test_every_sample_drops_other_elements() -> None:
+    """Two steps of 8 samples that are alike: 16 losses, all different. Without dropout all are the same."""
+    alike, dropped = (
+        [loss for own in run_ranks(2, losses_of_one_sample, (f"model.hidden_dropout={rate}",)) for loss in own]
+        for rate in (0.0, 0.3)
+    )
+    assert len(alike) == len(dropped) == 2 * BATCH
+    assert max(alike) == pytest.approx(min(alike), rel=1e-6)
+    assert len({round(loss, 3) for loss in dropped}) == 2 * BATCH
+
+
+# -- ranks that overlap work with messages -----------------------------------------------------------------
+
+
+def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
+    record = record_run(config(*more))
+    return record if rank == 0 else None
+
+
+@pytest.mark.parametrize("layout", [(), (ZERO, SMALL_BUCKETS), ("parallel.use_torch_fsdp2=true",)])
+def test_a_growing_batch_is_reduced_after_its_last_micro_batch(layout: tuple[str, ...]) -> None:
+    require_equal(run_ranks(2, run, (*RAMP_UP, *layout))[0], one_process(RAMP_UP))
+
+
+class Late:
+    """A collective that does nothing before it is waited for."""
+
+    def __init__(self, start: Any) -> None:
+        self.start = start
+
+    def wait(self) -> None:
+        start, self.start = self.start, lambda: None
+        start()
+
+
+def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[RunRecord, int]:
+    gather, count = dist.all_gather_into_tensor, 0
+
+    def late(out: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        nonlocal count
+        if not async_op:
+            return gather(out, own, group=group)
+        count += 1
+        return Late(lambda: gather(out, own, group=group))
+
+    dist.all_gather_into_tensor = late
+    return record_run(config(*more)), count
+
+
+def test_weights_that_arrive_when_they_are_waited_for_are_in_time() -> None:
+    """A layer that did not wait for its weights would compute with those of the step before."""
+    found, count = run_ranks(2, with_late_gathers, (ZERO, SMALL_BUCKETS, GATHER))[0]
+    assert count > 3, "several buckets in each of three steps"
+    require_equal(found, one_process(()))

@@ -1,0 +1,180 @@
+"""Every command in the documentation has options that exist and a configuration that holds; what is small is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from tests.docs.blocks import ROOT, SHELL, Command, blocks, commands, mt_commands
+
+from mt_cli.app import build_group
+from mt_cli.commands.train import DEFAULT_PRESET
+from mt_cli.main import run
+from mt_core.config.loading import load_config_anywhere
+from mt_core.plugins import PluginHost, load_plugins
+
+CONFIGURED = {("train",), ("plan",), ("verify", "layout"), ("verify", "resume"), ("config", "validate")}
+"""Commands whose configuration is loaded in place of a run: training, and what starts several processes or plans for
+many; their own tests run them."""
+
+PARSED = {
+    ("bench",): "measures for minutes; tests/tools/bench runs it",
+    ("moe",): "draws what a training run of a mixture has logged; tests/moe runs it",
+    ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",
+    ("doctor",): "looks at the machine in processes of its own; tests/cli/test_doctor_command.py runs it",
+}
+
+NOT_RUN = {
+    r"s3://": "needs an object store",
+    r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
+    r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
+    r"--saver meta": "holds Llama only; tests/ckpt/test_convert_meta_target.py runs it",
+    r"--tokenizer-type GPT2BPETokenizer": "needs OpenAI's vocabulary",
+    r"\$i/4|\{00000": "in a shell loop; tests/data/preprocess/test_preprocess_machines.py does the same",
+    r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
+}
+PAGES_RUN_ELSEWHERE = {
+    "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
+    "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
+    "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
+}
+
+NOT_CONFIGURED = {
+    r"s3://": "needs an object store",
+    r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
+    r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
+}
+
+SMALL = {
+    "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "position_embedding_type": "rope"},
+    "data": {"seq_length": 128, "corpus_bytes": 1000000},
+    "train": {"micro_batch_size": 2, "train_iters": 2, "eval_interval": None, "eval_iters": 1, "sample_prompt": None},
+    "checkpoint": {"save_interval": 1},
+    "logging": {"progress": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def host() -> PluginHost:
+    return load_plugins()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name: the recipes, a file of one's own, runs."""
+    place = tmp_path_factory.mktemp("docs")
+    (place / "examples").symlink_to(ROOT / "examples")
+    (place / "docs").mkdir()
+    for name in ("my.toml", "run.toml"):
+        (place / name).write_text('preset = "gpt-tiny"\n')
+    settings = [
+        part
+        for section, values in SMALL.items()
+        for key, value in values.items()
+        for part in ("--set", f"{section}.{key}={'null' if value is None else value}")
+    ]
+    assert run(["train", *settings, "--run-dir", str(place / "runs" / "gpt-tiny")]) == 0
+    for name in ("a", "mine"):
+        shutil.copytree(place / "runs" / "gpt-tiny", place / "runs" / name)
+    return place
+
+
+ALL = mt_commands()
+SYNOPSES = [command for command in ALL if command.is_synopsis]
+REAL = [command for command in ALL if not command.is_synopsis]
+
+
+def ids(command: Command) -> str:
+    return f"{command.block.place} {command.text[:50]}"
+
+
+def test_there_are_commands() -> None:
+    assert len(REAL) > 80
+    assert len(SYNOPSES) > 8
+
+
+@pytest.mark.parametrize("command", REAL, ids=ids)
+def test_its_options_exist(command: Command, host: PluginHost) -> None:
+    # An address in memory is parsed as one of S3 is, without the package of its scheme.
+    parse([word.replace("s3://", "memory://") for word in command.words], host)
+
+
+@pytest.mark.parametrize("command", SYNOPSES, ids=ids)
+def test_a_synopsis_names_options_that_exist(command: Command, host: PluginHost) -> None:
+    words = re.sub(r"[\[\]|]|\.\.\.", " ", command.text).split()[1:]
+    names = [word for word in words if re.fullmatch(r"[a-z][a-z-]*", word)]
+    found = find_command(names, host)
+    known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def is_configured(command: Command) -> bool:
+    named = any(tuple(command.words[: len(names)]) == names for names in CONFIGURED)
+    return named and not any(re.search(pattern, command.text) for pattern in NOT_CONFIGURED)
+
+
+@pytest.mark.parametrize("command", list(filter(is_configured, REAL)), ids=ids)
+def test_its_configuration_holds(
+    command: Command, host: PluginHost, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    values = parse(command.words, host)
+    path = values.get("config")
+    overrides = [*(values.get("set_") or ()), *(values.get("against") or ()), *(values.get("then") or ())]
+    load_config_anywhere(
+        path, preset=values.get("preset"), overrides=overrides, host=host, default_preset=DEFAULT_PRESET
+    )
+
+
+def is_run(command: Command) -> bool:
+    words = command.words
+    if command.block.page in PAGES_RUN_ELSEWHERE or any(re.search(pattern, command.text) for pattern in NOT_RUN):
+        return False
+    return not any(tuple(words[: len(names)]) == names for names in (*CONFIGURED, *PARSED))
+
+
+def pages_to_run() -> list[str]:
+    return sorted({command.block.page for command in REAL if is_run(command)})
+
+
+@pytest.mark.parametrize("page", pages_to_run())
+def test_the_commands_of_a_page_run(
+    page: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From top to bottom in one folder, what makes their inputs included."""
+    monkeypatch.chdir(workplace)
+    for block in (block for block in blocks() if block.page == page and block.language in SHELL):
+        for command in commands(block):
+            if command.is_mt and not command.is_synopsis and is_run(command):
+                code = run(command.words)
+                assert code == 0, f"{command.block.place}: {command.text}\n{capsys.readouterr()}"
+            elif command.text.startswith(("printf ", "cat >")):
+                subprocess.run(["bash", "-c", command.text], check=True)
+
+
+def parse(words: list[str], host: PluginHost) -> dict[str, Any]:
+    """The values of the parameters of the command that `mt WORDS` would run. Options that do not exist raise."""
+    command, context, rest = build_group(host), None, list(words)
+    while True:
+        context = command.make_context("mt", rest, parent=context, **({} if context else {"obj": host}))
+        command = context.command
+        if not hasattr(command, "resolve_command"):
+            return dict(context.params)
+        _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+def find_command(names: list[str], host: PluginHost) -> Any:
+    found: Any = build_group(host)
+    for name in names:
+        if not hasattr(found, "commands") or name not in found.commands:
+            break
+        found = found.commands[name]
+        found = found.load() if hasattr(found, "load") else found
+    return found

@@ -1,0 +1,307 @@
+"""Ways of breaking mt that nobody may notice at once: a change of the source, and the tests that have to fail.
+
+`before` has to occur exactly once in the file, which is a path below packages/; test_catalogue.py checks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAYOUT = "tests/dist/test_layouts.py::test_a_layout_computes_what_one_process_computes"
+TP2 = f"{LAYOUT}[2-tensor_model_size=2]"
+TP2_SP = f"{LAYOUT}[2-tensor_model_size=2+sequence_parallel=true]"
+CP2 = f"{LAYOUT}[2-context_size=2]"
+PP2 = f"{LAYOUT}[2-pipeline_model_size=2]"
+ZERO = f"{LAYOUT}[2-use_distributed_optimizer=true]"
+FORMULAS = "tests/dist/test_steps_by_formula.py"
+PLAIN_STEP = "tests/core/train/test_optimizer_step.py"
+RESUME = "tests/core/train/test_resume.py"
+MOE_LAYOUTS = "tests/moe/test_layouts.py::test_every_layout_computes_what_one_process_does[{}]"
+
+CORE, DATA = "mt-core/src/mt_core", "mt-data/src/mt_data/datasets"
+MOE, MODELS, CKPT = "mt-moe/src/mt_moe", "mt-models/src/mt_models", "mt-ckpt/src/mt_ckpt"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """tests: arguments of pytest; the fewest tests that should notice."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+LAYOUTS = (
+    Mutation(
+        "an all-reduce of tensor parallelism is dropped",
+        f"{CORE}/parallel/collectives.py",
+        "Axis) -> Tensor:\n        return all_reduce(x, axis)\n\n    @staticmethod",
+        "Axis) -> Tensor:\n        return x.clone()\n\n    @staticmethod",
+        (TP2,),
+    ),
+    Mutation(
+        "gradients of a column-parallel layer's input are not summed",
+        f"{CORE}/nn/linear.py",
+        "dx, reducing = _start_sum(grad @ weight, axis, ctx.divided)",
+        "dx, reducing = (grad @ weight, None) if not ctx.divided else _start_sum(grad @ weight, axis, True)",
+        (TP2,),
+    ),
+    Mutation(
+        "partial gradients are not summed",
+        f"{CORE}/optim/finalize_grads.py",
+        "for axis, parts in partial.items():",
+        "for axis, parts in list(partial.items())[:0]:",
+        (TP2_SP,),
+    ),
+    Mutation(
+        "gradients of tied weights are not summed",
+        f"{CORE}/optim/finalize_grads.py",
+        "if shared in gradients:",
+        "if False:",
+        (PP2,),
+    ),
+    Mutation(
+        "the norm counts copies twice",
+        f"{CORE}/optim/finalize_grads.py",
+        "own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]",
+        "own = [p.grad for name, p in named if p.grad is not None]",
+        (TP2,),
+    ),
+    Mutation(
+        "a rank of context parallelism takes consecutive positions",
+        f"{CORE}/nn/context_parallel/zigzag.py",
+        "return torch.cat([chunks[axis.rank], chunks[2 * axis.size - 1 - axis.rank]], dim)",
+        "return torch.cat([chunks[2 * axis.rank], chunks[2 * axis.rank + 1]], dim)",
+        (CP2,),
+    ),
+    Mutation(
+        "gradients are not summed over samples",
+        f"{CORE}/optim/buckets.py",
+        "if shard.size == 1 and self.axes.instances.size == 1:\n            return",
+        "if True:\n            return",
+        ("tests/dist/test_data_parallel.py::test_ranks_together_train_as_one_process[2]",),
+    ),
+    Mutation(
+        "updated weights are not collected",
+        f"{CORE}/optim/buckets.py",
+        "own = self.part(self.weights)\n",
+        "return\n",
+        (ZERO,),
+    ),
+    Mutation(
+        "layers do not wait for the weights that are on the way",
+        f"{CORE}/optim/gather_order.py",
+        "for bucket in buckets:\n            bucket.finish_gather()",
+        "for bucket in buckets:\n            pass",
+        (FORMULAS, "-k", "arrive"),
+    ),
+    Mutation(
+        "nothing waits for the weights that are on the way",
+        f"{CORE}/optim/buckets.py",
+        "self._gathering.wait()\n            self._gathering = None",
+        "self._gathering = None",
+        (FORMULAS, "-k", "arrive"),
+    ),
+    Mutation(
+        "the number of micro-batches is that of the first step",
+        f"{CORE}/optim/param_and_grad_buffer.py",
+        "self._passes, self._next_bucket = passes, 0",
+        "passes = self._passes or passes\n        self._passes, self._next_bucket = passes, 0",
+        (FORMULAS, "-k", "growing"),
+    ),
+    Mutation(
+        "a stage runs its first micro-batch only",
+        f"{CORE}/parallel/pipeline/schedule_run.py",
+        "batch, hidden = self.micro_batches[action.micro_batch], self._input(place)",
+        "batch, hidden = self.micro_batches[0], self._input(place)",
+        (PP2,),
+    ),
+)
+
+STEPS = (
+    Mutation(
+        "gradients are not zeroed after the third step",
+        f"{CORE}/train/optimizer_step.py",
+        "self.weights.zero_grad()\n",
+        "self.taken = getattr(self, 'taken', 0) + 1\n"
+        "        if self.taken <= 3:\n            self.weights.zero_grad()\n",
+        (PLAIN_STEP, "-k", "six"),
+    ),
+    Mutation(
+        "the loss is a mean of the micro-batches' means",
+        f"{CORE}/train/optimizer_step.py",
+        'part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)',
+        'part = masked_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum() / passes / self.ctx.dp_cp.size',
+        (FORMULAS, "-k", "weighs and never"),
+    ),
+    Mutation(
+        "a rank divides by its own count of tokens",
+        f"{CORE}/train/optimizer_step.py",
+        "return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)",
+        "return counted * self.ctx.dp.size",
+        (FORMULAS, "-k", "weighs and 2-never"),
+    ),
+    Mutation(
+        "the loss of an evaluation is not summed over ranks",
+        f"{CORE}/train/evaluation.py",
+        "whole, counted = sum_over([total, tokens], ctx.dp_cp, ctx.device)",
+        "whole, counted = total, tokens",
+        (FORMULAS, "-k", "weighs and 2-never"),
+    ),
+    Mutation(
+        "all samples drop alike",
+        f"{CORE}/nn/dropout.py",
+        "at sample {SAMPLE.get()}",
+        "at sample 0",
+        (FORMULAS, "-k", "drops"),
+    ),
+    Mutation(
+        "gradients are clipped without their scale",
+        f"{CORE}/train/optimizer_step.py",
+        "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)",
+        "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad))",
+        (PLAIN_STEP, "-k", "scale_cancels"),
+    ),
+    Mutation(
+        "each step is clipped by a tenth",
+        f"{CORE}/train/optimizer_step.py",
+        "return min(limit / (norm + 1e-6), 1.0)",
+        "return 0.9 * min(limit / (norm + 1e-6), 1.0)",
+        (PLAIN_STEP, "-k", "clip"),
+    ),
+    Mutation(
+        "biases and norms decay",
+        f"{CORE}/optim/param_groups.py",
+        'return len(shape) > 1 and not name.endswith("bias")',
+        "return True",
+        (PLAIN_STEP, "-k", "decay"),
+    ),
+    Mutation(
+        "a norm's epsilon is ten times what was asked for",
+        f"{CORE}/nn/norm.py",
+        "return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)",
+        "return F.rms_norm(x.float(), weight.shape, weight.float(), 10 * eps).to(x.dtype)",
+        ("tests/models/test_llama.py", "-k", "choice_of_shape"),
+    ),
+)
+
+DATA_ORDER = (
+    Mutation(
+        "all ranks take the same samples",
+        f"{CORE}/data/loader.py",
+        "starts = range(first + dp_rank * micro_size, first + size, dp_size * micro_size)",
+        "starts = range(first, first + size, dp_size * micro_size)",
+        ("tests/core/data/test_loader.py",),
+    ),
+    Mutation(
+        "the last epoch is not shuffled apart",
+        f"{DATA}/gpt_index.py",
+        "random.shuffle(order[:before])\n        random.shuffle(order[before:])",
+        "random.shuffle(order)",
+        ("tests/data/datasets/test_gpt_index.py",),
+    ),
+    Mutation(
+        "the loss counts at the end of a document, and not at the token before",
+        f"{DATA}/samples.py",
+        "loss_mask[tokens == rules.eod] = 0.0",
+        "loss_mask[labels == rules.eod] = 0.0",
+        ("tests/data/datasets/test_gpt_dataset.py", "-k", "masks_at_documents"),
+    ),
+    Mutation(
+        "padding counts in the loss",
+        f"{DATA}/samples.py",
+        "loss_mask[labels == rules.pad] = 0.0\n",
+        "",
+        ("tests/data/datasets/test_gpt_dataset.py", "-k", "padd"),
+    ),
+)
+
+RESUMING = (
+    Mutation(
+        "a resumed run draws other random numbers",
+        f"{CORE}/train/checkpoint/random_streams.py",
+        'torch.set_rng_state(reader.read(f"{RNG}cpu.{rank}"))',
+        "pass",
+        (RESUME,),
+    ),
+    Mutation(
+        "a resumed run begins with the first samples",
+        f"{CORE}/train/trainer.py",
+        "self.checkpointed().restore(reader)\n",
+        "self.checkpointed().restore(reader)\n        self.state.consumed_samples = 0\n",
+        (RESUME, "-k", "samples_go_on"),
+    ),
+)
+
+EXPERTS = (
+    Mutation(
+        "gradients of experts are summed over the dense group",
+        f"{CORE}/optim/finalize_grads.py",
+        '"edp": ("expert_shard", "expert_instances"),',
+        '"edp": ("shard", "instances"),',
+        ("tests/dist/test_layouts.py", "-k", "expert_model_size and use_distributed and not tensor and not pipeline"),
+    ),
+    Mutation(
+        "the balance loss is scaled by tp",
+        f"{MOE}/routing/balance.py",
+        "return balance(sums, counts, scored.share.total, scored.choices.shape[1])",
+        "return balance(sums, counts, scored.share.total, scored.choices.shape[1]) * (2 if scored.share.axes else 1)",
+        (MOE_LAYOUTS.format(2),),
+    ),
+    Mutation(
+        "the expert bias moves by the load of one rank",
+        f"{MOE}/routing/load.py",
+        "for axis in (self.ctx.tp, self.ctx.dp_cp):",
+        "for axis in ():",
+        (MOE_LAYOUTS.format(2),),
+    ),
+    Mutation(
+        "results of experts are not summed over etp",
+        f"{MOE}/dispatchers/alltoall.py",
+        "rows = sum_rows_to(rows, self.placement.etp, sizes.shared)",
+        "rows = rows.split(list(sizes.shared))[self.placement.etp.rank] if sizes.shared else rows",
+        (MOE_LAYOUTS.format(2),),
+    ),
+    Mutation(
+        "weights of chosen experts are not divided by their sum",
+        f"{MOE}/routing/scores.py",
+        "return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()",
+        "return chosen.exp()",
+        ("tests/moe/test_routing.py", "-k", "weights_are"),
+    ),
+    Mutation(
+        "the expert bias has no part in the choice",
+        f"{MOE}/routing/choice.py",
+        "if bias is not None:\n",
+        "if False:\n",
+        ("tests/moe/test_routing.py", "-k", "expert_bias"),
+    ),
+)
+
+CONVERSION = (
+    Mutation(
+        "gate and up change places",
+        f"{MODELS}/blocks/hugging_face_decoder.py",
+        'halves = (f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}")',
+        'halves = (f"{THEIRS}mlp.up_proj.{kind}", f"{THEIRS}mlp.gate_proj.{kind}")',
+        ("tests/models/test_llama.py", "-k", "choice_of_shape"),
+    ),
+    Mutation(
+        "key and value change places",
+        f"{MODELS}/blocks/hugging_face_decoder.py",
+        'for name in "qkv"),\n',
+        'for name in "qvk"),\n',
+        ("tests/models/test_llama.py", "-k", "choice_of_shape"),
+    ),
+    Mutation(
+        "Megatron's cut of a multi-token projection is forgotten",
+        f"{CKPT}/megatron/cuts.py",
+        "return {name: by_rows(layout) if name.endswith(cut) else layout for name, layout in layouts.items()}",
+        "return dict(layouts)",
+        ("tests/ckpt/megatron/test_families.py",),
+    ),
+)
+
+MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION)

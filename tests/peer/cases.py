@@ -1,0 +1,114 @@
+"""Models and layouts that Megatron-Core can hold on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101}
+GPT = {"family": "gpt", **SHAPE, "max_position_embeddings": 16, "ffn_hidden_size": 48}
+LLAMA = {"family": "llama", **SHAPE, "num_query_groups": 2, "ffn_hidden_size": 48, "max_position_embeddings": 64}
+T5 = {
+    "family": "t5",
+    **SHAPE,
+    "position_embedding_type": "learned_absolute",
+    "max_position_embeddings": 16,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "scale_attention_scores": True,
+    "scale_output": False,
+    "add_output_bias": True,
+}
+HYBRID = {
+    "family": "hybrid",
+    "hybrid_layer_pattern": "M-M*",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "ffn_hidden_size": 48,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 6,
+    "mamba_num_groups": 4,
+}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
+
+
+@dataclass(frozen=True)
+class Case:
+    """family: what `Megatron.ask` calls it. exact: whether padding has a row whose logit is low for every hidden state;
+    other models have rows whose logits are the mean. transformer_impl: of the peer's layers, of which hybrids have but
+    one kind. tolerance: of logits."""
+
+    model: dict[str, Any]
+    family: str = "gpt"
+    exact: bool = False
+    transformer_impl: str = "local"
+    tolerance: float = 5e-6
+
+
+CASES = {
+    "gpt": Case(GPT, exact=True),
+    "gpt untied": Case({**GPT, "untie_embeddings_and_output_weights": True, "num_query_groups": 1}, exact=True),
+    "gpt without biases": Case({**GPT, "add_bias_linear": False, "activation": "squared_relu"}, exact=True),
+    "llama": Case(LLAMA),
+    "llama with biases": Case({**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "mistral": Case({**LLAMA, "family": "mistral", "sliding_window": 9}),
+    "qwen2": Case({**LLAMA, "family": "qwen", "add_qkv_bias": True, "qk_layernorm": False}),
+    "qwen3": Case({**LLAMA, "family": "qwen", "kv_channels": 12}),
+    "bert": Case({"family": "bert", **SHAPE, "max_position_embeddings": 16}, "bert", exact=True),
+    "t5": Case(T5, "t5", exact=True),
+    "hybrid": Case(HYBRID, "hybrid", transformer_impl="transformer_engine", tolerance=1e-5),  # scans in chunks here
+    "experts": Case({**GPT, "moe": EXPERTS}, exact=True),
+    "mixtral": Case({**LLAMA, "family": "mixtral", "moe": EXPERTS}),
+    "experts, sigmoid router": Case(
+        {
+            **LLAMA,
+            "family": "mixtral",
+            "moe": {**EXPERTS, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        }
+    ),
+    "shared experts": Case(
+        {
+            **LLAMA,
+            "family": "qwen_moe",
+            "qk_layernorm": False,
+            "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*3)"},
+        }
+    ),
+    "latent attention": Case(
+        {
+            "family": "deepseek",
+            **SHAPE,
+            "ffn_hidden_size": 48,
+            "max_position_embeddings": 64,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 12,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 6,
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """options: of ConvertOptions, without `target_`. arguments: of Megatron's."""
+
+    world_size: int
+    options: dict[str, int]
+    arguments: tuple[str, ...]
+
+
+ONE_RANK = Layout(1, {}, ())
+TENSOR = Layout(2, {"tensor_parallel_size": 2}, ("--tensor-model-parallel-size=2", "--sequence-parallel"))
+PIPELINE = Layout(2, {"pipeline_parallel_size": 2}, ("--pipeline-model-parallel-size=2",))
+INTERLEAVED = Layout(
+    2,
+    {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
+    ("--pipeline-model-parallel-size=2", "--num-virtual-stages-per-pipeline-rank=2"),
+)
+EXPERT = Layout(2, {"expert_parallel_size": 2, "expert_tensor_parallel_size": 1}, ("--expert-model-parallel-size=2",))
+DATA = Layout(2, {}, ())

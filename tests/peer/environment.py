@@ -1,0 +1,79 @@
+"""A Python environment with Megatron-Core, beside the one of the tests: made once, kept in a cache folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTHON = "3.12"
+"""Megatron-Core needs 3.12 since 0.17, and has wheels for it alone."""
+REQUIREMENTS = (
+    "megatron-core>=0.19,<0.20",
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "einops",
+    "pybind11",
+    "psutil",
+    "multi-storage-client",
+    "packaging",
+    "regex",
+)
+INSTALL_SECONDS = 900
+
+
+def peer_python() -> Path:
+    """The interpreter of the environment, made if it is not there yet.
+
+    MT_PEER_PYTHON names one that has everything already. MT_PEER_DIR is where environments are kept, by default
+    `mt-peer` in the user's cache folder. Skips the test where Python or the packages cannot be had.
+    """
+    given = os.environ.get("MT_PEER_PYTHON")
+    if given:
+        return Path(given)
+    folder = _cache() / hashlib.sha256("\n".join((PYTHON, *REQUIREMENTS)).encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one run ask at the same time
+        if not (folder / "complete").exists():
+            _make(folder, python)
+    return python
+
+
+def _cache() -> Path:
+    given = os.environ.get("MT_PEER_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mt-peer"
+
+
+def _make(folder: Path, python: Path) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("the peer's environment is made with uv, which is not on PATH")
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([uv, "venv", "--quiet", "--python", _interpreter(), str(folder)], f"no Python {PYTHON} for the peer")
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), *REQUIREMENTS]
+    _run(install, f"{REQUIREMENTS[0]} cannot be installed")
+    (folder / "complete").touch()
+
+
+def _interpreter() -> str:
+    """One that pyenv has installed, which uv does not find unless it is switched on; else uv looks for it."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    installed = sorted(root.glob(f"versions/{PYTHON}.*/bin/python"))
+    return str(installed[-1]) if installed else PYTHON
+
+
+def _run(command: list[str], failure: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        pytest.skip(f"{failure}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")

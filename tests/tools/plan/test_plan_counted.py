@@ -1,0 +1,142 @@
+"""What `mt plan` says against what ranks that train for real hold and send.
+
+Parameters, gradients, master weights, optimizer state and messages are equal to the byte; all memory together, with
+the activations that autograd keeps at once, within 5 %.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks run
+
+from cases import CP, EP, ETP, EXPERTS, LLAMA, MIXTURE, PAIRS, PP, T5, TP, Tree, planned, tree
+from counting import SMALLEST, Counted, count
+
+from mt_core.testing import run_ranks
+from mt_tools.plan.layouts import LayoutPlan, RankPlan
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+FUSED = ("rms_norm", "rotary", "activation", "cross_entropy")
+
+
+def fused_tree() -> Tree:
+    """On a CPU Triton's interpreter runs the kernels of a GPU, a row in milliseconds: few of them."""
+    values = tree({**LLAMA, "num_layers": 1}, kernels=dict.fromkeys(FUSED, "triton"), precision={"dtype": "bf16"})
+    values["train"] |= {"micro_batch_size": 1, "global_batch_size": 1}
+    values["data"]["seq_length"] = 8
+    return values
+
+
+SP = {TP: 2, "sequence_parallel": True}
+LAYOUTS = {
+    "one process": (1, tree()),
+    "fused kernels": (1, fused_tree()),
+    "full recomputation": (1, tree(recompute={"recompute_granularity": "full"})),
+    "uniform recomputation": (
+        1,
+        tree(recompute={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}),
+    ),
+    "selective recomputation": (1, tree(recompute={"recompute_granularity": "selective"})),
+    "tensor": (2, tree(parallel={TP: 2})),
+    "tensor and sequence": (2, tree(parallel=SP)),
+    "tensor, more ranks than groups": (2, tree({**LLAMA, "num_query_groups": 1}, parallel={TP: 2})),
+    "pipeline": (2, tree(parallel={PP: 2})),
+    "pipeline of four, interleaved": (2, tree(parallel={PP: 2, "pipeline_schedule": "interleaved_1f1b"})),
+    "pipeline in a V": (2, tree(parallel={PP: 2, "pipeline_schedule": "zbv_zero_bubble"})),
+    "context": (2, tree(parallel={CP: 2})),
+    "context, all-gather": (2, tree(parallel={CP: 2, "cp_comm_type": "all_gather"})),
+    "context, all-to-all": (2, tree(parallel={CP: 2, "cp_comm_type": "a2a"})),
+    "data": (2, tree(precision={"dtype": "bf16"})),
+    "distributed optimizer": (2, tree(parallel={"use_distributed_optimizer": True})),
+    "distributed optimizer, bf16": (2, tree(parallel={"use_distributed_optimizer": True}, precision={"dtype": "bf16"})),
+    "distributed optimizer, instances": (
+        4,
+        tree(parallel={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
+    ),
+    "three axes": (4, tree({**LLAMA}, parallel={**SP, PP: 2})),
+    "experts, one process": (1, tree(MIXTURE)),
+    "experts divided": (2, tree(MIXTURE, parallel={EP: 2})),
+    "experts and tensor": (4, tree(MIXTURE, parallel={EP: 2, TP: 2})),
+    "experts and sequence": (4, tree(MIXTURE, parallel={**SP, EP: 2, ETP: 1})),
+    "experts' matrices": (2, tree(MIXTURE, parallel={**SP, ETP: 2})),
+    "experts, distributed optimizer": (
+        4,
+        tree(MIXTURE, parallel={EP: 2, "use_distributed_optimizer": True}, precision={"dtype": "bf16"}),
+    ),
+    "experts gather tokens": (
+        2,
+        tree({**LLAMA, "moe": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}}, parallel={EP: 2}),
+    ),
+    "experts with a capacity": (
+        2,
+        tree(
+            {
+                **LLAMA,
+                "moe": {
+                    **EXPERTS,
+                    "moe_expert_capacity_factor": 0.5,
+                    "moe_token_drop_policy": "position",
+                    "moe_pad_expert_input_to_capacity": True,
+                },
+            },
+            parallel={EP: 2},
+        ),
+    ),
+    "encoder and decoder": (2, tree(T5, parallel=SP, data=PAIRS)),
+    "encoder and decoder through a pipeline": (2, tree(T5, parallel={PP: 2}, data=PAIRS)),
+    "experts through a pipeline": (4, tree(MIXTURE, parallel={PP: 2, EP: 2})),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_is_what_ranks_hold_and_send(layout: str) -> None:
+    world, values = LAYOUTS[layout]
+    plan, counted = planned(values, world), run_ranks(world, count, values)
+    for row in plan.ranks:
+        for pp_rank in row.pp_ranks:
+            # The first rank of a stage: a plan speaks of those that are first on every other axis.
+            compare(row, next(one for one in counted if one.pp_rank == pp_rank))
+
+
+def compare(row: RankPlan, counted: Counted) -> None:
+    held = row.weights
+    assert held.parameters == counted.parameters
+    assert held.weights == counted.weights
+    assert held.gradients == counted.gradients
+    assert held.main_weights == counted.main_weights
+    assert held.optimizer_state == counted.optimizer_state
+    assert row.activation_bytes == pytest.approx(counted.activations, rel=0.01)
+    assert held.total + row.activation_bytes == pytest.approx(counted.total, rel=0.05)
+    assert sent(row, counted.same_ranks) == counted.sent
+
+
+def sent(row: RankPlan, same_ranks: dict[str, str]) -> dict[tuple[str, str], float]:
+    """Without messages that are not counted, under the names that they are counted by."""
+    found: Counter[tuple[str, str]] = Counter()
+    for (axis, operation), size in row.flow.bytes.items():
+        if size > SMALLEST * row.flow.calls[axis, operation]:
+            found[same_ranks.get(axis, axis), operation] += size
+    return dict(found)
+
+
+def test_divided_weights_are_counted_too() -> None:
+    """FSDP2: rows of every parameter over the ranks; what it collects is not told by torch.distributed calls."""
+    values = tree(parallel={"use_torch_fsdp2": True})
+    row, counted = only(planned(values, 2)), run_ranks(2, count, values)[0]
+    held = row.weights
+    assert (held.weights, held.gradients, held.optimizer_state) == (
+        counted.weights,
+        counted.gradients,
+        counted.optimizer_state,
+    )
+
+
+def only(plan: LayoutPlan) -> RankPlan:
+    (row,) = plan.ranks
+    return row

@@ -1,0 +1,103 @@
+"""Every kind of sample that a family trains on can be planned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import PAIRS, T5, TP, planned, tree
+
+WORDS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 261}
+IMAGES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "img_h": 16, "img_w": 16, "patch_dim": 8}
+MAMBA = {"hidden_size": 32, "vocab_size": 261, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 2}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+TASK = {"data_path": ["none"], "seq_length": 32}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "t5": (T5, PAIRS, "cross_entropy"),
+    "bert": ({**WORDS, "max_position_embeddings": 32}, {"dataset_type": "bert", **TASK}, "bert"),
+    "biencoder": ({**WORDS, "max_position_embeddings": 32}, {"dataset_type": "ict", **TASK}, "retrieval"),
+    "vision": (
+        {"num_classes": 6, **IMAGES},
+        {"dataset_type": "shapes", "img_h": 16, "img_w": 16},
+        "classification",
+    ),
+    "llava": (
+        {
+            "vocab_size": 261,
+            "image_token_index": 261,
+            "vision_feature_layers": [-1],
+            "vision_model": {**IMAGES, "add_pooler": False},
+            "language_model": {"family": "llama", **WORDS, "max_position_embeddings": 64},
+        },
+        {
+            "dataset_type": "captioned_shapes",
+            "seq_length": 32,
+            "img_h": 16,
+            "img_w": 16,
+            "image_token_index": 261,
+            "image_seq_length": 4,
+        },
+        "cross_entropy",
+    ),
+    "retro": (
+        {**WORDS, "retro_chunk_length": 8, "retro_cross_attention_layers": [2], "position_embedding_type": "rope"},
+        {"dataset_type": "builtin_retro", "seq_length": 32, "retro_chunk_length": 8},
+        "cross_entropy",
+    ),
+    "mamba": ({"num_layers": 2, "mamba_chunk_size": 8, **MAMBA}, {"dataset_type": "mock"}, "cross_entropy"),
+    "hybrid": (
+        {"hybrid_layer_pattern": "M-M-*-M-", "num_attention_heads": 4, "mamba_chunk_size": 8, **MAMBA},
+        {"dataset_type": "mock"},
+        "cross_entropy",
+    ),
+    "llama_classification": (
+        {**WORDS, "num_classes": 3},
+        {"dataset_type": "mnli", "seq_length": 32},
+        "classification",
+    ),
+    "bert_multiple_choice": (
+        {**WORDS, "max_position_embeddings": 32},
+        {"dataset_type": "race", "seq_length": 32},
+        "classification",
+    ),
+    "deepseek": (
+        {**WORDS, **LATENT, "ffn_hidden_size": 64, "max_position_embeddings": 32, "mtp_num_layers": 1},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CASES)
+def test_a_family_is_planned_alone_and_on_two_ranks(family: str) -> None:
+    model, data, loss = CASES[family]
+    rows = []
+    for world, parallel in ((1, {}), (2, {TP: 2})):
+        values = tree({"family": family, **model}, parallel=parallel, data=data)
+        values["train"]["loss"] = loss
+        plan = planned(values, world)
+        rows.append(plan.largest)
+        assert plan.flops_per_step > 0
+    alone, shared = rows
+    assert alone.weights.parameters > shared.weights.parameters > alone.weights.parameters / 2
+    assert 0 < shared.activation_bytes < alone.activation_bytes
+    assert any(axis == "tp" for axis, _ in shared.flow.bytes)
+
+
+def test_a_tower_of_images_needs_the_flops_of_its_patches() -> None:
+    """4 patches and a class token: 12 h^2 weights in each of 2 layers and all scores, patches of 3 x 8 x 8 numbers, and
+    6 classes of the first position."""
+    model, data, loss = CASES["vision"]
+    values = tree({"family": "vision", **model}, data=data)
+    values["train"].update(loss=loss, micro_batch_size=1, global_batch_size=1)
+    h, patches = 32, 4
+    tokens = patches + 1
+    layers = 2 * (2 * tokens * 12 * h * h + 4 * tokens * tokens * h)
+    forward = layers + 2 * patches * 3 * 64 * h + 2 * 6 * h
+    assert planned(values, 1).flops_per_step == pytest.approx(3 * forward)

@@ -1,0 +1,156 @@
+"""`mt verify layout` finds what a broken runtime computes: each fault is put into the ranks of the layout, and not into
+the one process that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mt_core.config.schema import Config
+from mt_core.nn.dropout import SAMPLE, DropoutStreams
+from mt_core.nn.layout import stream_seed
+from mt_core.optim.buckets import Bucket
+from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
+from mt_core.train import evaluation
+from mt_core.train.optimizer_step import OptimizerStep
+from mt_core.train.state import TrainState
+from mt_tools.verify import small_runs
+from mt_tools.verify.record import RunRecord
+
+pytestmark = pytest.mark.dist
+
+DROPOUT = ("--dropout", "0.2")
+SHARDED = ("parallel.use_distributed_optimizer=true", "parallel.overlap_param_gather=true")
+
+
+def gathers_are_not_waited_for() -> None:
+    Bucket.finish_gather = lambda self: None  # type: ignore[method-assign]
+
+
+def micro_batches_of_the_first_step() -> None:
+    expect, first = ParamAndGradBuffer.expect, []
+
+    def frozen(self: ParamAndGradBuffer, passes: int) -> None:
+        first.append(passes)
+        expect(self, first[0])
+
+    ParamAndGradBuffer.expect = frozen  # type: ignore[method-assign]
+
+
+def gradients_are_zeroed_three_times() -> None:
+    zero_grad, calls = ParamAndGradBuffer.zero_grad, []
+
+    def forgetful(self: ParamAndGradBuffer) -> None:
+        calls.append(self)
+        if len(calls) <= 3:
+            zero_grad(self)
+
+    ParamAndGradBuffer.zero_grad = forgetful  # type: ignore[method-assign]
+
+
+def one_stream_for_all_samples() -> None:
+    DropoutStreams.begin = lambda self, site: torch.manual_seed(stream_seed(self.seed, site))  # type: ignore
+
+
+def a_stream_for_each_rank() -> None:
+    DropoutStreams.begin = lambda self, site: torch.manual_seed(  # type: ignore
+        stream_seed(self.seed, f"{site} at sample {SAMPLE.get()} of rank {dist.get_rank()}")
+    )
+
+
+def mean_of_the_ranks_means() -> None:
+    """Each rank divides by its own number of tokens, and by the number of ranks."""
+    OptimizerStep._tokens = lambda self, counted: counted * self.ctx.dp.size  # type: ignore[method-assign]
+
+
+def samples_of_this_rank_alone() -> None:
+    def count(self: TrainState, name: str, value: int) -> None:
+        before = self.__dict__.get(name, 0)
+        if name == "consumed_samples" and value > before:
+            value = before + (value - before) // 2
+        object.__setattr__(self, name, value)
+
+    TrainState.__setattr__ = count  # type: ignore[method-assign, assignment]
+
+
+def evaluation_of_this_rank_alone() -> None:
+    evaluation.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
+
+
+FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], str]] = {
+    "updated weights are not waited for": (gathers_are_not_waited_for, SHARDED, (), "loss of step 3"),
+    "micro-batches of the first step": (micro_batches_of_the_first_step, (), (), "gradient norm of step 2"),
+    "gradients are not zeroed": (gradients_are_zeroed_three_times, (), (), "gradient norm of step 4"),
+    "one dropout stream for all samples": (one_stream_for_all_samples, (), DROPOUT, "loss of step 1"),
+    "dropout by rank": (a_stream_for_each_rank, (), DROPOUT, "loss of step 1"),
+    "mean of means": (mean_of_the_ranks_means, (), (), "loss of step 1"),
+    "consumed samples are counted locally": (samples_of_this_rank_alone, (), (), "consumed samples of step 1"),
+    "evaluation is not summed": (evaluation_of_this_rank_alone, (), (), "evaluation number 1"),
+}
+"""Name -> the fault, keys that turn on what it breaks, options of the command, the first difference that it makes."""
+
+RECORD_ON_RANK = small_runs.record_on_rank
+
+
+def record_with_fault(
+    rank: int, world: int, tree: Mapping[str, Mapping[str, Any]], steps: int, run_dir: Path | None, *, name: str
+) -> RunRecord | None:
+    if world > 1:
+        FAULTS[name][0]()
+    return RECORD_ON_RANK(rank, world, tree, steps, run_dir)
+
+
+RECORD = small_runs.record
+REFERENCES: dict[str, RunRecord] = {}
+
+
+@pytest.fixture(autouse=True)
+def one_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations without a fault are trained in one process once for all tests."""
+
+    def record(config: Config, *, world: int | None = None, steps: int = 0) -> RunRecord:
+        key = f"{config.to_dict()} {steps}"
+        if world != 1:
+            return RECORD(config, steps=steps)
+        if key not in REFERENCES:
+            REFERENCES[key] = RECORD(config, world=1, steps=steps)
+        return REFERENCES[key]
+
+    monkeypatch.setattr(small_runs, "record", record)
+
+
+CONFIG = """
+preset = "gpt-tiny"
+[train]
+train_iters = 20
+"""
+
+
+def verify(mt: Any, folder: Path, keys: tuple[str, ...], options: tuple[str, ...]) -> Any:
+    (folder / "run.toml").write_text(CONFIG)
+    settings = [word for key in keys for word in ("--set", key)]
+    return mt("verify", "layout", folder / "run.toml", *settings, *options)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_data_parallelism_is_found(mt, tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _, keys, options, first = FAULTS[name]
+    monkeypatch.setattr(small_runs, "record_on_rank", partial(record_with_fault, name=name))
+    outcome = verify(mt, tmp_path, keys, options)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert f"the first: {first}:" in outcome.out.splitlines()[-1], outcome.out
+
+
+@pytest.mark.parametrize(("keys", "options"), [((), DROPOUT), (SHARDED, ("--steps", "3"))])
+def test_plain_data_parallelism_is_two_processes_that_do_as_one(mt, tmp_path, keys, options) -> None:
+    outcome = verify(mt, tmp_path, keys, options)
+    assert outcome.code == 0, outcome.out + outcome.err
+    against = [line for line in outcome.out.splitlines() if "process" in line]
+    assert [line.split()[:2] for line in against][-2:] == [["2", "processes,"], ["against", "1"]]
+    assert outcome.out.rstrip().endswith("the same")
