@@ -166,4 +166,8 @@ def names_of_groups(axes: Mapping[str, Any]) -> tuple[dict[int, str], dict[str, 
         group = axes[name].group if name in axes else None
         if group is not None and names.setdefault(id(group), name) != name:
             same[name] = names[id(group)]
+    # Gradients of dense weights, which a plan calls "dp".
+    dense = axes["shard"].group if "shard" in axes else None
+    if dense is not None and id(dense) in names:
+        same["dp"] = names[id(dense)]
     return names, same
