@@ -414,6 +414,26 @@ class LoggingConfig(Section):
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
 
 
+class InferenceConfig(Section):
+    """Generating and scoring with a trained model (mt-infer)."""
+
+    batch_invariant: bool = False
+    """Tokens and log-probabilities do not depend on what shares a batch, to the last bit, and are those of training's
+    forward pass under the same key. Slower."""
+    max_sequence_length: PositiveInt | None = None
+    """Longest sequence, prompt and generated tokens together. Default: the model's positions, else data.seq_length."""
+    max_requests: PositiveInt = 64
+    """Sequences that are computed at a time; others wait."""
+    max_tokens_per_step: PositiveInt = 512
+    """New positions of a forward pass. Longer prompts take several (chunked prefill)."""
+    cache_memory_gb: PositiveFloat | None = None
+    """GiB for keys, values and states of sequences. Default: half of the free memory."""
+    cache_block_size: PositiveInt = 16
+    """Positions of a block, the unit in which the cache's memory is given."""
+    prefix_caching: bool = True
+    """Keep what was computed for prompts, for others that begin alike."""
+
+
 class TimeoutsConfig(Section):
     """Seconds that a rank may be in a phase; then the run ends with the name of the rank that is late."""
 
@@ -446,6 +466,7 @@ class Config(Section):
     recompute: RecomputeConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    inference: InferenceConfig
     timeouts: TimeoutsConfig
 
     def to_dict(self) -> dict[str, Any]:
@@ -466,6 +487,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "inference": InferenceConfig,
     "timeouts": TimeoutsConfig,
 }
 

@@ -19,12 +19,16 @@ from torch import Tensor
 from mt_core.specs import AttentionRequest
 
 
+Bias = Tensor | Callable[[int, int], Tensor]
+"""[1 or B, N, S, T], or the function that gives it for (S, T): the last S of T positions."""
+
+
 @dataclass
 class AttentionPattern:
     """Which keys a query sees, and what is added to its scores. One object serves all layers of a forward.
 
     segment_ids: [B, T] document numbers; a query sees its own only. alibi_slopes: [N]. key_padding: [B, T] bool,
-    True for keys that are seen; each query has to see one. bias: [1 or B, N, S, T], added to the scores.
+    True for keys that are seen; each query has to see one. bias: added to the scores.
     window: a query sees keys at a distance below it (itself and the window - 1 before it).
     """
 
@@ -32,7 +36,7 @@ class AttentionPattern:
     segment_ids: Tensor | None = None
     alibi_slopes: Tensor | None = None
     key_padding: Tensor | None = None
-    bias: Tensor | None = None
+    bias: Bias | None = None
     window: int | None = None
     _mask: Tensor | None = None
     _within: dict[int | None, AttentionPattern] = field(default_factory=dict)
@@ -61,6 +65,10 @@ class AttentionPattern:
     def is_plain_causal(self) -> bool:
         return self.causal and self.is_plain
 
+    def bias_over(self, queries: int, keys: int) -> Tensor | None:
+        """[1 or B, N, S, T]"""
+        return self.bias if self.bias is None or isinstance(self.bias, Tensor) else self.bias(queries, keys)
+
     def additive_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[B or 1, N or 1, S, T]: 0 or the bias where a query sees a key, -inf elsewhere. Built once."""
         if self._mask is None or self._mask.shape[-2:] != (queries, keys):
@@ -83,7 +91,8 @@ class AttentionPattern:
             mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)
         mask = mask.masked_fill(hidden, float("-inf"))
         # Added last: addition saves no tensors for backward, and recomputed layers reuse the cached mask.
-        return mask if self.bias is None else mask + self.bias.to(dtype)
+        bias = self.bias_over(queries, keys)
+        return mask if bias is None else mask + bias.to(dtype)
 
 
 AttentionCore = Callable[..., Tensor]
@@ -141,6 +150,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
     causal = pattern.is_plain_causal and queries == keys
     # A single query in plain causal attention is the last position: it sees every key.
     unmasked = pattern.is_plain and (queries == 1 or not pattern.causal)
+    if unmasked and queries == 1 and k.shape[2] < heads:
+        return _single_query(q, k, v, dropout)
     mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -151,6 +162,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
         is_causal=causal,
     )
     return out.transpose(1, 2)
+
+
+def _single_query(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """One query without a mask: the heads of a group are as many queries of its keys, which are not repeated."""
+    rows = q.squeeze(1).unflatten(1, (k.shape[2], -1))  # [B, G, N / G, D]
+    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), dropout_p=dropout)
+    return out.flatten(1, 2).unsqueeze(1)
 
 
 # -- registration ----------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
-from mt_core.parallel.pipeline.stage import Pipelined
+from mt_core.errors import ConfigError
+from mt_core.nn.cache import Cache, Conditioning
+from mt_core.parallel.pipeline.stage import Pipelined, Stage
 
 MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
 
@@ -16,15 +18,22 @@ class Model(nn.Module):
     """Base of the modules that `ModelSpec.build` returns, with defaults for what only some models have.
 
     A model that can be cut into pipeline stages also has the methods of `mt_core.parallel.pipeline.stage.Pipelined`;
-    one that continues text has those of `mt_core.inference.generation.Decoder`.
+    one that generates has those of `Generates`.
     """
 
     inputs: tuple[str, ...] = MODEL_INPUTS
     """Fields of a micro-batch that `forward` takes by name, where the batch has them."""
     continues_text: ClassVar[bool] = False
-    """Whether it is a causal language model with `new_cache(capacity)`, from which text can be generated."""
+    """Whether it is a causal language model: it generates text that continues a prompt."""
     is_divisible: ClassVar[bool] = True
     """False: never cut into stages, although a base class has the methods for it."""
+
+    conditioned_by: ClassVar[tuple[str, ...]] = ()
+    """What a request to generate may have beside tokens: names of tensors, for `condition`."""
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """What generation needs of a request's further inputs, computed once before its first token."""
+        return {}
 
     @property
     def needs_logits(self) -> str | None:
@@ -40,6 +49,37 @@ class Model(nn.Module):
 def contract(model: nn.Module) -> Model:
     """`model` by its declarations. A module that is no `Model` stands under the defaults."""
     return model if isinstance(model, Model) else Model()
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """A model whose layers keep state in a `Cache`, from which tokens can be sampled one after another."""
+
+    conditioned_by: ClassVar[tuple[str, ...]]
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning: ...
+
+    def decode_stage(self, stage: Stage, hidden: Any, cache: Cache) -> Any:
+        """The new positions of the cache's sequences through a stage's layers: hidden states [1, T, H] (None for the
+        first) -> those of the next, or logits [1, R, ids of this rank] of the wanted positions."""
+        ...
+
+    @property
+    def decoded_layers(self) -> int:
+        """Number of layers that stages divide."""
+        ...
+
+    @property
+    def max_sequence_length(self) -> int | None: ...
+
+
+def as_generator(model: nn.Module) -> Generates:
+    """The model, if tokens can be sampled from it. Raises ConfigError if its family cannot."""
+    if not isinstance(model, Generates):
+        raise ConfigError(
+            f"{type(model).__name__} does not generate text: causal language models and encoder-decoder models do"
+        )
+    return model
 
 
 def as_pipelined(model: nn.Module) -> Pipelined | None:

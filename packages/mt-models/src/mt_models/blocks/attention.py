@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import normal
@@ -15,7 +16,6 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Normalization, build_head_norm
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.rotary import RotaryAngles, plain_rotary, rotary_features
 
 
@@ -73,6 +73,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.core = core
         self.window = window
+        self.query_groups = config.query_groups
         self.heads_per_group = config.num_attention_heads // config.query_groups
         self.head_dim = config.head_dim
         self.dropout = AttentionDropout(config.attention_dropout, ctx)
@@ -109,16 +110,25 @@ class SelfAttention(nn.Module):
             self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
 
     def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None
     ) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.normalize(q, k)
         if angles is not None:
             turn = angles.within(self.window)
             q, k = self.turn(q, k, turn.cos, turn.sin, self.rotary_interleaved)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        return self.linear_proj(self.attend(q, k, v, pattern.within(self.window)).flatten(2))
+        within = pattern.within(self.window)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attend(q, k, v, within)
+
+        out = attend(q, k, v) if cache is None else cache.attend(self, attend, (q,), (k, v))
+        return self.linear_proj(out.flatten(2))
+
+    def cached_state(self) -> PositionState:
+        """Keys and values of this rank's groups."""
+        shape = (max(self.query_groups // self.tp.size, 1), self.head_dim)
+        return PositionState((shape, shape), self.linear_qkv.weight.dtype, self.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
         """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache, MemoryState
 from mt_core.nn.dropout import AttentionDropout, Dropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,27 +19,8 @@ from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
-from mt_models.blocks.cache import KeyValueCache, LayerCache
 from mt_models.blocks.layer_stack import LayerStack
 from mt_models.blocks.transformer import LayerShape, TransformerLayer, block_norm
-
-
-class DecoderLayerCache(LayerCache):
-    """Keys and values of a decoder layer: of its self-attention, and of the cross attention (computed once)."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.memory: tuple[Tensor, Tensor] | None = None
-
-
-class DecoderCache(KeyValueCache):
-    """One DecoderLayerCache a layer, for one batch of encoder sequences."""
-
-    layers: list[DecoderLayerCache]  # type: ignore[assignment]
-
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(num_layers, capacity)
-        self.layers = [DecoderLayerCache(capacity) for _ in range(num_layers)]
 
 
 class CrossAttention(nn.Module):
@@ -60,20 +42,27 @@ class CrossAttention(nn.Module):
         self.linear_kv = ColumnParallelLinear(hidden, 2 * width, ctx, bias=bias, init=init)
         self.linear_proj = RowParallelLinear(width, hidden, ctx, bias=bias, init=normal(config.output_init_std))
 
-    def forward(self, x: Tensor, memory: Tensor, pattern: AttentionPattern, cache: DecoderLayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None, pattern: AttentionPattern, cache: Cache | None) -> Tensor:
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim)) * self.query_scale
-        k, v = self._keys_and_values(memory, cache)
-        out = self.core(q, k, v, pattern, self.dropout.begin())
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.core(q, k, v, pattern, self.dropout.begin())
+
+        if cache is not None:
+            out = cache.attend_memory(self, attend, (q,), self.keys_and_values)
+        else:
+            assert memory is not None
+            out = attend(q, *self.keys_and_values(memory))
         return self.linear_proj(out.flatten(2))
 
-    def _keys_and_values(self, memory: Tensor, cache: DecoderLayerCache | None) -> tuple[Tensor, Tensor]:
-        """[B, T, N, D] each, of this rank's heads"""
-        if cache is not None and cache.memory is not None:
-            return cache.memory
+    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, H] -> [B, T, N, D] each, of this rank's heads"""
         k, v = self.linear_kv(memory).unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
-        if cache is not None:
-            cache.memory = k, v
         return k, v
+
+    def cached_state(self) -> MemoryState:
+        shape = (self.linear_q.weight.shape[0] // self.head_dim, self.head_dim)
+        return MemoryState((shape, shape), self.linear_kv.weight.dtype)
 
 
 class ScaledQueryAttention(SelfAttention):
@@ -111,9 +100,9 @@ class CrossAttentionLayer(TransformerLayer):
         self,
         x: Tensor,
         pattern: AttentionPattern,
-        memory: Tensor,
+        memory: Tensor | None,
         memory_pattern: AttentionPattern,
-        cache: DecoderLayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         x = self.residual(x, self.self_attention(self.input_layernorm(x), pattern, None, cache), self.attention_dropout)
         crossed = self.cross_attention(self.pre_cross_attn_layernorm(x), memory, memory_pattern, cache)
@@ -139,14 +128,14 @@ class DecoderStack(LayerStack):
         self,
         x: Tensor,
         pattern: AttentionPattern,
-        memory: Tensor,
+        memory: Tensor | None,
         memory_pattern: AttentionPattern,
-        cache: DecoderCache | None = None,
+        cache: Cache | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
-            return layer(x, pattern, memory, memory_pattern, cache.layers[number] if cache else None)
+            return layer(x, pattern, memory, memory_pattern, cache)
 
         return self.through(x, call, stage)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab, without_padding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
@@ -16,7 +17,6 @@ from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import LayerShape, TransformerStack
 
@@ -111,11 +111,11 @@ class CausalDecoder(Model):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         *,
         project: bool = True,
     ) -> Any:
-        """position_ids [B, S]: default 0 ..., after the cached ones. segment_ids [B, S]: see AttentionPattern.
+        """position_ids [B, S]: default 0 .... segment_ids [B, S]: see AttentionPattern.
 
         project: False returns the input of the LM head (`Unprojected`), for a loss that does not materialize logits.
         """
@@ -129,23 +129,24 @@ class CausalDecoder(Model):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         *,
         project: bool = True,
     ) -> Any:
         """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
         if position_ids is None:
-            start = cache.length if cache else 0
-            position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if stage.first:
             assert self.embedding is not None
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None
         pattern = self.pattern(segment_ids, tokens.device)
-        angles = self.angles(position_ids, cache.capacity if cache else None)
+        angles = self.angles(position_ids, None if cache is None else cache.capacities)
         x = self.decoder(hidden, pattern, angles, cache, stage)
         if not stage.last:
             return x
+        if cache is not None:
+            x = cache.positions_for_logits(x)
         return self.logits(x) if project else self.unprojected(x)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
@@ -159,8 +160,9 @@ class CausalDecoder(Model):
         """The attention mask: which keys a query sees."""
         return AttentionPattern(segment_ids=segment_ids)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
-        """Rotary angles of positions [B or 1, S]. capacity: the length that a cached sequence may grow to."""
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
+        """Rotary angles of positions [B or 1, S]. capacity [1, S]: the lengths that cached
+        sequences may grow to."""
         return None
 
     def logits(self, x: Tensor) -> Tensor:
@@ -184,6 +186,9 @@ class CausalDecoder(Model):
         own = matrix.range
         return Unprojected(x, without_padding(matrix.weight, own), own, matrix.ctx)
 
-    def new_cache(self, capacity: int) -> KeyValueCache:
-        """An empty cache for decoding up to `capacity` positions."""
-        return KeyValueCache(self.config.num_layers, capacity)
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
+        return self.run_stage(stage, hidden, cache.tokens, cache.position_ids, cache=cache)
+
+    @property
+    def decoded_layers(self) -> int:
+        return self.config.num_layers

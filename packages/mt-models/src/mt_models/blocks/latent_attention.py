@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
+from mt_core.nn.cache import Cache, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
@@ -29,8 +30,6 @@ from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.recompute import remade
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.cache import LayerCache
-from mt_models.blocks.latent_cache import LatentLayerCache
 from mt_models.blocks.replicated import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles, rotate
 
@@ -114,13 +113,12 @@ class LatentAttention(nn.Module):
         self.linear_q_up_proj = ColumnParallelLinear(rank, width, ctx, bias=False, init=init)
 
     def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: LayerCache | None
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None
     ) -> Tensor:
         assert angles is not None
         source = self.query_source(x)
         latents, positional = self.latents(x, angles)
         if cache is not None:
-            assert isinstance(cache, LatentLayerCache)
             out = self._cached(self.queries(source, angles), latents, positional, pattern, cache)
             return self.linear_proj(out.flatten(2))
 
@@ -186,17 +184,22 @@ class LatentAttention(nn.Module):
         return torch.einsum("bsnc,nvc->bsnv", found, value_up)
 
     def _cached(
-        self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: LatentLayerCache
+        self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: Cache
     ) -> Tensor:
-        """A prompt expands its keys and values once; decoding steps attend to the latents."""
+        """A new sequence expands its keys and values once; those that go on attend to the latents."""
         if self.ctx.sequence_parallel:
             latents = gather_from(latents, SEQUENCE_DIM, self.ctx.tp)
-        fresh = cache.length == 0
-        kept = cache.extend_latents(torch.cat((latents, positional.squeeze(2)), -1))
-        if fresh:
-            return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
-        latents, positional = kept.split((self.latent, self.rotated), -1)
-        return self.absorbed(q, latents, positional.unsqueeze(2), pattern)
+
+        def attend(q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
+            if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
+                return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
+            return self.absorbed(q, latents, positional, pattern)
+
+        return cache.attend(self, attend, (q,), (latents, positional))
+
+    def cached_state(self) -> PositionState:
+        """The latent, and the rotated key that all heads share."""
+        return PositionState(((self.latent,), (1, self.rotated)), self.linear_kv_up_proj.weight.dtype)
 
 
 def rotate_pairs(x: Tensor, angles: RotaryAngles) -> Tensor:

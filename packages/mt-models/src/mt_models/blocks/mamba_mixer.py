@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.gated_norm import GatedRMSNorm
-from mt_models.blocks.mamba_cache import StateCache
 from mt_models.blocks.mamba_config import MambaLayerConfig
 from mt_models.blocks.mamba_context_parallel import ContextParallelScan
-from mt_models.blocks.mamba_scan import MambaScan, ScanInputs, ScanWeights
+from mt_models.blocks.mamba_scan import MambaScan, ScanInputs, ScanState, ScanWeights
 from mt_models.blocks.packed_linear import PackedColumnParallelLinear, packed_layout
 
 
@@ -63,7 +63,7 @@ class MambaMixer(LayoutModule):
         split = Split(dim=0, axis="tp")
         self.declare(name, ParameterLayout((heads,), init, (split,), dtype=torch.float32))
 
-    def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: StateCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """segment_ids [B, S]: the documents of a packed sequence; convolutions and state are reset between them."""
         z, x, b, c, dt = self.in_proj(hidden)
         inputs = ScanInputs(self._heads(x), self._groups(b), self._groups(c), dt)
@@ -71,8 +71,23 @@ class MambaMixer(LayoutModule):
             y = self.scan_shards(inputs, self.scan_weights(), segment_ids)
         else:
             self._require_decodable(segment_ids)
-            y = self.scan.advance(inputs, self.scan_weights(), cache)
+            y = self._advance(inputs, cache)
         return self.out_proj(self.norm(y.flatten(2), z))
+
+    def _advance(self, inputs: ScanInputs, cache: Cache) -> Tensor:
+        weights = self.scan_weights()
+
+        def advance(inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return self.scan.advance(ScanInputs(*inputs), weights, ScanState(*state))
+
+        return cache.advance(self, advance, inputs)
+
+    def cached_state(self) -> SequenceState:
+        """The last inputs of the convolutions of x, b and c, and the state of the recurrence. See ScanState."""
+        kept, dtype = self.conv1d.weight.shape[-1] - 1, self.in_proj.weight.dtype
+        convolutions = tuple(((kept, channels), dtype) for channels in self.conv1d.local_blocks)
+        heads = self.A_log.shape[0]
+        return SequenceState((*convolutions, ((heads, self.head_dim, self.state_dim), torch.float32)))
 
     def _require_decodable(self, segment_ids: Tensor | None) -> None:
         if segment_ids is not None:

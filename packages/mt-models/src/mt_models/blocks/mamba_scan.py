@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_models.blocks.causal_conv import causal_conv, causal_conv_of_segments, with_past
-from mt_models.blocks.mamba_cache import StateCache
 from mt_models.blocks.state_space import chunked_scan, recurrent_step
 
 
@@ -39,6 +38,19 @@ class ScanWeights(NamedTuple):
     """[H]: factor of the skip connection."""
     dt_bias: Tensor
     """[H]"""
+
+
+class ScanState(NamedTuple):
+    """What goes on from one position to the next."""
+
+    x: Tensor
+    """[B, k - 1, H P]: the last inputs of the convolution of x."""
+    b: Tensor
+    """[B, k - 1, G N]"""
+    c: Tensor
+    """[B, k - 1, G N]"""
+    state: Tensor
+    """[B, H, P, N] in fp32"""
 
 
 @dataclass(frozen=True)
@@ -67,23 +79,22 @@ class MambaScan:
         )
         return y + skipped(x, weights)
 
-    def advance(self, inputs: ScanInputs, weights: ScanWeights, cache: StateCache) -> Tensor:
-        """The positions after those in the cache, which is updated -> [B, S, H, P]."""
+    def advance(self, inputs: ScanInputs, weights: ScanWeights, before: ScanState) -> tuple[Tensor, ScanState]:
+        """The positions after a state -> [B, S, H, P], and the state behind them."""
         parts = _convolutions(inputs, weights)
-        pasts = cache.conv_inputs or (None, None, None)
+        pasts = before[:3]
         x, b, c = _activated([causal_conv(*part, past) for part, past in zip(parts, pasts, strict=True)], inputs)
-        kept = parts[0][1].shape[1] - 1
-        cache.conv_inputs = tuple(
-            with_past(part[0], kept, past)[:, part[0].shape[1] :] for part, past in zip(parts, pasts, strict=True)
+        last_x, last_b, last_c = (
+            with_past(part[0], past.shape[1], past)[:, part[0].shape[1] :]
+            for part, past in zip(parts, pasts, strict=True)
         )
         dt, a = self.time_steps(inputs, weights), rates(weights)
-        if cache.state is not None and x.shape[1] == 1:
-            y, cache.state = recurrent_step(cache.state, x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
+        if x.shape[1] == 1:
+            y, state = recurrent_step(before.state, x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
             y = y[:, None]
         else:
-            y, cache.state = chunked_scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=cache.state)
-        cache.length += x.shape[1]
-        return y + skipped(x, weights)
+            y, state = chunked_scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=before.state)
+        return y + skipped(x, weights), ScanState(last_x, last_b, last_c, state)
 
     def time_steps(self, inputs: ScanInputs, weights: ScanWeights) -> Tensor:
         """[B, S, H] in fp32"""

@@ -1,4 +1,4 @@
-"""A causal decoder with layers of several kinds, each with its kind of cache."""
+"""A causal decoder with layers of several kinds, each with what it keeps for generation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from mt_core.nn.context_parallel import check_sequence_length
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.norm import Normalization
-from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
-from mt_models.blocks.mamba_cache import MixedCache, StateCache
 
 
 class MixedShape(Protocol):
@@ -51,14 +49,6 @@ class MixedDecoder(CausalDecoder):
 
     def unprojected(self, x: Tensor) -> Unprojected:
         return super().unprojected(x.to(self.dtype))
-
-    def new_cache(self, capacity: int) -> MixedCache:
-        layers = [self.layer_cache(number, capacity) for number in range(self.config.num_layers)]
-        return MixedCache(layers, capacity)
-
-    def layer_cache(self, number: int, capacity: int) -> LayerCache | StateCache | None:
-        """An empty cache for layer number i; None if it keeps nothing."""
-        raise NotImplementedError
 
 
 class Fp32Embedding(TokenEmbedding):

@@ -9,11 +9,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.cache import LayerCache
-from mt_models.blocks.mamba_cache import StateCache
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.rotary import RotaryAngles
 
@@ -32,7 +31,7 @@ class MambaLayer(nn.Module):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: StateCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         return x + self.mixer(self.norm(x).to(self.dtype), pattern.segment_ids, cache)
 
@@ -51,7 +50,7 @@ class AttentionLayer(nn.Module):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         return x + self.self_attention(self.input_layernorm(x).to(self.dtype), pattern, angles, cache)
 
@@ -66,6 +65,6 @@ class FeedForwardLayer(nn.Module):
         self.mlp = feed_forward
 
     def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: None = None
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
     ) -> Tensor:
         return x + self.mlp(self.pre_mlp_layernorm(x).to(self.dtype))

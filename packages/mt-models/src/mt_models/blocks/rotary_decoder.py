@@ -23,7 +23,7 @@ class RotaryDecoder(CausalDecoder):
         super().__init__(config, environment, TokenEmbedding, layer)
         self.rotary = build_rotary(config)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         return self.rotary.angles(position_ids, capacity)
 
     @property

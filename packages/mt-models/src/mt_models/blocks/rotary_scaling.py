@@ -24,8 +24,8 @@ from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 class Rotary(Protocol):
     """Positions -> angles."""
 
-    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
-        """position_ids: [B or 1, S]. capacity: the length that a cached sequence may grow to."""
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        """position_ids: [B or 1, S]. capacity [1, S]: the lengths that cached sequences may grow to."""
         ...
 
 
@@ -35,7 +35,7 @@ class FixedRotary:
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         self.frequencies, self.scale = frequencies, scale
 
-    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
         # Moved to the device once: the host would wait for a copy in each forward pass.
         self.frequencies = self.frequencies.to(position_ids.device)
         return RotaryAngles(position_ids, self.frequencies, self.scale)
@@ -44,18 +44,18 @@ class FixedRotary:
 class DynamicRotary:
     """A base that depends on the sequence length once that exceeds `original` positions.
 
-    With a cache the length is its capacity: cached keys are already rotated, and cannot follow a changing base.
+    With a cache the length is the sequence's capacity: cached keys are already rotated, and cannot follow a changing base.
     """
 
     def __init__(self, rotary_dim: int, base: float, factor: float, original: int) -> None:
         self.rotary_dim, self.base, self.factor, self.original = rotary_dim, base, factor, original
 
-    def angles(self, position_ids: Tensor, capacity: int | None = None) -> RotaryAngles:
-        length = position_ids.max() + 1 if capacity is None else torch.tensor(capacity, device=position_ids.device)
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        length = position_ids.max() + 1 if capacity is None else capacity[..., None, None]
         return RotaryAngles(position_ids, self.frequencies(length))
 
     def frequencies(self, length: Tensor) -> Tensor:
-        """[D / 2] for a sequence of `length` (a scalar tensor) positions."""
+        """[D / 2] for a sequence of `length` (a scalar tensor) positions; [1, S, 1, D / 2] for lengths [1, S, 1, 1]."""
         stretch = (self.factor * length / self.original - (self.factor - 1)).clamp(min=1.0)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=length.device) / self.rotary_dim

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.residual import bias_dropout_add
@@ -17,7 +18,6 @@ from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
-from mt_models.blocks.cache import KeyValueCache, LayerCache
 from mt_models.blocks.layer_stack import LayerStack
 from mt_models.blocks.rotary import RotaryAngles
 
@@ -64,7 +64,7 @@ class TransformerLayer(nn.Module):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         x = self.residual(
             x, self.self_attention(self.input_layernorm(x), pattern, angles, cache), self.attention_dropout
@@ -91,7 +91,7 @@ class ParallelResidualLayer(TransformerLayer):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         attended = self.attention_dropout(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
         return x + attended + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)))
@@ -118,12 +118,12 @@ class TransformerStack(LayerStack):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
-            return layer(x, pattern, angles, cache.layers[number] if cache else None)
+            return layer(x, pattern, angles, cache)
 
         return self.through(x, call, stage)

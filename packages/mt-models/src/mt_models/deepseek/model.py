@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.nn.cache import Cache
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.cache import KeyValueCache
 from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.latent_attention import LatentAttention
-from mt_models.blocks.latent_cache import LatentCache
 from mt_models.blocks.multi_token import MultiTokenPrediction
 from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
 from mt_models.blocks.transformer import TransformerLayer
@@ -44,7 +43,7 @@ class DeepseekModel(RotaryDecoder):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         *,
@@ -61,7 +60,7 @@ class DeepseekModel(RotaryDecoder):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         *,
@@ -91,10 +90,6 @@ class DeepseekModel(RotaryDecoder):
             if self.output_layer is not None and not stage.first and self.embedding is not None:
                 yield self.embedding
             yield self.mtp
-
-    def new_cache(self, capacity: int) -> LatentCache:
-        """An empty cache for decoding up to `capacity` positions."""
-        return LatentCache(self.config.num_layers, capacity)
 
 
 def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:

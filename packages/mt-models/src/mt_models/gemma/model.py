@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.cache import LayerCache
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
@@ -73,7 +73,7 @@ class GemmaLayer(nn.Module):
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None = None,
-        cache: LayerCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         x = x + self.post_self_attn_layernorm(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
         return x + self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x)))
@@ -96,7 +96,7 @@ class GemmaModel(CausalDecoder):
         self.rotary = build_rotary(config)
         self.local_frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base_local)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         angles = self.rotary.angles(position_ids, capacity)
         angles.in_window = RotaryAngles(position_ids, self.local_frequencies)
         return angles

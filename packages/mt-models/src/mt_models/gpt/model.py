@@ -61,7 +61,7 @@ class GPTModel(CausalDecoder):
         slopes = None if self.slopes is None else self.slopes.to(device)
         return AttentionPattern(segment_ids=segment_ids, alibi_slopes=slopes)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         if self.frequencies is None:
             return None
         # Moved to the device once: the host would wait for a copy in each forward pass.

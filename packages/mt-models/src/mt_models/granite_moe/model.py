@@ -66,7 +66,7 @@ class GraniteMoeModel(CausalDecoder):
         )
         self.rotary = build_rotary(config)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         return self.rotary.angles(position_ids, capacity)
 
     @property

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.cache import LayerCache
-from mt_models.blocks.mamba_cache import StateCache
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MixedDecoder
 from mt_models.blocks.residual_layer import AttentionLayer, FeedForwardLayer, MambaLayer
@@ -27,17 +25,8 @@ class HybridModel(MixedDecoder):
         if config.position_embedding_type == "rope":
             self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
 
-    def angles(self, position_ids: Tensor, capacity: int | None) -> RotaryAngles | None:
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         return None if self.frequencies is None else RotaryAngles(position_ids, self.frequencies)
-
-    def layer_cache(self, number: int, capacity: int) -> LayerCache | StateCache | None:
-        match self.config.layers[number]:
-            case pattern.MAMBA:
-                return StateCache()
-            case pattern.ATTENTION:
-                return LayerCache(capacity)
-            case _:
-                return None
 
 
 def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: int) -> nn.Module:

@@ -8,7 +8,9 @@ decoder's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.nn.cache import Cache, Conditioning
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Model, contract
-from mt_models.blocks.cache import KeyValueCache
+from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.freeze import freeze
 from mt_models.llava.config import LlavaConfig
 from mt_models.llava.projection import VisionProjection
@@ -49,10 +52,9 @@ class LlavaModel(Model):
         images: Tensor | None = None,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """images [N, C, img_h, img_w], or [B, N / B, C, img_h, img_w]: in the order of their image tokens in
-        the batch, row by row. None for a text without image tokens, and for the later steps of cached decoding.
+        the batch, row by row. None for a text without image tokens.
 
         Raises DataError when images and image tokens are not as many.
         """
@@ -61,11 +63,11 @@ class LlavaModel(Model):
         images = images.flatten(0, 1) if images is not None and images.ndim == 5 else images
         self._require_tokens(places, 0 if images is None else len(images))
         if images is None:
-            return self.language_model(words, position_ids, segment_ids, cache)
+            return self.language_model(words, position_ids, segment_ids)
         table = word_embeddings(self.language_model)
         assert table is not None  # build_decoder has looked
         with spliced_words(table, places, self.features(images).flatten(0, 1)):
-            return self.language_model(words, position_ids, segment_ids, cache)
+            return self.language_model(words, position_ids, segment_ids)
 
     def features(self, images: Tensor) -> Tensor:
         """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
@@ -74,9 +76,37 @@ class LlavaModel(Model):
         features = torch.cat([states[state] for state in wanted], dim=-1)
         return self.vision_projection(features[:, 1:] if self.config.drops_class_token else features)
 
-    def new_cache(self, capacity: int) -> KeyValueCache:
-        """An empty cache for decoding up to `capacity` positions, those of images included."""
-        return self.language_model.new_cache(capacity)
+    conditioned_by: ClassVar[tuple[str, ...]] = ("images",)
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """images [N, C, img_h, img_w], in the order of their tokens -> features [N F, H]"""
+        return {"features": self.features(inputs["images"]).flatten(0, 1)} if "images" in inputs else {}
+
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
+        """The features of a sequence's images replace its image tokens, whatever part of them is in this pass."""
+        places = cache.tokens == self.config.image_token_index
+        words = cache.tokens.masked_fill(places, 0)
+        spliced: Any = nullcontext()
+        if stage.first and places.any():
+            table = word_embeddings(self.language_model)
+            assert table is not None
+            spliced = spliced_words(table, places, torch.cat(list(self._features_of(cache))))
+        with spliced:
+            return self.language_model.run_stage(stage, hidden, words, cache.position_ids, cache=cache)
+
+    def _features_of(self, cache: Cache) -> Iterator[Tensor]:
+        """The features of image tokens among the new positions, sequence by sequence: [F of the sequence, H]"""
+        for sequence in cache.sequences:
+            before, new = (
+                int((tokens == self.config.image_token_index).sum()) for tokens in (sequence.past, sequence.new)
+            )
+            if new:
+                yield sequence.conditioning["features"][before : before + new]
+
+    @property
+    def decoded_layers(self) -> int:
+        layers: int = self.language_model.decoded_layers
+        return layers
 
     @property
     def max_sequence_length(self) -> int | None:

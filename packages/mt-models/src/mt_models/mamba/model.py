@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mt_core.nn.environment import ModelEnvironment
-from mt_models.blocks.mamba_cache import StateCache
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MixedDecoder
 from mt_models.blocks.residual_layer import MambaLayer
@@ -15,9 +14,6 @@ class MambaModel(MixedDecoder):
 
     def __init__(self, config: MambaConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment, lambda number: mamba_layer(config, environment))
-
-    def layer_cache(self, number: int, capacity: int) -> StateCache:
-        return StateCache()
 
 
 def mamba_layer(config: MambaConfig, environment: ModelEnvironment) -> MambaLayer:

@@ -43,7 +43,7 @@ class ChunkedCrossAttention(CrossAttention):
         sequences, length = q.shape[:2]
         k, v = (
             part.unflatten(0, (-1, neighbors.num_neighbors)).flatten(1, 2)  # [B L, K r, N, D]
-            for part in self._keys_and_values(neighbors.states, None)
+            for part in self.keys_and_values(neighbors.states)
         )
         queries = attending_chunks(q, neighbors.chunk_length)
         out = self.core(queries, k, v, neighbors.pattern, self.dropout.begin())
@@ -58,7 +58,7 @@ class NeighborCrossAttention(CrossAttention):
     def forward(self, x: Tensor, text: Tensor, chunk_length: int, num_neighbors: int) -> Tensor:  # type: ignore[override]
         """[B L K, r, H], text [B, S, H] -> [B L K, r, H]"""
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B L K, r, N, D]
-        k, v = (chunks(part, chunk_length) for part in self._keys_and_values(text, None))  # [B L, m, N, D]
+        k, v = (chunks(part, chunk_length) for part in self.keys_and_values(text))  # [B L, m, N, D]
         # The neighbours' tokens are queries only: they do not attend to one another.
         queries = q.unflatten(0, (-1, num_neighbors)).flatten(1, 2)
         out = self.core(queries, k, v, EVERYTHING, self.dropout.begin())

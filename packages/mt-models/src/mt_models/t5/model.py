@@ -6,13 +6,15 @@ parallelism). With sequence parallelism hidden states between the layers are sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.attention import AttentionCore, AttentionPattern, Bias
+from mt_core.nn.cache import Cache, Conditioning
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
@@ -20,7 +22,7 @@ from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderCache, DecoderStack, ScaledQueryAttention
+from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderStack, ScaledQueryAttention
 from mt_models.blocks.relative_bias import RelativeBias
 from mt_models.blocks.tables import LearnedTable, like_token_embeddings
 from mt_models.blocks.tied_output import TiedOutput
@@ -48,12 +50,13 @@ class T5Embedding(nn.Module):
                 config.max_position_embeddings, config.hidden_size, normal(config.init_method_std), ctx
             )
 
-    def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """[B, S] ids at positions first ... -> [B, S, H]"""
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """[B, S] ids at positions [B or 1, S] (default: 0 ...) -> [B, S, H]"""
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            places = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]
-            x = x + like_token_embeddings(self.position_embeddings(places), self.ctx)
+            if position_ids is None:
+                position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            x = x + like_token_embeddings(self.position_embeddings(position_ids), self.ctx)
         return x
 
 
@@ -142,34 +145,43 @@ class T5Model(Model):
         x = self.encoder(x, pattern, stage=stage)
         return self.encoder_output_dropout(x) if stage.last else x
 
-    def decode(
-        self,
-        decoder_tokens: Tensor,
-        memory: Tensor,
-        encoder_mask: Tensor | None = None,
-        cache: DecoderCache | None = None,
-    ) -> Tensor:
-        """Logits [B, T, V] of decoder_tokens [B, T], which follow the cached ones. memory: of `encode`."""
-        return self.logits(self.decoder_states(decoder_tokens, memory, encoder_mask, cache))
+    def decode(self, decoder_tokens: Tensor, memory: Tensor, encoder_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of decoder_tokens [B, T]. memory: of `encode`."""
+        return self.logits(self.decoder_states(decoder_tokens, memory, encoder_mask))
+
+    conditioned_by: ClassVar[tuple[str, ...]] = ("encoder_tokens",)
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """encoder_tokens [1, S] -> the encoder's output"""
+        return {"memory": self.encode(inputs["encoder_tokens"])}
+
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
+        x = self.decoder_states(cache.tokens, None, None, cache, stage, hidden)
+        return self.logits(cache.positions_for_logits(x)) if stage.last else x
+
+    @property
+    def decoded_layers(self) -> int:
+        return self.config.decoder_layers
 
     def decoder_states(
         self,
         decoder_tokens: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         encoder_mask: Tensor | None = None,
-        cache: DecoderCache | None = None,
+        cache: Cache | None = None,
         stage: Stage | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
         """[B, T, H] after the decoder's final norm. stage: its layers to run, from x on; default: all."""
         stage = stage or whole(self.config.decoder_layers)
-        first, new = cache.length if cache else 0, decoder_tokens.shape[1]
-        bias = None if self.decoder_relative_pos_emb is None else self.decoder_relative_pos_emb(new, first + new)
+        bias: Bias | None = self.decoder_relative_pos_emb
+        if self.decoder_relative_pos_emb is not None and cache is None:
+            bias = self.decoder_relative_pos_emb(decoder_tokens.shape[1], decoder_tokens.shape[1])
         pattern = AttentionPattern(bias=bias)
         memory_pattern = AttentionPattern(causal=False, key_padding=seen(encoder_mask))
         if stage.first:
             assert self.embedding is not None
-            x = self.decoder_input_dropout(self.embedding(decoder_tokens, first))
+            x = self.decoder_input_dropout(self.embedding(decoder_tokens, None if cache is None else cache.position_ids))
         assert x is not None
         x = self.decoder(x, pattern, memory, memory_pattern, cache, stage)
         return self.decoder_output_dropout(x) if stage.last else x
@@ -181,10 +193,6 @@ class T5Model(Model):
             assert self.embedding is not None
             return self.output_layer(x * self.config.output_scale, self.embedding.word_embeddings)
         return self.output_layer(x)
-
-    def new_decoder_cache(self, capacity: int) -> DecoderCache:
-        """For `decode`: an empty cache for decoding up to `capacity` positions after one batch of encoder sequences."""
-        return DecoderCache(self.config.decoder_layers, capacity)
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -54,7 +54,7 @@ class FlexAttention:
             q.transpose(1, 2),
             expand_groups(k, heads).transpose(1, 2),
             expand_groups(v, heads).transpose(1, 2),
-            score_mod=score_function(pattern, keys - queries, self._logit_softcap),
+            score_mod=score_function(pattern, queries, keys, self._logit_softcap),
             block_mask=mask,
             return_aux=AuxRequest(lse=True),
         )
@@ -94,9 +94,11 @@ def mask_function(pattern: AttentionPattern, offset: int) -> MaskFunction | None
     return seen
 
 
-def score_function(pattern: AttentionPattern, offset: int, logit_softcap: float | None) -> ScoreFunction | None:
+def score_function(
+    pattern: AttentionPattern, queries: int, keys: int, logit_softcap: float | None
+) -> ScoreFunction | None:
     """What the pattern adds to scores, after the soft cap; None: nothing."""
-    slopes, bias = pattern.alibi_slopes, pattern.bias
+    slopes, bias, offset = pattern.alibi_slopes, pattern.bias_over(queries, keys), keys - queries
     if slopes is None and bias is None and logit_softcap is None:
         return None
 

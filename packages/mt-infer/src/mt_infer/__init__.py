@@ -1,0 +1,1 @@
+"""Generation from trained models: the engine, sampling, the server."""

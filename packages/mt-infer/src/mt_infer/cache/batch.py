@@ -1,0 +1,197 @@
+"""The cache as the layers see it, for the sequences of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_core.nn.cache import Conditioning, KeepsState
+from mt_infer.cache.manager import CacheManager
+
+if TYPE_CHECKING:
+    from mt_infer.requests import RunningSequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The new positions of one sequence in a forward pass: `count` of them after `start`. It is a CachedSequence.
+
+    logits: how many of the last ones are wanted as logits.
+    """
+
+    sequence: RunningSequence
+    start: int
+    count: int
+    logits: int
+
+    @property
+    def past(self) -> Tensor:
+        return torch.tensor(self.sequence.tokens[: self.start])
+
+    @property
+    def new(self) -> Tensor:
+        return torch.tensor(self.sequence.tokens[self.start : self.start + self.count])
+
+    @property
+    def conditioning(self) -> Conditioning:
+        return self.sequence.conditioning
+
+
+class CachedBatch:
+    """Implements mt_core.nn.cache.Cache for chunks of sequences, packed one after another into a row.
+
+    multiple: the row is filled up to a multiple of so many positions, which sequence parallelism divides.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        manager: CacheManager,
+        device: torch.device,
+        *,
+        is_batch_invariant: bool = False,
+        multiple: int = 1,
+    ) -> None:
+        self.sequences, self.manager, self.is_batch_invariant = chunks, manager, is_batch_invariant
+        self.device, self.multiple = device, multiple
+        self.ends = list(accumulate(chunk.count for chunk in chunks))
+        self.filler = -self.ends[-1] % multiple
+        self.tokens = self._row(
+            [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]]
+        )
+        self.position_ids = self._row(
+            [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.count)]
+        )
+        self.logit_rows = torch.tensor(
+            [row for chunk, end in zip(chunks, self.ends, strict=True) for row in range(end - chunk.logits, end)],
+            device=device,
+        )
+        self._groups = {
+            id(layer): number for number, group in enumerate(manager.layout.groups) for layer in group.layers
+        }
+        self._places: dict[int, _Places] = {}
+
+    @property
+    def capacities(self) -> Tensor:
+        return self._row([chunk.sequence.capacity for chunk in self.sequences for _ in range(chunk.count)], filler=1)
+
+    def attend(
+        self, layer: KeepsState, attend: Callable[..., Tensor], new: tuple[Tensor, ...], kept: tuple[Tensor, ...]
+    ) -> Tensor:
+        number = self._groups[id(layer)]
+        stored, places = self.manager.storages[number].of(layer), self._of_group(number)
+        for tensor, values in zip(stored, kept, strict=True):
+            tensor.index_copy_(0, places.written, values[0, : self.ends[-1]])
+        found = []
+        for chunk, end, read in zip(self.sequences, self.ends, places.read, strict=True):
+            span = slice(end - chunk.count, end)
+            # A new sequence attends to itself only: what was stored is what it has.
+            past = [x[:, span] for x in kept] if chunk.start == 0 else [_rows(tensor, read) for tensor in stored]
+            found.append(attend(*(x[:, span] for x in new), *past))
+        return self._packed(found)
+
+    def attend_memory(
+        self,
+        layer: KeepsState,
+        attend: Callable[..., Tensor],
+        new: tuple[Tensor, ...],
+        make: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> Tensor:
+        found = []
+        for chunk, end in zip(self.sequences, self.ends, strict=True):
+            memory = chunk.sequence.memory
+            if id(layer) not in memory:
+                memory[id(layer)] = make(chunk.conditioning["memory"])
+            found.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
+        return self._packed(found)
+
+    def advance(
+        self,
+        layer: KeepsState,
+        advance: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]],
+        inputs: tuple[Tensor, ...],
+    ) -> Tensor:
+        assert self.manager.states is not None
+        states = self.manager.states.of(layer)
+        found: list[Tensor] = [torch.empty(0)] * len(self.sequences)
+        for numbers in self._by_length():
+            chunks = [self.sequences[number] for number in numbers]
+            rows = torch.tensor([[*range(self.ends[n] - c.count, self.ends[n])] for n, c in zip(numbers, chunks, strict=True)])
+            slots = torch.tensor([chunk.sequence.slot for chunk in chunks], device=self.device)
+            rows = rows.to(self.device)
+            out, after = advance(tuple(x[0, rows] for x in inputs), tuple(state[slots] for state in states))
+            for state, value in zip(states, after, strict=True):
+                state[slots] = value.to(state.dtype)
+            for number, result in zip(numbers, out.split(1), strict=True):
+                found[number] = result
+        return self._packed(found)
+
+    def positions_for_logits(self, x: Tensor) -> Tensor:
+        # With sequence parallelism x has a part of the positions; those wanted are taken of the logits.
+        return x if self.multiple > 1 else x[:, self.logit_rows]
+
+    def _by_length(self) -> list[list[int]]:
+        """Numbers of the sequences that advance together: those with one new position, and each other by itself."""
+        singles = [number for number, chunk in enumerate(self.sequences) if chunk.count == 1]
+        others = [[number] for number, chunk in enumerate(self.sequences) if chunk.count > 1]
+        return [*others, singles] if singles else others
+
+    def _packed(self, found: list[Tensor]) -> Tensor:
+        if self.filler:
+            found = [*found, found[0].new_zeros((1, self.filler, *found[0].shape[2:]))]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def _row(self, values: list[int], filler: int = 0) -> Tensor:
+        return torch.tensor([values + [filler] * self.filler], device=self.device)
+
+    def _of_group(self, number: int) -> _Places:
+        if number not in self._places:
+            window = self.manager.layout.groups[number].window
+            tables = [chunk.sequence.tables[number] for chunk in self.sequences]
+            written = [
+                _numbers(table.places(chunk.start, chunk.start + chunk.count))
+                for table, chunk in zip(tables, self.sequences, strict=True)
+            ]
+            read = [
+                _on_device(table.places(self._first_read(chunk, window), chunk.start + chunk.count), self.device)
+                for table, chunk in zip(tables, self.sequences, strict=True)
+            ]
+            self._places[number] = _Places(torch.from_numpy(np.concatenate(written)).to(self.device), read)
+        return self._places[number]
+
+
+    def _first_read(self, chunk: Chunk, window: int | None) -> int:
+        first = 0 if window is None else max(chunk.start + 1 - window, 0)
+        return first // INVARIANT_KEYS * INVARIANT_KEYS if self.is_batch_invariant else first
+
+
+INVARIANT_KEYS = 64
+"""Keys of a block of batch-invariant attention: blocks start at the same positions in every pass."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """written: [T] places in the storage for the new positions. read: of each sequence, a range of places or a list."""
+
+    written: Tensor
+    read: list[slice | Tensor]
+
+
+def _numbers(places: slice | np.ndarray) -> np.ndarray:
+    return np.arange(places.start, places.stop) if isinstance(places, slice) else places
+
+
+def _on_device(places: slice | np.ndarray, device: torch.device) -> slice | Tensor:
+    """A slice is read without a copy."""
+    return places if isinstance(places, slice) else torch.from_numpy(places).to(device)
+
+
+def _rows(tensor: Tensor, read: slice | Tensor) -> Tensor:
+    """[1, K, ...]"""
+    return (tensor[read] if isinstance(read, slice) else tensor.index_select(0, read))[None]

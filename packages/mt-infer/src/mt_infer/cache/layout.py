@@ -1,0 +1,118 @@
+"""What the layers of a model keep, grouped by how long they need it, and how many blocks fit the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from mt_core.errors import ConfigError
+from mt_core.nn.cache import KeepsState, MemoryState, PositionState, SequenceState
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that need the same positions: all of them, or those of a window. They share tables of blocks."""
+
+    window: int | None
+    layers: tuple[KeepsState, ...]
+    states: tuple[PositionState, ...]
+
+    @property
+    def bytes_per_position(self) -> int:
+        return sum(
+            math.prod(shape) * state.dtype.itemsize for state in self.states for shape in state.shapes
+        )
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Everything that the layers of this rank keep."""
+
+    groups: tuple[CacheGroup, ...]
+    recurrent: tuple[tuple[KeepsState, SequenceState], ...]
+    memory: tuple[tuple[KeepsState, MemoryState], ...]
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Of recurrent states."""
+        return sum(
+            math.prod(shape) * dtype.itemsize for _, state in self.recurrent for shape, dtype in state.tensors
+        )
+
+    @property
+    def bytes_per_memory_position(self) -> int:
+        """Of a position of an encoder's output."""
+        return sum(
+            math.prod(shape) * state.dtype.itemsize for _, state in self.memory for shape in state.shapes
+        )
+
+
+def cache_layout(model: nn.Module) -> CacheLayout:
+    """What the layers of a model declare."""
+    keepers = [module for module in model.modules() if isinstance(module, KeepsState)]
+    states = [(module, module.cached_state()) for module in keepers]
+    positions = [(module, state) for module, state in states if isinstance(state, PositionState)]
+    windows = sorted({state.window for _, state in positions}, key=lambda window: window or math.inf, reverse=True)
+    groups = tuple(
+        CacheGroup(
+            window,
+            tuple(module for module, state in positions if state.window == window),
+            tuple(state for _, state in positions if state.window == window),
+        )
+        for window in windows
+    )
+    return CacheLayout(
+        groups,
+        tuple((module, state) for module, state in states if isinstance(state, SequenceState)),
+        tuple((module, state) for module, state in states if isinstance(state, MemoryState)),
+    )
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """memory: bytes. longest: positions of a sequence. step: new positions of all sequences in a forward pass."""
+
+    memory: int
+    block_size: int
+    max_requests: int
+    longest: int
+    step: int
+
+
+def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...]:
+    """The number of blocks of each group, within the memory and not above what all requests together can use.
+
+    Raises ConfigError when the memory does not hold one sequence of the longest length.
+    """
+    most = tuple(limits.max_requests * _blocks_of_longest(group, limits) for group in layout.groups)
+    room = limits.memory - limits.max_requests * layout.bytes_per_sequence
+    needed = sum(
+        _blocks_of_longest(group, limits) * limits.block_size * group.bytes_per_position for group in layout.groups
+    )
+    if needed > room:
+        fixed = limits.max_requests * layout.bytes_per_sequence
+        raise ConfigError(
+            f"inference.cache_memory_gb={limits.memory / 2**30:.3g} does not hold one sequence of "
+            f"inference.max_sequence_length={limits.longest} positions, which takes {(needed + fixed) / 2**30:.3g} GiB "
+            f"(with the states of inference.max_requests={limits.max_requests} sequences); give more memory, or "
+            "shorter sequences"
+        )
+    # All groups get the same share of what all requests together could use.
+    wanted = sum(
+        count * limits.block_size * group.bytes_per_position for count, group in zip(most, layout.groups, strict=True)
+    )
+    share = min(room / wanted, 1.0) if wanted else 1.0
+    return tuple(
+        max(int(count * share), _blocks_of_longest(group, limits))
+        for count, group in zip(most, layout.groups, strict=True)
+    )
+
+
+def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:
+    """Blocks that a sequence of the longest length uses at a time."""
+    longest = limits.longest
+    if group.window is not None:
+        longest = min(longest, group.window + limits.step + limits.block_size)
+    return -(-longest // limits.block_size)

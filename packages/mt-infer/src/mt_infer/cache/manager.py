@@ -1,0 +1,133 @@
+"""The cache of an engine: memory for sequences, prefixes in common."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocks
+from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups
+from mt_infer.cache.storage import GroupStorage, StateStorage
+from mt_infer.cache.tables import BlockTable, PrefixKeys, longest_shared
+
+if TYPE_CHECKING:
+    from mt_infer.requests import RunningSequence
+
+SNAPSHOTS = 64
+"""Recurrent states that are kept at the ends of prefixes."""
+
+
+class CacheManager:
+    """Gives memory to sequences and takes it back.
+
+    Recurrent states cannot be cut off at a block's end: a prefix is shared where a snapshot of them was taken.
+    """
+
+    def __init__(self, layout: CacheLayout, limits: CacheLimits, device: torch.device, *, share_prefixes: bool) -> None:
+        self.layout, self.limits, self.share_prefixes = layout, limits, share_prefixes
+        counts = blocks_of_groups(layout, limits)
+        self.pools = [BlockPool(count) for count in counts]
+        self.storages = [
+            GroupStorage(group, count, limits.block_size, device)
+            for group, count in zip(layout.groups, counts, strict=True)
+        ]
+        self.states = StateStorage(layout, limits.max_requests, device) if layout.recurrent else None
+        self._snapshots: OrderedDict[Key, list[Tensor]] = OrderedDict()
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(pool.count - pool.free for pool in self.pools)
+
+    def new_tables(self) -> list[BlockTable]:
+        return [
+            BlockTable(pool, self.limits.block_size, group.window)
+            for pool, group in zip(self.pools, self.layout.groups, strict=True)
+        ]
+
+    def new_keys(self, root: Key) -> PrefixKeys:
+        return PrefixKeys(root, self.limits.block_size)
+
+    def admit(self, sequence: RunningSequence) -> None:
+        """Finds the longest prefix that is in the cache, and shares it. The last token is always computed anew: its
+        logits are wanted. Raises OutOfBlocks when there is no room for another sequence."""
+        if self.states is not None and not self.states.free:
+            raise OutOfBlocks
+        snapshot = None
+        if self.share_prefixes and sequence.request.sampling.prompt_logprobs is None:
+            keys = sequence.keys.extend(sequence.tokens, len(sequence.tokens) - 1)
+            count, snapshot = self._shared(sequence.tables, keys)
+            for table in sequence.tables:
+                table.adopt(keys[:count])
+            sequence.computed = sequence.cached = count * self.limits.block_size
+        if self.states is not None:
+            sequence.slot = self.states.take()
+            if snapshot is not None:
+                self.states.restore(sequence.slot, snapshot)
+
+    def reserve(self, sequence: RunningSequence, positions: int) -> None:
+        """Memory for so many positions of the sequence. Raises OutOfBlocks."""
+        for table in sequence.tables:
+            table.reserve(positions)
+
+    def computed(self, sequence: RunningSequence, positions: int) -> None:
+        """So many positions of the sequence are in the cache now."""
+        sequence.computed = positions
+        if self.share_prefixes:
+            keys = sequence.keys.extend(sequence.tokens, positions)
+            for table in sequence.tables:
+                self._name(table, keys)
+            if keys and positions == len(keys) * self.limits.block_size:
+                self._take_snapshot(sequence, keys[-1])
+        for table in sequence.tables:
+            table.leave_window(positions)
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Takes back all memory of the sequence, which may start again from nothing."""
+        for table in sequence.tables:
+            table.release()
+        if self.states is not None and sequence.slot is not None:
+            self.states.release(sequence.slot)
+        sequence.slot, sequence.computed = None, 0
+        sequence.memory.clear()
+
+    def forget_prefixes(self) -> None:
+        """The weights have changed."""
+        for pool in self.pools:
+            pool.forget_all()
+        self._snapshots.clear()
+
+    def chunk_end(self, sequence: RunningSequence, end: int) -> int:
+        """The end of a chunk of a prompt. Recurrent states are kept at the last full block, where a chunk has to end."""
+        if self.states is None or not self.share_prefixes:
+            return end
+        full = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
+        return full if sequence.computed < full < end else end
+
+    def _name(self, table: BlockTable, keys: Sequence[Key]) -> None:
+        for number in range(table.named, len(keys)):
+            block = table.blocks[number]
+            if block is not None:
+                table.pool.name(block, keys[number])
+        table.named = max(table.named, len(keys))
+
+    def _shared(self, tables: Sequence[BlockTable], keys: Sequence[Key]) -> tuple[int, list[Tensor] | None]:
+        """Leading blocks in common, and the recurrent states behind them."""
+        if self.states is None:
+            return longest_shared(tables, keys), None
+        for count in range(len(keys), 0, -1):
+            if keys[count - 1] in self._snapshots and longest_shared(tables, keys[:count]) == count:
+                self._snapshots.move_to_end(keys[count - 1])
+                return count, self._snapshots[keys[count - 1]]
+        return 0, None
+
+    def _take_snapshot(self, sequence: RunningSequence, key: Key) -> None:
+        in_prompt = sequence.computed < sequence.prompt_length
+        if self.states is None or sequence.slot is None or not in_prompt or key in self._snapshots:
+            return
+        self._snapshots[key] = self.states.snapshot(sequence.slot)
+        while len(self._snapshots) > SNAPSHOTS:
+            self._snapshots.popitem(last=False)

@@ -1,0 +1,65 @@
+"""The tensors of the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.cache import KeepsState, SequenceState
+from mt_infer.cache.layout import CacheGroup, CacheLayout
+
+
+class GroupStorage:
+    """What the layers of a group keep: for each tensor of a layer [blocks * block_size, ...]."""
+
+    def __init__(self, group: CacheGroup, blocks: int, block_size: int, device: torch.device) -> None:
+        self.group, self.blocks, self.block_size = group, blocks, block_size
+        self._tensors = {
+            id(layer): tuple(
+                # Zeros: a masked place is multiplied by 0, and must be finite.
+                torch.zeros((blocks * block_size, *shape), dtype=state.dtype, device=device)
+                for shape in state.shapes
+            )
+            for layer, state in zip(group.layers, group.states, strict=True)
+        }
+
+    def of(self, layer: KeepsState) -> tuple[Tensor, ...]:
+        return self._tensors[id(layer)]
+
+
+class StateStorage:
+    """The recurrent states of all sequences: for each tensor of a layer [slots, ...]."""
+
+    def __init__(self, layout: CacheLayout, slots: int, device: torch.device) -> None:
+        self._tensors = {id(layer): _state_tensors(state, slots, device) for layer, state in layout.recurrent}
+        self._free = list(reversed(range(slots)))
+
+    def take(self) -> int:
+        """A slot, its states set to zero."""
+        slot = self._free.pop()
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[slot].zero_()
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._free.append(slot)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def of(self, layer: KeepsState) -> tuple[Tensor, ...]:
+        return self._tensors[id(layer)]
+
+    def snapshot(self, slot: int) -> list[Tensor]:
+        return [tensor[slot].clone() for tensors in self._tensors.values() for tensor in tensors]
+
+    def restore(self, slot: int, snapshot: list[Tensor]) -> None:
+        every = [tensor for tensors in self._tensors.values() for tensor in tensors]
+        for tensor, kept in zip(every, snapshot, strict=True):
+            tensor[slot].copy_(kept)
+
+
+def _state_tensors(state: SequenceState, slots: int, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros((slots, *shape), dtype=dtype, device=device) for shape, dtype in state.tensors)

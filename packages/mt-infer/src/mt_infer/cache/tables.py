@@ -1,0 +1,123 @@
+"""Which blocks hold the positions of a sequence, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocks, block_key
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one sequence in one group; None for those that have left the window.
+
+    window: of the group. named: number of leading blocks whose content others may share.
+    """
+
+    pool: BlockPool
+    block_size: int
+    window: int | None
+    blocks: list[int | None] = field(default_factory=list)
+    named: int = 0
+    _left: int = 0
+    _run: int = 0
+    """From this block on, the blocks are consecutive in memory."""
+
+    def reserve(self, positions: int) -> None:
+        """Blocks for so many positions in all. Raises OutOfBlocks, and then has taken none."""
+        wanted = -(-positions // self.block_size) - len(self.blocks)
+        if wanted > self.pool.free:
+            raise OutOfBlocks
+        for _ in range(wanted):
+            self._append(self.pool.take(self.blocks[-1] if self.blocks else None))
+
+    def leave_window(self, computed: int) -> None:
+        """Release blocks that no later position reads, once `computed` positions are in the cache."""
+        if self.window is None:
+            return
+        unread = max(computed + 1 - self.window, 0) // self.block_size
+        while self._left < min(unread, len(self.blocks)):
+            block = self.blocks[self._left]
+            if block is not None:
+                self.pool.release(block)
+                self.blocks[self._left] = None
+            self._left += 1
+
+    def release(self) -> None:
+        # Last blocks first: a prefix outlives what follows it.
+        for block in reversed(self.blocks):
+            if block is not None:
+                self.pool.release(block)
+        self.blocks.clear()
+        self.named = self._left = self._run = 0
+
+    def adopt(self, keys: Sequence[Key]) -> None:
+        """Share the blocks with these contents: all of them, or with a window those that are still read."""
+        assert not self.blocks
+        first = self.first_needed(len(keys))
+        for number, key in enumerate(keys):
+            block = None
+            if number >= first:
+                block = self.pool.find(key)
+                assert block is not None
+                self.pool.share(block)
+            self._append(block)
+        self.named = len(keys)
+        self._left = first
+
+    def places(self, first: int, end: int) -> slice | np.ndarray:
+        """Where positions first ... end - 1 are in the storage: a slice where they are consecutive.
+
+        Those that have left the window may be anywhere: they are masked.
+        """
+        size, low = self.block_size, first // self.block_size
+        if low >= self._run:
+            block = self.blocks[low]
+            assert block is not None
+            start = block * size + first % size
+            return slice(start, start + end - first)
+        blocks = np.array([block or 0 for block in self.blocks[low : -(-end // size)]])
+        every = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        return every[first - low * size : end - low * size]
+
+    def _append(self, block: int | None) -> None:
+        if block is None or (self.blocks and self.blocks[-1] != block - 1):
+            self._run = len(self.blocks) + (block is None)
+        self.blocks.append(block)
+
+    def first_needed(self, blocks: int) -> int:
+        """The first block that is read by the position behind so many blocks."""
+        if self.window is None:
+            return 0
+        return max(blocks * self.block_size + 1 - self.window, 0) // self.block_size
+
+
+class PrefixKeys:
+    """The keys of the full blocks of a sequence, extended as it grows."""
+
+    def __init__(self, root: Key, block_size: int) -> None:
+        self.root, self.block_size = root, block_size
+        self.keys: list[Key] = []
+
+    def extend(self, tokens: Sequence[int], count: int) -> list[Key]:
+        """Keys of the full blocks among the first `count` tokens."""
+        size = self.block_size
+        while (len(self.keys) + 1) * size <= count:
+            start = len(self.keys) * size
+            before = self.keys[-1] if self.keys else self.root
+            self.keys.append(block_key(before, tokens[start : start + size]))
+        return self.keys[: count // size]
+
+
+def longest_shared(tables: Sequence[BlockTable], keys: Sequence[Key]) -> int:
+    """Number of leading blocks that every group has."""
+    for count in range(len(keys), 0, -1):
+        if all(
+            all(table.pool.find(key) is not None for key in keys[table.first_needed(count) : count])
+            for table in tables
+        ):
+            return count
+    return 0

@@ -1,0 +1,75 @@
+"""Text from tokens as they come, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mt_core.specs import Tokenizer
+
+INCOMPLETE = "�"
+"""What a character decodes to whose bytes are not all there yet."""
+
+
+class Detokenizer:
+    """The text of one sequence. `add` returns what can be shown: whole characters that no stop text may begin in."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.text = ""
+        """All text so far, without a stop text and what follows it."""
+        self.stopped_by: str | None = None
+        self._ids: list[int] = []
+        self._decoded = 0
+        """Ids whose text is in `text`."""
+        self._shown = 0
+
+    def add(self, token: int) -> str:
+        """The text that is new with this token and final."""
+        self._ids.append(token)
+        fresh = self._fresh()
+        if not fresh.endswith(INCOMPLETE):
+            self._take(fresh)
+        return self._show(len(self.text) - self._held_back())
+
+    def finish(self) -> str:
+        """The rest, at the end of the sequence."""
+        if self.stopped_by is None:
+            self._take(self._fresh())
+        return self._show(len(self.text))
+
+    def _fresh(self) -> str:
+        """Text of the ids that are not in `text` yet. A few ids before them are decoded too: what a tokenizer does at
+        the start of a text (dropping a space) it must not do here."""
+        start = max(self._decoded - CONTEXT, 0)
+        before = self.tokenizer.decode(self._ids[start : self._decoded])
+        return self.tokenizer.decode(self._ids[start:])[len(before) :]
+
+    def _take(self, fresh: str) -> None:
+        before = len(self.text)
+        self.text += fresh
+        self._decoded = len(self._ids)
+        found = [(place, stop) for stop in self.stop if (place := self._find(stop, before)) >= 0]
+        if found:
+            place, self.stopped_by = min(found)
+            self.text = self.text[:place]
+
+    def _find(self, stop: str, before: int) -> int:
+        return self.text.find(stop, max(before - len(stop) + 1, 0))
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop text."""
+        if self.stopped_by is not None:
+            return 0
+        longest = 0
+        for stop in self.stop:
+            lengths = range(min(len(stop) - 1, len(self.text)), longest, -1)
+            longest = next((length for length in lengths if self.text.endswith(stop[:length])), longest)
+        return longest
+
+    def _show(self, end: int) -> str:
+        shown, self._shown = self.text[self._shown : end], max(end, self._shown)
+        return shown
+
+
+CONTEXT = 8
+"""Ids that are decoded before new ones."""

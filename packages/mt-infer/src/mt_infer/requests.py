@@ -1,0 +1,91 @@
+"""Requests, the sequences that answer them, and what is reported of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from torch import Tensor
+
+from mt_core.nn.cache import Conditioning
+from mt_infer.cache.tables import BlockTable, PrefixKeys
+from mt_infer.sampling.parameters import SamplingParameters
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token, a stop text, or the end of the document."""
+    LENGTH = "length"
+    """max_tokens, or the longest sequence of the engine."""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Request:
+    """tokens: of the prompt, at least one. inputs: images or the like, as the model's `conditioned_by` names them."""
+
+    id: int
+    tokens: tuple[int, ...]
+    sampling: SamplingParameters
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    content: bytes = b""
+    """Hash of what the cached values depend on beside tokens: inputs, an adapter."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest."""
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A sampled token of a sequence, or its end. token: None for an end without one."""
+
+    request: int
+    index: int
+    token: int | None
+    logprobs: LogProbs | None = None
+    finish: FinishReason | None = None
+    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
+    """With the first event, if asked for: of each token of the prompt; None for the first, which has none."""
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """One of the n sequences of a request.
+
+    tokens: prompt and generated ones. computed: number of leading positions that are in the cache.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    capacity: int
+    tables: list[BlockTable]
+    keys: PrefixKeys
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    slot: int | None = None
+    conditioning: Conditioning = field(default_factory=dict)
+    memory: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Layer -> its MemoryState."""
+    prompt_logprobs: list[LogProbs | None] = field(default_factory=list)
+    cached: int = 0
+    """Positions of the prompt that another sequence had computed."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.tokens)
+
+    @property
+    def generated(self) -> Sequence[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def waiting(self) -> int:
+        """Positions that are to be computed before the next token can be sampled."""
+        return len(self.tokens) - self.computed

@@ -1,0 +1,84 @@
+"""Runs the model over a batch of chunks, through the pipeline stages of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mt_core.nn.model import as_generator
+from mt_core.parallel.collectives import gather_copies
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
+from mt_core.parallel.pipeline.stage import Stage, whole
+from mt_infer.cache.batch import CachedBatch
+
+
+class ModelRunner:
+    """This rank's part of the forward passes. Every rank of the model (its tp and pp axes) makes the same calls.
+
+    stages: of the whole model, in order; rank_of_stage: along the axis pp; None: one stage, on this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ctx: ParallelContext,
+        stages: Sequence[Stage] | None = None,
+        rank_of_stage: Sequence[int] = (0,),
+    ) -> None:
+        self.model = as_generator(model)
+        self.ctx = ctx
+        self.stages = tuple(stages or [whole(self.model.decoded_layers)])
+        self.rank_of_stage = tuple(rank_of_stage)
+        self._p2p = P2PCommunicator(ctx.pp, ctx.device) if len(self.stages) > 1 else None
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank runs the last stage."""
+        return self.rank_of_stage[-1] == self.ctx.pp.rank
+
+    def logits(self, batch: CachedBatch) -> Tensor | None:
+        """[R, vocab] in fp32: of the wanted positions, in their order; None on ranks without the last stage."""
+        own = self.ctx.pp.rank
+        hidden: Any = None
+        for number, (stage, rank) in enumerate(zip(self.stages, self.rank_of_stage, strict=True)):
+            if rank != own:
+                continue
+            if number and self.rank_of_stage[number - 1] != own:
+                hidden = self._receive(self.rank_of_stage[number - 1], number, batch)
+            hidden = self.model.decode_stage(stage, hidden, batch)
+            if not stage.last and self.rank_of_stage[number + 1] != own:
+                self._send(hidden, self.rank_of_stage[number + 1], number + 1, batch)
+        if self._p2p is not None:
+            self._p2p.finish()
+        return self._whole_rows(hidden, batch) if self.has_logits else None
+
+    def _whole_rows(self, logits: Tensor, batch: CachedBatch) -> Tensor:
+        rows = gather_vocab(logits, self.ctx)[0]
+        return (rows[batch.logit_rows] if batch.multiple > 1 else rows).float()
+
+    def _send(self, hidden: Any, to: int, stage: int, batch: CachedBatch) -> None:
+        assert self._p2p is not None
+        self._p2p.send_hidden(hidden, to, (stage, batch.tokens.shape[1]))
+
+    def _receive(self, sender: int, stage: int, batch: CachedBatch) -> Any:
+        assert self._p2p is not None
+        incoming = self._p2p.receive_hidden(sender, (stage, batch.tokens.shape[1]))
+        return incoming.form.pack(incoming.wait())
+
+
+def gather_vocab(logits: Tensor, ctx: ParallelContext) -> Tensor:
+    """[1, R, ids of this rank] -> [1, R, vocab] on every rank of tp. The last ranks may have fewer ids, or none."""
+    if ctx.tp.size == 1:
+        return logits
+    counts = torch.zeros(ctx.tp.size, dtype=torch.int64, device=logits.device)
+    counts[ctx.tp.rank] = logits.shape[-1]
+    dist.all_reduce(counts, group=ctx.tp.group)
+    share = int(counts.max())
+    padded = torch.nn.functional.pad(logits, (0, share - logits.shape[-1]))
+    every = gather_copies(padded, logits.ndim - 1, ctx.tp)
+    return every[..., : int(counts.sum())]
