@@ -14,7 +14,7 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import ConfigError
-from mt_core.inference.loading import load_trained_model
+from mt_core.train.trained_model import load_trained_model
 
 TINY = {
     "family": "gpt",

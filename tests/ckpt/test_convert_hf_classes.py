@@ -13,7 +13,7 @@ from tests.ckpt.convert_cases import GROUPED, LATENT, MAMBA, SHAPE
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.inference.loading import load_trained_model
+from mt_core.train.trained_model import load_trained_model
 
 SHARED = {
     "num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 24,

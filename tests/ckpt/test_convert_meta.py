@@ -92,7 +92,7 @@ def reference(state: dict[str, Tensor], tokens: Tensor, base: float) -> Tensor:
 
 
 def logits(checkpoint: Path, host, tokens: Tensor) -> Tensor:
-    from mt_core.inference.loading import load_trained_model
+    from mt_core.train.trained_model import load_trained_model
 
     with torch.no_grad():
         return load_trained_model(checkpoint, host, device="cpu").model(tokens)

@@ -14,7 +14,7 @@ from mt_ckpt.convert.verify import Verification
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import ConfigError
-from mt_core.inference.loading import load_trained_model
+from mt_core.train.trained_model import load_trained_model
 from mt_core.specs import ConvertOptions
 
 

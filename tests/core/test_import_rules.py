@@ -64,9 +64,10 @@ def names() -> list[str]:
 
 
 def required(package: str) -> set[str]:
-    """Distributions of ours that the pyproject.toml names, as packages."""
+    """Distributions of ours that the pyproject.toml names, as packages; also those of extras."""
     project = tomllib.loads((PACKAGES / package.replace("_", "-") / "pyproject.toml").read_text())["project"]
-    wanted = [re.split(r"[\[<>=~; ]", entry)[0] for entry in project["dependencies"]]
+    extras = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+    wanted = [re.split(r"[\[<>=~; ]", entry)[0] for entry in [*project["dependencies"], *extras]]
     return {name.replace("-", "_") for name in wanted if name.startswith("mt-")}
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mt_ckpt.convert import convert
 from mt_core.inference.generation import as_decoder, generate_ids
-from mt_core.inference.loading import load_trained_model
+from mt_core.train.trained_model import load_trained_model
 from mt_core.inference.sampling import SamplingOptions
 from mt_models.bert.heads import mean_of_tokens
 

@@ -14,7 +14,6 @@ def _command(name: str, attribute: str, doc: str) -> CommandSpec:
 def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("train", "train", "Train a model; without arguments a small GPT, in about a minute"),
-        _command("generate", "generate", "Continue a text with a trained model"),
         _command("models", "models", "List model families, presets and parameter counts"),
         _command("config", "app", "Show, check and explain the configuration"),
         _command("plugins", "plugins", "List plugins and everything they register"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
 
@@ -83,16 +83,19 @@ class InferenceEngine:
         inputs: Mapping[str, Tensor] | None = None,
     ) -> int:
         """The number of the new request. Raises ConfigError for one that the engine cannot serve."""
-        request = Request(
-            next(self._ids), tuple(tokens), sampling or SamplingParameters(), inputs or {}, _content(inputs or {})
-        )
-        self._check(request)
-        conditioning = self._condition(request)
-        seed = new_seed() if request.sampling.seed is None else request.sampling.seed
-        if request.sampling.seed is None and self.ctx.world.size > 1:
-            raise ConfigError("a request to several ranks needs a seed; give sampling.seed")
-        self.scheduler.add(self._sequence(request, index, seed, conditioning) for index in range(request.sampling.n))
+        sampling = sampling or SamplingParameters()
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=new_seed())
+        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {})
+        self.check(request)
+        self.add_request(request)
         return request.id
+
+    def add_request(self, request: Request) -> None:
+        """A request with a seed and a number of its own, the same on all ranks of the model."""
+        assert request.sampling.seed is not None
+        conditioning, seed = self._condition(request), request.sampling.seed
+        self.scheduler.add(self._sequence(request, index, seed, conditioning) for index in range(request.sampling.n))
 
     def cancel(self, request: int) -> list[TokenEvent]:
         """Ends a request and frees its memory."""
@@ -113,10 +116,10 @@ class InferenceEngine:
         return self.scheduler.is_idle
 
     @torch.inference_mode()
-    def step(self) -> list[TokenEvent]:
-        """One forward pass over the sequences that are next."""
+    def step(self, *, fill: bool = False) -> list[TokenEvent]:
+        """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
         chunks = self.scheduler.schedule()
-        if not chunks:
+        if not chunks and not fill:
             return []
         training = self.model.training
         self.model.eval()
@@ -157,9 +160,7 @@ class InferenceEngine:
 
     def _from_logits(self, chunks: Sequence[Chunk], logits: Tensor) -> list[_Found]:
         rows = list(logits.split([chunk.logits for chunk in chunks]))
-        found = [
-            _Found(prompt=self._prompt_logprobs(chunk, own)) for chunk, own in zip(chunks, rows, strict=True)
-        ]
+        found = [_Found(prompt=self._prompt_logprobs(chunk, own)) for chunk, own in zip(chunks, rows, strict=True)]
         ending = [
             number for number, chunk in enumerate(chunks) if chunk.start + chunk.count == len(chunk.sequence.tokens)
         ]
@@ -225,7 +226,7 @@ class InferenceEngine:
             sequence_seed(seed, index),
             capacity,
             self.manager.new_tables(),
-            self.manager.new_keys(request.content),
+            self.manager.new_keys(_content(request.inputs)),
             list(request.tokens),
             conditioning=conditioning,
         )
@@ -235,7 +236,8 @@ class InferenceEngine:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
         return as_generator(self.model).condition(inputs) if inputs else {}
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raises ConfigError for a request that the engine cannot serve."""
         known = as_generator(self.model).conditioned_by
         unknown = [name for name in request.inputs if name not in known]
         if unknown:
@@ -258,10 +260,7 @@ class _Found:
     """What a forward pass gave for a chunk."""
 
     sampled: Sampled | None = None
-    prompt: list[LogProbs | None] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.prompt = self.prompt or []
+    prompt: list[LogProbs | None] = field(default_factory=list)
 
 
 def _content(inputs: Mapping[str, Tensor]) -> bytes:

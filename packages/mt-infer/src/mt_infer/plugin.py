@@ -10,6 +10,8 @@ from mt_core.specs import CommandSpec, Lazy
 def mt_register_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
-            name="generate", doc="Continue prompts with a trained model", app=Lazy("mt_infer.commands.generate:generate")
+            name="generate",
+            doc="Continue prompts with a trained model",
+            app=Lazy("mt_infer.commands.generate:generate"),
         ),
     ]

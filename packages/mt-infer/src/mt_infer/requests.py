@@ -29,8 +29,6 @@ class Request:
     tokens: tuple[int, ...]
     sampling: SamplingParameters
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    content: bytes = b""
-    """Hash of what the cached values depend on beside tokens: inputs, an adapter."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,9 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mt_core.config.loading import LoadedConfig
     from mt_core.train.trainer import Trainer, TrainResult
+    from mt_infer.text import TextGenerator
 
 DEFAULT_PRESET = "gpt-tiny"
 
@@ -216,31 +216,33 @@ def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> l
 _LN2 = 0.6931471805599453
 
 
-def _whole_model(trainer: Trainer) -> nn.Module:
-    """The model on this process alone, from the checkpoint that training ended with."""
-    from mt_core.inference.loading import load_trained_model
-
-    assert trainer.directory is not None
-    return load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type).model
-
-
 def _sample(trainer: Trainer) -> None:
-    """A text from the model, printed as it comes."""
-    from mt_core.inference.generation import as_decoder, generate_text
-    from mt_core.inference.sampling import SamplingOptions
-
-    train = trainer.config.train
-    if train.sample_prompt is None:
+    """A text from the model, printed as it comes; nothing where mt-infer is not installed."""
+    prompt = trainer.config.train.sample_prompt
+    if prompt is None or find_spec("mt_infer") is None:
         return
-    model = trainer.model if trainer.ctx.world.size == 1 else _whole_model(trainer)
-    decoder = as_decoder(model)
-    longest = decoder.max_sequence_length or trainer.config.data.seq_length
-    room = longest - len(trainer.engine.tokenizer.encode(train.sample_prompt))
-    options = SamplingOptions(temperature=0.8, top_k=50, seed=train.seed)
+    from mt_infer.sampling.parameters import SamplingParameters
+
+    generator = _generator(trainer)
+    room = generator.longest - len(trainer.engine.tokenizer.encode(prompt))
     typer.echo("\nA sample:\n")
-    typer.echo(train.sample_prompt, nl=False)
+    typer.echo(prompt, nl=False)
     if room > 0:
+        train = trainer.config.train
         tokens = min(train.sample_tokens, room)
-        for piece in generate_text(decoder, trainer.engine.tokenizer, train.sample_prompt, tokens, options):
+        sampling = SamplingParameters(temperature=0.8, top_k=50, seed=train.seed, max_tokens=tokens)
+        for piece in generator.stream(prompt, sampling):
             typer.echo(piece, nl=False)
     typer.echo()
+
+
+def _generator(trainer: Trainer) -> TextGenerator:
+    """Of the model on this process alone: with several ranks, from the checkpoint that training ended with."""
+    from mt_core.train.trained_model import load_trained_model
+    from mt_infer.text import TextGenerator
+
+    if trainer.ctx.world.size == 1:
+        return TextGenerator.of_trainer(trainer)
+    assert trainer.directory is not None
+    own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
+    return TextGenerator.of_model(own.model, own.tokenizer, own.config, own.ctx)

@@ -87,16 +87,23 @@ def _with_overrides(layers: Sequence[Layer], texts: Sequence[str], problems: Pro
 
 def _override_layer(text: str, below: list[Layer]) -> Layer:
     """One `--set`. A path below a key (model.rope_scaling.factor) changes one entry of its table."""
-    path, equals, value = text.partition("=")
-    parts = path.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"--set {text}: expected section.key=value, for instance train.train_iters=100")
-    section, key, *inner = parts
-    parsed = _parse_value(value.strip())
+    (section, key, *inner), parsed = parse_override(text)
     if inner:
         table = merge_layers(below, Problems()).get(section, {}).get(key, ({}, ""))[0]
         parsed = _with_entry(table if isinstance(table, Mapping) else {}, inner, parsed)
     return Layer(OVERRIDE, {section: {key: parsed}})
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`section.key=value` as --set takes it: the path, of two names or more, and the value (TOML, or else a text).
+
+    Raises ConfigError for another form.
+    """
+    path, equals, value = text.partition("=")
+    parts = path.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {text}: expected section.key=value, for instance train.train_iters=100")
+    return parts, _parse_value(value.strip())
 
 
 def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class CachedBatch:
         self.sequences, self.manager, self.is_batch_invariant = chunks, manager, is_batch_invariant
         self.device, self.multiple = device, multiple
         self.ends = list(accumulate(chunk.count for chunk in chunks))
-        self.filler = -self.ends[-1] % multiple
+        self.count = self.ends[-1] if chunks else 0
+        # At least one position: ranks that share experts compute together.
+        self.filler = -self.count % multiple if chunks else multiple
         self.tokens = self._row(
             [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]]
         )
@@ -70,6 +72,7 @@ class CachedBatch:
         )
         self.logit_rows = torch.tensor(
             [row for chunk, end in zip(chunks, self.ends, strict=True) for row in range(end - chunk.logits, end)],
+            dtype=torch.int64,
             device=device,
         )
         self._groups = {
@@ -87,14 +90,16 @@ class CachedBatch:
         number = self._groups[id(layer)]
         stored, places = self.manager.storages[number].of(layer), self._of_group(number)
         for tensor, values in zip(stored, kept, strict=True):
-            tensor.index_copy_(0, places.written, values[0, : self.ends[-1]])
+            tensor.index_copy_(0, places.written, values[0, : self.count])
         found = []
         for chunk, end, read in zip(self.sequences, self.ends, places.read, strict=True):
             span = slice(end - chunk.count, end)
             # A new sequence attends to itself only: what was stored is what it has.
             past = [x[:, span] for x in kept] if chunk.start == 0 else [_rows(tensor, read) for tensor in stored]
             found.append(attend(*(x[:, span] for x in new), *past))
-        return self._packed(found)
+        if self.filler:
+            found.append(attend(*(x[:, self.count :] for x in (*new, *kept))))
+        return _packed(found)
 
     def attend_memory(
         self,
@@ -109,7 +114,9 @@ class CachedBatch:
             if id(layer) not in memory:
                 memory[id(layer)] = make(chunk.conditioning["memory"])
             found.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
-        return self._packed(found)
+        if self.filler:
+            found.append(torch.zeros_like(new[0][:, self.count :]))
+        return _packed(found)
 
     def advance(
         self,
@@ -122,15 +129,18 @@ class CachedBatch:
         found: list[Tensor] = [torch.empty(0)] * len(self.sequences)
         for numbers in self._by_length():
             chunks = [self.sequences[number] for number in numbers]
-            rows = torch.tensor([[*range(self.ends[n] - c.count, self.ends[n])] for n, c in zip(numbers, chunks, strict=True)])
+            spans = [range(self.ends[number] - self.sequences[number].count, self.ends[number]) for number in numbers]
+            rows = torch.tensor([[*span] for span in spans], device=self.device)
             slots = torch.tensor([chunk.sequence.slot for chunk in chunks], device=self.device)
-            rows = rows.to(self.device)
             out, after = advance(tuple(x[0, rows] for x in inputs), tuple(state[slots] for state in states))
             for state, value in zip(states, after, strict=True):
                 state[slots] = value.to(state.dtype)
             for number, result in zip(numbers, out.split(1), strict=True):
                 found[number] = result
-        return self._packed(found)
+        if self.filler:
+            zeros = tuple(torch.zeros_like(state[:1]) for state in states)
+            found.append(advance(tuple(x[:, self.count :] for x in inputs), zeros)[0])
+        return _packed(found)
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
         # With sequence parallelism x has a part of the positions; those wanted are taken of the logits.
@@ -141,11 +151,6 @@ class CachedBatch:
         singles = [number for number, chunk in enumerate(self.sequences) if chunk.count == 1]
         others = [[number] for number, chunk in enumerate(self.sequences) if chunk.count > 1]
         return [*others, singles] if singles else others
-
-    def _packed(self, found: list[Tensor]) -> Tensor:
-        if self.filler:
-            found = [*found, found[0].new_zeros((1, self.filler, *found[0].shape[2:]))]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _row(self, values: list[int], filler: int = 0) -> Tensor:
         return torch.tensor([values + [filler] * self.filler], device=self.device)
@@ -162,9 +167,9 @@ class CachedBatch:
                 _on_device(table.places(self._first_read(chunk, window), chunk.start + chunk.count), self.device)
                 for table, chunk in zip(tables, self.sequences, strict=True)
             ]
-            self._places[number] = _Places(torch.from_numpy(np.concatenate(written)).to(self.device), read)
+            every = np.concatenate([np.empty(0, np.int64), *written])
+            self._places[number] = _Places(torch.from_numpy(every).to(self.device), read)
         return self._places[number]
-
 
     def _first_read(self, chunk: Chunk, window: int | None) -> int:
         first = 0 if window is None else max(chunk.start + 1 - window, 0)
@@ -181,6 +186,10 @@ class _Places:
 
     written: Tensor
     read: list[slice | Tensor]
+
+
+def _packed(found: list[Tensor]) -> Tensor:
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def _numbers(places: slice | np.ndarray) -> np.ndarray:

@@ -21,9 +21,7 @@ class CacheGroup:
 
     @property
     def bytes_per_position(self) -> int:
-        return sum(
-            math.prod(shape) * state.dtype.itemsize for state in self.states for shape in state.shapes
-        )
+        return sum(math.prod(shape) * state.dtype.itemsize for state in self.states for shape in state.shapes)
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,12 @@ class CacheLayout:
     @property
     def bytes_per_sequence(self) -> int:
         """Of recurrent states."""
-        return sum(
-            math.prod(shape) * dtype.itemsize for _, state in self.recurrent for shape, dtype in state.tensors
-        )
+        return sum(math.prod(shape) * dtype.itemsize for _, state in self.recurrent for shape, dtype in state.tensors)
 
     @property
     def bytes_per_memory_position(self) -> int:
         """Of a position of an encoder's output."""
-        return sum(
-            math.prod(shape) * state.dtype.itemsize for _, state in self.memory for shape in state.shapes
-        )
+        return sum(math.prod(shape) * state.dtype.itemsize for _, state in self.memory for shape in state.shapes)
 
 
 def cache_layout(model: nn.Module) -> CacheLayout:

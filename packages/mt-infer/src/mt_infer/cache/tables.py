@@ -116,8 +116,7 @@ def longest_shared(tables: Sequence[BlockTable], keys: Sequence[Key]) -> int:
     """Number of leading blocks that every group has."""
     for count in range(len(keys), 0, -1):
         if all(
-            all(table.pool.find(key) is not None for key in keys[table.first_needed(count) : count])
-            for table in tables
+            all(table.pool.find(key) is not None for key in keys[table.first_needed(count) : count]) for table in tables
         ):
             return count
     return 0

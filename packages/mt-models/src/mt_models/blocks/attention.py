@@ -109,9 +109,7 @@ class SelfAttention(nn.Module):
         if self.rotary_features is not None:
             self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
 
-    def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.normalize(q, k)
         if angles is not None:

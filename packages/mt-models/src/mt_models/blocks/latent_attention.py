@@ -112,9 +112,7 @@ class LatentAttention(nn.Module):
         self.q_layernorm = build_norm(config.normalization, rank, config.norm_epsilon, ctx)
         self.linear_q_up_proj = ColumnParallelLinear(rank, width, ctx, bias=False, init=init)
 
-    def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         assert angles is not None
         source = self.query_source(x)
         latents, positional = self.latents(x, angles)

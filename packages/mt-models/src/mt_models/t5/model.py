@@ -181,7 +181,9 @@ class T5Model(Model):
         memory_pattern = AttentionPattern(causal=False, key_padding=seen(encoder_mask))
         if stage.first:
             assert self.embedding is not None
-            x = self.decoder_input_dropout(self.embedding(decoder_tokens, None if cache is None else cache.position_ids))
+            x = self.decoder_input_dropout(
+                self.embedding(decoder_tokens, None if cache is None else cache.position_ids)
+            )
         assert x is not None
         x = self.decoder(x, pattern, memory, memory_pattern, cache, stage)
         return self.decoder_output_dropout(x) if stage.last else x

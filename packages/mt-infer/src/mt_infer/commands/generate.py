@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mt_core.commands import need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
-from mt_core.plugins import load_plugins
+from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
+
+if TYPE_CHECKING:
+    from mt_infer.sampling.parameters import SamplingParameters
+    from mt_infer.text import TextGenerator
 
 STANDARD_INPUT = "-"
 
 
 def generate(
     path: Annotated[
-        Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or one of its checkpoints.")
+        Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; - reads standard input. Repeatable.", show_default=False)
@@ -28,22 +32,27 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: another each time.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text before which the output ends. Repeatable.")] = None,
+    set_: SETTINGS = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    cache: Annotated[bool, typer.Option(help="Keep keys and values of past positions (same text, faster).")] = True,
+    nproc: NPROC = None,
 ) -> None:
-    """Continue one prompt, or several one after the other, with a trained model."""
+    """Continue prompts with a trained model."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
-    from mt_core.inference.generation import as_decoder, generate_text
-    from mt_core.inference.loading import load_trained_model
-    from mt_core.inference.sampling import SamplingOptions
+    from mt_infer.sampling.parameters import SamplingParameters
 
-    options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = SamplingParameters(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ()), max_tokens=max_tokens
+    )
     texts = read_prompts(prompt or [""])
-    trained = load_trained_model(path, load_plugins(), device=device)
-    decoder = as_decoder(trained.model)
+    on_ranks(path, engine_settings(set_ or []), device, nproc, lambda generator: show(generator, texts, sampling))
+
+
+def show(generator: TextGenerator, texts: list[str], sampling: SamplingParameters) -> None:
+    """Prints each prompt with its continuation, as it comes."""
     for number, text in enumerate(texts):
         typer.echo("\n" * (number > 0) + text, nl=False)
-        for piece in generate_text(decoder, trained.tokenizer, text, max_tokens, options, use_cache=cache):
+        for piece in generator.stream(text, sampling):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
         typer.echo()

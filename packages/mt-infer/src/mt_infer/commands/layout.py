@@ -1,0 +1,82 @@
+"""Options that the commands share: settings of the engine, and the ranks that run it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_core.config.sources import parse_override
+
+if TYPE_CHECKING:
+    from mt_infer.text import TextGenerator
+
+SETTINGS = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Settings of the engine (inference.*), its layout (parallel.*) and the like; repeatable.",
+    ),
+]
+NPROC = Annotated[int | None, typer.Option(help="Processes to start on this machine, for a layout.", min=1)]
+Settings = dict[str, dict[str, Any]]
+
+
+def engine_settings(settings: Sequence[str]) -> Settings:
+    """`section.key=value` -> section -> key -> value. Raises ConfigError for another form."""
+    found: Settings = {}
+    for setting in settings:
+        path, value = parse_override(setting)
+        section: dict[str, Any] = found
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+        section[path[-1]] = value
+    return found
+
+
+def on_ranks(
+    path: Path, settings: Settings, device: str, nproc: int | None, use: Callable[[TextGenerator], None]
+) -> None:
+    """Loads the model and calls `use` on rank 0, while other ranks take part.
+
+    nproc: starts so many processes, each of which runs this command again without --nproc; else the processes are those
+    of torchrun or srun, or this one.
+    """
+    if nproc is not None:
+        raise typer.Exit(_launch(nproc))
+    from mt_core.launch.environment import read_environment
+    from mt_core.launch.session import rank_session
+    from mt_core.parallel.context import is_writer
+    from mt_core.train.build import resolve_device
+    from mt_infer.text import TextGenerator
+
+    if read_environment().world_size > 1:
+        settings.setdefault("parallel", {})
+    with rank_session(resolve_device(device).type):
+        generator = TextGenerator.load(path, device=device, settings=settings)
+        if not is_writer():
+            return generator.follow()
+        try:
+            use(generator)
+        finally:
+            generator.close()
+
+
+def _launch(nproc: int) -> int:
+    from mt_core.launch.local import launch
+
+    return launch(nproc, _without_nproc(sys.argv[1:]))
+
+
+def _without_nproc(arguments: Sequence[str]) -> list[str]:
+    kept, skipped = [], False
+    for argument in arguments:
+        if skipped or argument == "--nproc" or argument.startswith("--nproc="):
+            skipped = argument == "--nproc"
+            continue
+        kept.append(argument)
+    return kept

@@ -1,0 +1,145 @@
+"""One engine over several ranks: rank 0 takes the requests, all ranks step together.
+
+Each model replica (the ranks of tp and pp) has a scheduler in every rank, which all make the same decisions from the
+same requests and tokens; only new requests and ends are sent. Requests are dealt to the replicas along dp. Replicas step
+together, since experts may be divided over them: one without work computes a position of filler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_infer.engine import InferenceEngine
+from mt_infer.requests import Request, TokenEvent
+from mt_infer.sampling.noise import new_seed
+from mt_infer.sampling.parameters import SamplingParameters
+
+
+@dataclass(frozen=True)
+class Command:
+    """What rank 0 tells the others before a step. replica: None for all of them."""
+
+    name: str
+    replica: int | None
+    arguments: tuple[Any, ...] = ()
+
+
+STOP = Command("stop", None)
+
+
+class LockstepEngine:
+    """Has the methods of InferenceEngine, on rank 0; the other ranks call `follow`, which returns when rank 0 closes.
+
+    In one process it passes calls on. Requests without a seed are given one.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine, self.ctx = engine, engine.ctx
+        self._commands: list[Command] = []
+        self._open: dict[int, int] = {}
+        """Request -> its replica."""
+        self._unfinished: dict[int, int] = {}
+        self._ids = count()
+
+    @property
+    def replicas(self) -> int:
+        return self.ctx.dp.size
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._unfinished and not self._commands
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParameters | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> int:
+        """As InferenceEngine.add; goes to the replica with the fewest requests."""
+        sampling = sampling or SamplingParameters()
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=new_seed())
+        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {})
+        self.engine.check(request)
+        loads = [sum(replica == number for replica in self._open.values()) for number in range(self.replicas)]
+        replica = loads.index(min(loads))
+        self._open[request.id], self._unfinished[request.id] = replica, sampling.n
+        self._commands.append(Command("add_request", replica, (request,)))
+        return request.id
+
+    def cancel(self, request: int) -> None:
+        """Its memory is free after the next step; no events of it follow."""
+        replica = self._open.pop(request, None)
+        if replica is not None:
+            del self._unfinished[request]
+            self._commands.append(Command("cancel", replica, (request,)))
+
+    def finish(self, request: int, index: int) -> None:
+        if request in self._open:
+            self._commands.append(Command("finish", self._open[request], (request, index)))
+            self._ended(request)
+
+    def weights_changed(self) -> None:
+        """On every rank: see InferenceEngine."""
+        self.engine.weights_changed()
+
+    def step(self) -> list[TokenEvent]:
+        """One forward pass on every replica. Events of requests that were cancelled are left out."""
+        commands, self._commands = self._commands, []
+        events = [event for event in self._together(commands) if event.request in self._open]
+        for event in events:
+            if event.finish is not None:
+                self._ended(event.request)
+        return events
+
+    def follow(self) -> None:
+        """On ranks other than 0: steps with rank 0 until it closes."""
+        while self._together(None) is not CLOSED:
+            pass
+
+    def close(self) -> None:
+        """On rank 0: `follow` returns on the others."""
+        if self.ctx.world.size > 1:
+            self._shared([STOP])
+
+    def _together(self, commands: list[Command] | None) -> list[TokenEvent]:
+        shared = self._shared(commands)
+        if STOP in shared:
+            return CLOSED
+        for command in shared:
+            if command.replica in (None, self.ctx.dp.rank):
+                getattr(self.engine, command.name)(*command.arguments)
+        return self._gathered(self.engine.step(fill=self.replicas > 1))
+
+    def _shared(self, commands: list[Command] | None) -> list[Command]:
+        """Rank 0's commands, on every rank."""
+        if self.ctx.world.size == 1:
+            return commands or []
+        box = [commands]
+        dist.broadcast_object_list(box, src=0)
+        return box[0] or []
+
+    def _gathered(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """The events of all replicas, on rank 0; their own on the others."""
+        if self.replicas == 1:
+            return events
+        first = self.ctx.tp.rank == 0 and self.ctx.pp.rank == 0
+        everyone: list[list[TokenEvent] | None] | None = [None] * self.ctx.world.size if dist.get_rank() == 0 else None
+        dist.gather_object(events if first else None, everyone)
+        return [event for own in everyone or [] for event in own or []]
+
+    def _ended(self, request: int) -> None:
+        """One sequence of the request has ended."""
+        self._unfinished[request] -= 1
+        if not self._unfinished[request]:
+            del self._unfinished[request], self._open[request]
+
+
+CLOSED: list[TokenEvent] = []
+"""What a step gives when rank 0 has closed."""

@@ -1,0 +1,225 @@
+"""Text in, text out: the engine with a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.placement import ranks_of_stages
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import Tokenizer
+from mt_core.train.pipelining import Stages
+from mt_core.train.trained_model import load_trained_model
+from mt_core.train.trainer import Trainer
+from mt_infer.detokenizer import Detokenizer
+from mt_infer.engine import InferenceEngine, PlacedStages
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.requests import FinishReason, LogProbs, TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """What is new in one sequence: text that is final, and the token that brought it. See TokenEvent."""
+
+    request: int
+    index: int
+    text: str
+    token: int | None = None
+    logprobs: LogProbs | None = None
+    finish: FinishReason | None = None
+    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
+
+
+@dataclass
+class Completion:
+    """One sequence of a request: its text without the prompt, and its tokens."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
+
+    def add(self, event: TextEvent) -> None:
+        self.text += event.text
+        if event.token is not None:
+            self.tokens.append(event.token)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        self.finish = event.finish or self.finish
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+class TextGenerator:
+    """Generates text. `generate` and `stream` serve one caller; `submit` and `step` many at a time.
+
+    With several ranks, rank 0 makes these calls, and the others `follow`. Close it to let them go.
+    """
+
+    def __init__(self, engine: LockstepEngine, tokenizer: Tokenizer, config: Config) -> None:
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self._open: dict[tuple[int, int], Detokenizer] = {}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        host: PluginHost | None = None,
+        device: str = "auto",
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> TextGenerator:
+        """From a run directory or a checkpoint of any format.
+
+        settings: section -> values in place of the checkpoint's; those of "inference" configure the engine, and
+        "parallel" is the layout of the ranks that call this together. Raises CheckpointError and ConfigError.
+        """
+        trained = load_trained_model(path, host or load_plugins(), device=device, settings=settings)
+        return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        config: Config,
+        ctx: ParallelContext,
+        stages: Stages | None = None,
+    ) -> TextGenerator:
+        """Of a model in memory, in the layout that it has. stages: of its pipeline."""
+        placed = None
+        if stages is not None:
+            ranks = ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement)
+            placed = PlacedStages(stages.all, ranks)
+        longest = longest_sequence(config, model)
+        engine = InferenceEngine(model, tokenizer, ctx, config.inference, longest=longest, placed=placed)
+        return cls(LockstepEngine(engine), tokenizer, config)
+
+    @classmethod
+    def of_trainer(cls, trainer: Trainer) -> TextGenerator:
+        """Of a running trainer's weights, which it shares, in the trainer's layout. Call `weights_changed` after steps."""
+        parts = trainer.engine
+        return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
+
+    # -- many requests at a time ------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParameters | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> int:
+        """The number of the new request. Raises ConfigError for one that cannot be served."""
+        sampling = sampling or SamplingParameters()
+        request = self.engine.add(self.prompt_tokens(prompt), sampling, inputs)
+        for index in range(sampling.n):
+            self._open[request, index] = Detokenizer(self.tokenizer, sampling.stop)
+        return request
+
+    def step(self) -> list[TextEvent]:
+        """What one forward pass brings."""
+        return [text for event in self.engine.step() if (text := self._text(event)) is not None]
+
+    def cancel(self, request: int) -> None:
+        self.engine.cancel(request)
+        for key in [key for key in self._open if key[0] == request]:
+            del self._open[key]
+
+    @property
+    def is_idle(self) -> bool:
+        return self.engine.is_idle
+
+    @property
+    def longest(self) -> int:
+        """Positions of a sequence, prompt included."""
+        return self.engine.engine.longest
+
+    # -- one caller -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParameters | Sequence[SamplingParameters] | None = None
+    ) -> list[list[Completion]]:
+        """For each prompt its n sequences. sampling: the same for all, or one for each."""
+        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParameters()] * len(prompts)
+        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        found = {number: [Completion() for _ in range(own.n)] for number, own in zip(numbers, each, strict=True)}
+        while not self.is_idle:
+            for event in self.step():
+                found[event.request][event.index].add(event)
+        return [found[number] for number in numbers]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParameters | None = None) -> Iterator[str]:
+        """The text of one sequence, as it comes. Ending the iteration cancels the request."""
+        request = self.submit(prompt, sampling)
+        try:
+            while not self.is_idle:
+                yield from (event.text for event in self.step() if event.text)
+        finally:
+            self.cancel(request)
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """The log-probability of each token of each text but its first, given those before it."""
+        scoring = SamplingParameters(max_tokens=0, prompt_logprobs=0)
+        completions = [found[0] for found in self.generate(prompts, scoring)]
+        return [[one.token for one in (done.prompt_logprobs or ())[1:] if one is not None] for done in completions]
+
+    # -- several ranks ----------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """On ranks other than 0: takes part until rank 0 closes."""
+        self.engine.follow()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
+        if isinstance(prompt, str):
+            special = self.tokenizer.special
+            start = special.bos if special.bos is not None else special.eod
+            ids = list(self.tokenizer.encode(prompt))
+            return ids if ids or start is None else [start]
+        size = self.config.model.vocab_size or self.tokenizer.vocab_size
+        wrong = [token for token in prompt if not 0 <= token < size]
+        if wrong:
+            raise ConfigError(f"the prompt has the token {wrong[0]}; ids go from 0 to {size - 1}")
+        return list(prompt)
+
+    def _text(self, event: TokenEvent) -> TextEvent | None:
+        key = event.request, event.index
+        detokenizer = self._open.get(key)
+        if detokenizer is None:
+            return None
+        text = "" if event.token is None else detokenizer.add(event.token)
+        finish = event.finish
+        if detokenizer.stopped_by is not None and finish is None:
+            self.engine.finish(*key)
+        if detokenizer.stopped_by is not None:
+            finish = FinishReason.STOP
+        if finish is not None:
+            text += detokenizer.finish()
+            del self._open[key]
+        return TextEvent(*key, text, event.token, event.logprobs, finish, event.prompt_logprobs)
+
+
+def longest_sequence(config: Config, model: Any) -> int:
+    """inference.max_sequence_length, within the model's positions. Raises ConfigError for more than these."""
+    positions: int | None = model.max_sequence_length
+    asked = config.inference.max_sequence_length
+    if asked is not None and positions is not None and asked > positions:
+        raise ConfigError(
+            f"inference.max_sequence_length={asked}, but the model has {positions} positions; it can be at most that"
+        )
+    return asked or positions or config.data.seq_length

@@ -1,0 +1,74 @@
+"""Engines over random weights, which are the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tests.ckpt.convert_cases import MODELS
+
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.nn.layout import initialize
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.placement import ranks_of_stages
+from mt_core.plugins import load_plugins
+from mt_core.train import build
+from mt_core.train.pipelining import build_stages
+from mt_infer.engine import InferenceEngine, PlacedStages
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.requests import TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+
+OPTIONS = {"cache_memory_gb": 0.05, "cache_block_size": 4, "max_requests": 4, "max_tokens_per_step": 16}
+"""Small: prompts take several steps, and sequences wait."""
+
+
+def configuration(model: str | Mapping[str, Any], **sections: Mapping[str, Any]) -> Config:
+    """A model of tests.ckpt.convert_cases by name, or its keys."""
+    keys = MODELS[model] if isinstance(model, str) else model
+    inference = {**OPTIONS, **sections.pop("inference", {})}
+    return config_from_dict({"model": keys, "inference": inference, **sections}, load_plugins())
+
+
+def engine_of(config: Config, *, longest: int = 64, collective: bool = False) -> InferenceEngine:
+    """collective: the layout of config.parallel, over the world of this process."""
+    host = load_plugins()
+    device = torch.device("cpu")
+    ctx = build.build_context(config, device) if collective else ParallelContext(device=device)
+    stages = build_stages(config, ctx, host)
+    model = build.build_model(config, ctx, host, None if stages is None else stages.own)
+    initialize(model, 1, ctx)
+    placed = None
+    if stages is not None:
+        placed = PlacedStages(stages.all, ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement))
+    return InferenceEngine(model, None, ctx, config.inference, longest=longest, placed=placed)
+
+
+def prompts(*lengths: int, vocab: int = 60) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def run(
+    engine: InferenceEngine | LockstepEngine,
+    texts: Sequence[Sequence[int]],
+    sampling: SamplingParameters | Sequence[SamplingParameters],
+) -> list[list[TokenEvent]]:
+    """The events of each request."""
+    each = [sampling] * len(texts) if isinstance(sampling, SamplingParameters) else sampling
+    numbers = [engine.add(text, own) for text, own in zip(texts, each, strict=True)]
+    events: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
+    while not engine.is_idle:
+        for event in engine.step():
+            events[event.request].append(event)
+    return [events[number] for number in numbers]
+
+
+def tokens_of(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def logprobs_of(events: Sequence[TokenEvent]) -> list[float]:
+    return [event.logprobs.token for event in events if event.logprobs is not None]

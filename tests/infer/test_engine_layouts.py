@@ -1,0 +1,61 @@
+"""An engine over several ranks gives the tokens of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
+
+from mt_core.testing import run_ranks
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.sampling.parameters import SamplingParameters
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+SAMPLING = [
+    SamplingParameters(temperature=0.0, max_tokens=8, logprobs=1),
+    SamplingParameters(temperature=1.0, top_k=20, seed=7, max_tokens=8, logprobs=1),
+    SamplingParameters(temperature=0.8, top_p=0.9, seed=8, max_tokens=5, logprobs=1, n=2),
+    SamplingParameters(temperature=0.0, max_tokens=8, logprobs=1),
+]
+Outputs = list[tuple[list[int], list[float]]]
+
+
+def generated(engine: Any) -> Outputs:
+    found = run(engine, prompts(5, 21, 3, 9), SAMPLING)
+    each = [[event for event in events if event.index == index] for events in found for index in (0, 1)]
+    return [(tokens_of(events), logprobs_of(events)) for events in each]
+
+
+def on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> Outputs | None:
+    engine = LockstepEngine(engine_of(configuration(model, parallel=parallel), collective=True))
+    if rank:
+        return engine.follow()
+    found = generated(engine)
+    engine.close()
+    assert engine.engine.manager.used_blocks == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "parallel"),
+    [
+        (2, "llama", {TP: 2}),
+        (2, "llama", {TP: 2, "sequence_parallel": True}),
+        (2, "llama", {PP: 2}),
+        (4, "gpt2", {TP: 2, PP: 2}),
+        (2, "llama", {}),
+        (2, "qwen_moe", {EP: 2}),
+        (4, "deepseek", {EP: 2, TP: 2}),
+        (2, "hybrid", {TP: 2}),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_one_process(world, model, parallel) -> None:
+    reference = generated(engine_of(configuration(model)))
+    found = run_ranks(world, on_rank, model, parallel)[0]
+    for (tokens, logprobs), (expected, expected_logprobs) in zip(found, reference, strict=True):
+        assert tokens == expected
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
