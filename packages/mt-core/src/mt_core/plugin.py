@@ -67,6 +67,12 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
             supports=Lazy("mt_core.nn.attention_backends.flex:supports_flex"),
             build=Lazy("mt_core.nn.attention_backends.flex:build_flex"),
         ),
+        AttentionBackendSpec(
+            name="batch_invariant",
+            doc="Each query's result depends on its own keys only, to the last bit; for inference.batch_invariant, on CPUs",
+            supports=Lazy("mt_core.nn.attention_backends.batch_invariant:supports_batch_invariant"),
+            build=Lazy("mt_core.nn.attention_backends.batch_invariant:build_batch_invariant"),
+        ),
     ]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
+from mt_core.nn.attention_backends.batch_invariant import KEYS
+from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.cache import Conditioning
 from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
@@ -68,8 +70,14 @@ class InferenceEngine:
             options.max_requests,
             longest,
             options.max_tokens_per_step,
+            unread=KEYS if options.batch_invariant else 0,
         )
-        self.manager = CacheManager(cache_layout(model), limits, ctx.device, share_prefixes=options.prefix_caching)
+        self.manager = CacheManager(
+            cache_layout(model),
+            limits,
+            ctx.device,
+            share_prefixes=options.prefix_caching,
+        )
         self.scheduler = Scheduler(self.manager)
         self._ids = count()
         self._device = ctx.device
@@ -124,7 +132,8 @@ class InferenceEngine:
         training = self.model.training
         self.model.eval()
         try:
-            sampled = self._sample(chunks, self.runner.logits(self._batch(chunks)))
+            with batch_invariant(self.options.batch_invariant):
+                sampled = self._sample(chunks, self.runner.logits(self._batch(chunks)))
         finally:
             self.model.train(training)
         return [event for chunk, found in zip(chunks, sampled, strict=True) for event in self._advance(chunk, found)]
@@ -181,7 +190,9 @@ class InferenceEngine:
 
     def _advance(self, chunk: Chunk, found: _Found) -> list[TokenEvent]:
         sequence = chunk.sequence
-        sequence.prompt_logprobs += found.prompt
+        if found.prompt:
+            # From the chunk's start on: after a preemption the prompt is computed again.
+            sequence.prompt_logprobs[chunk.start :] = found.prompt
         self.manager.computed(sequence, chunk.start + chunk.count)
         if found.sampled is None:
             return []
@@ -234,7 +245,8 @@ class InferenceEngine:
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
-        return as_generator(self.model).condition(inputs) if inputs else {}
+        with batch_invariant(self.options.batch_invariant):
+            return as_generator(self.model).condition(inputs) if inputs else {}
 
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that the engine cannot serve."""

@@ -19,6 +19,9 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
 from mt_core.specs import AttentionRequest, ContextParallelMethodSpec
 
+BATCH_INVARIANT = "batch_invariant"
+"""The attention backend of inference.batch_invariant."""
+
 
 @dataclass(frozen=True)
 class ModelEnvironment:
@@ -73,7 +76,12 @@ class ModelEnvironment:
         logit_softcap: float | None = None,
         sinks: bool = False,
     ) -> AttentionCore:
-        """The core of the named backend. Raises ConfigError, with the backend's reason, if it cannot serve."""
+        """The core of the named backend, or the batch-invariant one if the configuration asks for that.
+
+        Raises ConfigError, with the backend's reason, if it cannot serve.
+        """
+        if self.config.inference.batch_invariant:
+            backend = BATCH_INVARIANT
         request = AttentionRequest(
             device_type=self.parallel.device.type,
             dtype=str(self.parallel.params_dtype).removeprefix("torch."),

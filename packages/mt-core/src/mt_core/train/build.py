@@ -16,6 +16,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.nn.batch_invariance import require_batch_invariance
 from mt_core.nn.context_parallel import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
@@ -111,6 +112,7 @@ def build_model(
     kernels: Kernels | None = None,
 ) -> nn.Module:
     """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if already chosen."""
+    require_batch_invariance(config, ctx.device)
     spec = host.models.get(config.model.family, key="model.family")
     environment = ModelEnvironment(config, ctx, host, stages, kernels)
     model = spec.build.load()(config.model, environment)

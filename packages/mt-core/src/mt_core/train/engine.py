@@ -52,7 +52,14 @@ from mt_core.train.cuda_graphs.rules import graph_blocks
 from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
 from mt_core.train.evaluation import evaluate
-from mt_core.train.forward_backward import Batch, ForwardBackward, ForwardStep, NoPipelining, default_forward_step
+from mt_core.train.forward_backward import (
+    Batch,
+    ForwardBackward,
+    ForwardStep,
+    NoPipelining,
+    default_forward_step,
+    invariant_step,
+)
 from mt_core.train.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
@@ -291,15 +298,17 @@ def _build_forward_backward(
     forward_step: ForwardStep | None,
     recorder: ScheduleRecorder | None,
 ) -> ForwardBackward:
+    invariant = config.inference.batch_invariant
     if stages is None:
-        return NoPipelining(model, forward_step or default_forward_step(loss), weights, _begin_micro_batch)
+        forward_step = forward_step or default_forward_step(loss)
+        return NoPipelining(model, invariant_step(forward_step, invariant), weights, _begin_micro_batch)
     require_pipelined(model, config)
     if forward_step is not None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
             "which no process has; give a loss instead"
         )
-    return Pipelining(model, stages, loss, ctx, recorder, _begin_micro_batch)
+    return Pipelining(model, stages, loss, ctx, recorder, _begin_micro_batch, is_batch_invariant=invariant)
 
 
 def _begin_micro_batch(batch: Batch) -> None:

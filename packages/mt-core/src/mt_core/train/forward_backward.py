@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, model_options
 from mt_core.optim.master_weights import MasterWeights, UnshardedWeights
@@ -29,6 +30,16 @@ def default_forward_step(loss: Loss) -> ForwardStep:
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         names = contract(model).inputs
         return loss(model(**{name: batch[name] for name in names if name in batch}, **options), batch)
+
+    return forward
+
+
+def invariant_step(step: ForwardStep, active: bool) -> ForwardStep:
+    """The step, batch invariant if it is active (inference.batch_invariant): as generation computes it."""
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        with batch_invariant(active):
+            return step(model, batch)
 
     return forward
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, is_pipelined, model_options
 from mt_core.parallel.context import ParallelContext
@@ -88,12 +90,23 @@ class Pipelining:
         ctx: ParallelContext,
         recorder: ScheduleRecorder | None = None,
         begin: Callable[[Batch], object] = lambda batch: None,
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
         assert isinstance(model, Pipelined)
+        self.within = partial(batch_invariant, is_batch_invariant)
         self.loss, self.recorder, self.ctx = loss, recorder, ctx
         inputs, options = contract(model).inputs, model_options(loss)
         self.pipeline = Pipeline(
-            model, stages.all, stages.schedule, ctx, inputs=inputs, options=options, recorder=recorder, begin=begin
+            model,
+            stages.all,
+            stages.schedule,
+            ctx,
+            inputs=inputs,
+            options=options,
+            recorder=recorder,
+            begin=begin,
+            within=self.within,
         )
 
     def forward_backward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
@@ -103,7 +116,11 @@ class Pipelining:
         return self.pipeline.forward(batches, self._share(share))
 
     def _share(self, share: LossShare) -> LossShare:
-        return lambda output, batch: share(self.loss(output, batch), batch)
+        def own(output: Tensor, batch: Batch) -> Tensor:
+            with self.within():
+                return share(self.loss(output, batch), batch)
+
+        return own
 
 
 def require_pipelined(model: nn.Module, config: Config) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mt_core.nn.attention_backends.batch_invariant import KEYS
 from mt_core.nn.cache import Conditioning, KeepsState
 from mt_infer.cache.manager import CacheManager
 
@@ -173,11 +174,7 @@ class CachedBatch:
 
     def _first_read(self, chunk: Chunk, window: int | None) -> int:
         first = 0 if window is None else max(chunk.start + 1 - window, 0)
-        return first // INVARIANT_KEYS * INVARIANT_KEYS if self.is_batch_invariant else first
-
-
-INVARIANT_KEYS = 64
-"""Keys of a block of batch-invariant attention: blocks start at the same positions in every pass."""
+        return first // KEYS * KEYS if self.is_batch_invariant else first
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,16 @@ def cache_layout(model: nn.Module) -> CacheLayout:
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """memory: bytes. longest: positions of a sequence. step: new positions of all sequences in a forward pass."""
+    """memory: bytes. longest: positions of a sequence. step: new positions of all sequences in a forward
+    pass. unread: how far behind a window positions are kept nevertheless.
+    """
 
     memory: int
     block_size: int
     max_requests: int
     longest: int
     step: int
+    unread: int = 0
 
 
 def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...]:
@@ -108,5 +111,5 @@ def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:
     """Blocks that a sequence of the longest length uses at a time."""
     longest = limits.longest
     if group.window is not None:
-        longest = min(longest, group.window + limits.step + limits.block_size)
+        longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
     return -(-longest // limits.block_size)

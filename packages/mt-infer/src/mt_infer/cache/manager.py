@@ -44,7 +44,9 @@ class CacheManager:
 
     def new_tables(self) -> list[BlockTable]:
         return [
-            BlockTable(pool, self.limits.block_size, group.window)
+            BlockTable(
+                pool, self.limits.block_size, None if group.window is None else group.window + self.limits.unread
+            )
             for pool, group in zip(self.pools, self.layout.groups, strict=True)
         ]
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_models.blocks.causal_conv import causal_conv, causal_conv_of_segments, with_past
-from mt_models.blocks.state_space import chunked_scan, recurrent_step
+from mt_models.blocks.state_space import chunked_scan, recurrent_scan
 
 
 class ScanInputs(NamedTuple):
@@ -68,6 +69,9 @@ class MambaScan:
         else:
             parts = [causal_conv_of_segments(*part, segment_ids) for part in _convolutions(inputs, weights)]
         x, b, c = _activated(parts, inputs)
+        if is_batch_invariant():
+            dt, a = self.time_steps(inputs, weights), rates(weights)
+            return recurrent_scan(x, dt, a, b, c, segment_ids=segment_ids)[0] + skipped(x, weights)
         y, _ = chunked_scan(
             x,
             self.time_steps(inputs, weights),
@@ -89,9 +93,8 @@ class MambaScan:
             for part, past in zip(parts, pasts, strict=True)
         )
         dt, a = self.time_steps(inputs, weights), rates(weights)
-        if x.shape[1] == 1:
-            y, state = recurrent_step(before.state, x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
-            y = y[:, None]
+        if x.shape[1] == 1 or is_batch_invariant():
+            y, state = recurrent_scan(x, dt, a, b, c, state=before.state)
         else:
             y, state = chunked_scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=before.state)
         return y + skipped(x, weights), ScanState(last_x, last_b, last_c, state)

@@ -66,6 +66,29 @@ def recurrent_step(state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c
     return y.flatten(1, 2).to(x.dtype), state
 
 
+def recurrent_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    state: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As chunked_scan, one position after another: a position's result does not depend on where the scan began."""
+    if state is None:
+        state = x.new_zeros((x.shape[0], *x.shape[2:], b.shape[3]), dtype=torch.float32)
+    found = []
+    for place in range(x.shape[1]):
+        if segment_ids is not None and place:
+            goes_on = segment_ids[:, place] == segment_ids[:, place - 1]
+            state = state.masked_fill(~goes_on[:, None, None, None], 0.0)
+        y, state = recurrent_step(state, x[:, place], dt[:, place], a, b[:, place], c[:, place])
+        found.append(y)
+    return torch.stack(found, dim=1), state
+
+
 def _chunks(x: Tensor, size: int) -> Tensor:
     """[B, S, ...] -> [B, K, L, ...], the last chunk filled with zeros: with dt = 0 they leave the state alone."""
     missing = -x.shape[1] % size

@@ -32,7 +32,7 @@ class Pipeline:
     model: holds this rank's stages (`stages_of_rank` says which). stages: all of them, in order. inputs: the fields of
     a micro-batch that the model takes; every stage gets all of them, and `options`. Hidden states may be a tensor or
     a tuple of tensors; their shapes, dtypes and need of a gradient have to follow from the shapes of the micro-batch.
-    begin: called with the micro-batch before each stage of it.
+    begin: called with the micro-batch before each stage of it. within: a context that each stage computes in.
 
     Raises ConfigError when the stages do not fit the schedule.
     """
@@ -48,10 +48,12 @@ class Pipeline:
         options: Mapping[str, Any] | None = None,
         recorder: Recorder | None = None,
         begin: Callable[[Batch], object] = lambda batch: None,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         schedule.stages_per_rank(ctx.pp.size, len(stages))
         self.model, self.stages, self.schedule, self.axis = model, tuple(stages), schedule, ctx.pp
         self.inputs, self.options, self.begin = tuple(inputs), dict(options or {}), begin
+        self.within = within
         self.rank = StageRunner(
             self._run_stage,
             ranks_of_stages(len(stages), ctx.pp.size, schedule.placement),
@@ -90,4 +92,5 @@ class Pipeline:
     def _run_stage(self, stage: int, hidden: Activations | None, batch: Batch) -> Any:
         self.begin(batch)
         inputs = {name: batch[name] for name in self.inputs if name in batch}
-        return self.model.run_stage(self.stages[stage], hidden, **inputs, **self.options)
+        with self.within():
+            return self.model.run_stage(self.stages[stage], hidden, **inputs, **self.options)

@@ -1,0 +1,84 @@
+"""With inference.batch_invariant tokens and log-probabilities are the same bits, whatever happens around a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ckpt.convert_cases import MODELS
+from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
+
+from mt_core.nn.batch_invariance import batch_invariant
+from mt_infer.engine import InferenceEngine
+from mt_infer.requests import TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+
+pytestmark = pytest.mark.slow
+DECODERS = [name for name in MODELS if name not in ("bert", "t5", "vision", "llava")]
+TEXTS = prompts(37, 5, 18)
+SAMPLING = [
+    SamplingParameters(temperature=1.0, seed=number, max_tokens=4, logprobs=0, prompt_logprobs=0) for number in range(3)
+]
+ODD = ("gpt2", "bloom", "gemma2", "qwen_moe", "deepseek", "hybrid")
+"""One of each kind of cache and position."""
+CASES = [
+    pytest.param(name, dtype, marks=() if name in ODD else pytest.mark.exhaustive)
+    for name in DECODERS
+    for dtype in ("fp32", "bf16")
+]
+UNSHARED = {"batch_invariant": True, "prefix_caching": False}
+
+
+def engine(model: str, dtype: str = "fp32", **options: object) -> InferenceEngine:
+    return engine_of(configuration(model, inference=options, precision={"dtype": dtype}))
+
+
+def outcome(events: Sequence[TokenEvent]) -> tuple[list[int], list[float], list[float]]:
+    prompt = next(event.prompt_logprobs for event in events if event.prompt_logprobs)
+    return tokens_of(events), logprobs_of(events), [one.token for one in prompt[1:] if one is not None]
+
+
+def trained(model: torch.nn.Module, text: Sequence[int]) -> list[float]:
+    """What training's forward pass and loss give for each token but the first."""
+    tokens = torch.tensor([text])
+    with torch.no_grad(), batch_invariant():
+        logits = model(tokens)[:, :-1]
+        return (-F.cross_entropy(logits.float().flatten(0, 1), tokens[0, 1:], reduction="none")).tolist()
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_every_way_gives_the_same_bits(name, dtype) -> None:
+    """In one step or in chunks, alone or in a batch, and as training computes it."""
+    whole = engine(name, dtype, **UNSHARED, max_tokens_per_step=512)
+    alone = [outcome(run(whole, [text], [own])[0]) for text, own in zip(TEXTS, SAMPLING, strict=True)]
+    chunked = engine(name, dtype, **UNSHARED, max_tokens_per_step=11)
+    assert [outcome(events) for events in run(chunked, TEXTS, SAMPLING)] == alone
+    assert chunked.manager.used_blocks == 0
+    for text, (tokens, logprobs, prompt) in zip(TEXTS, alone, strict=True):
+        assert trained(whole.model.eval(), [*text, *tokens]) == [*prompt, *logprobs]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "hybrid", "deepseek"])
+def test_prefixes_and_preemption_change_nothing(name) -> None:
+    """Prompts that begin alike, in a cache that holds little more than one sequence."""
+    start = prompts(21)[0]
+    texts = [[*start, *text] for text in prompts(9, 14, 3)]
+    sampling = [SamplingParameters(temperature=0.7, seed=number, max_tokens=12, logprobs=0) for number in range(3)]
+    roomy = engine(name, batch_invariant=True, prefix_caching=False)
+    expected = [(tokens_of(events), logprobs_of(events)) for events in run(roomy, texts, sampling)]
+    tight = engine(name, batch_invariant=True, cache_memory_gb=least_memory(roomy) * 1.02)
+    run(tight, texts[:1], sampling[:1])
+    found = [(tokens_of(events), logprobs_of(events)) for events in run(tight, texts, sampling)]
+    assert found == expected
+    assert tight.scheduler.preemptions
+    assert tight.manager.used_blocks == 0
+
+
+def least_memory(engine: InferenceEngine) -> float:
+    """GiB that hold one sequence of the longest length, and the states of all."""
+    layout, limits = engine.manager.layout, engine.manager.limits
+    per_position = sum(group.bytes_per_position for group in layout.groups)
+    longest = limits.longest + limits.block_size
+    return (longest * per_position + limits.max_requests * layout.bytes_per_sequence) / 2**30
