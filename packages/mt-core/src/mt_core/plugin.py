@@ -69,7 +69,7 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
         ),
         AttentionBackendSpec(
             name="batch_invariant",
-            doc="Each query's result depends on its own keys only, to the last bit; for inference.batch_invariant, on CPUs",
+            doc="A query's result depends on its own keys only, to the last bit; used by inference.batch_invariant",
             supports=Lazy("mt_core.nn.attention_backends.batch_invariant:supports_batch_invariant"),
             build=Lazy("mt_core.nn.attention_backends.batch_invariant:build_batch_invariant"),
         ),

@@ -1,8 +1,8 @@
 """One engine over several ranks: rank 0 takes the requests, all ranks step together.
 
-Each model replica (the ranks of tp and pp) has a scheduler in every rank, which all make the same decisions from the
-same requests and tokens; only new requests and ends are sent. Requests are dealt to the replicas along dp. Replicas step
-together, since experts may be divided over them: one without work computes a position of filler.
+Every rank of a model replica (along tp and pp) has a scheduler, and all make the same decisions from the same requests
+and tokens; only new requests and ends are sent. Requests are dealt to the replicas along dp. Replicas step together,
+since experts may be sharded over them: one without work computes a position of filler.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from mt_core.errors import ConfigError
 from mt_infer.cache.batch import Chunk
-from mt_infer.cache.blocks import OutOfBlocks
+from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
 
@@ -83,7 +83,7 @@ class Scheduler:
         try:
             self.manager.admit(sequence)
             return self._reserve(sequence, min(sequence.waiting, budget), may_preempt=False)
-        except OutOfBlocks:
+        except OutOfBlocksError:
             self.manager.release(sequence)
             return 0
 
@@ -96,7 +96,7 @@ class Scheduler:
     def _reserve(self, sequence: RunningSequence, count: int, *, may_preempt: bool) -> int:
         """Memory for `count` more positions, or for 0 if it was this sequence that had to give up its own.
 
-        Raises OutOfBlocks if it may not preempt.
+        Raises OutOfBlocksError if it may not preempt.
         """
         if not count:
             return 0
@@ -105,7 +105,7 @@ class Scheduler:
             try:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
-            except OutOfBlocks:
+            except OutOfBlocksError:
                 if not may_preempt:
                     raise
                 last = self.running[-1]

@@ -109,7 +109,7 @@ class TextGenerator:
 
     @classmethod
     def of_trainer(cls, trainer: Trainer) -> TextGenerator:
-        """Of a running trainer's weights, which it shares, in the trainer's layout. Call `weights_changed` after steps."""
+        """Of a running trainer's weights, which it shares, in its layout. After steps call `engine.weights_changed`."""
         parts = trainer.engine
         return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
 

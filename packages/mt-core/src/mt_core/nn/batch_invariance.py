@@ -6,7 +6,7 @@ are computed in forms that do not:
 
 products        in 16 rows or more, for which the order of additions does not depend on their number; checked once for
                 every shape of the second factor, on this machine. Narrow factors are widened by zeros.
-functions       (exp, silu, ...) on whole vectors: the elements at the end of a kernel's range are computed by other code.
+functions       (exp, silu, ...) on whole vectors: other code computes the elements at the end of a kernel's range.
 convolutions    depthwise ones tap by tap, others sample by sample.
 all-reduce      in the order of the ranks.
 

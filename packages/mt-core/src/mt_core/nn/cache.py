@@ -4,7 +4,7 @@ A layer that keeps something of past positions is a `KeepsState`: it declares wh
 of a forward pass in place of computing over its own sequence. A model passes the cache on, and has no code of its own
 for generation. `mt_infer` implements `Cache`: pages of memory, batches of unequal sequences, prefixes in common.
 
-The new positions of all sequences of a forward pass are packed into one row: tokens are [1, T], activations [1, T, ...].
+The new positions of all sequences of a forward pass are packed into one row: tokens [1, T], activations [1, T, ...].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PositionState:
 
 @dataclass(frozen=True)
 class SequenceState:
-    """What a layer keeps of a whole sequence, whatever its length: shape and dtype of each tensor. It starts as zeros."""
+    """What a layer keeps of a whole sequence, whatever its length: shape and dtype of each tensor, zeros at first."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 

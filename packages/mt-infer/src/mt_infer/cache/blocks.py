@@ -1,8 +1,8 @@
 """Blocks of positions: which are free, which sequences share them, and which prefixes they hold.
 
-A block is `block_size` consecutive positions of one sequence. Blocks that are full can be shared: their key is a hash of
-everything that the values in them depend on (model, adapter, other inputs, all tokens up to the block's last). A block
-that nobody uses keeps its content until it is needed for something else, oldest first.
+A block is `block_size` consecutive positions of one sequence. Blocks that are full can be shared: their key is a hash
+of everything that the values in them depend on (adapter, other inputs, all tokens up to the block's last). A block that
+nobody uses keeps its content until it is needed for something else, oldest first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def block_key(before: Key, tokens: Sequence[int]) -> Key:
     return blake2b(before + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
-class OutOfBlocks(Exception):
+class OutOfBlocksError(Exception):
     """No block is free: a sequence has to be preempted."""
 
 
@@ -44,10 +44,10 @@ class BlockPool:
     def take(self, after: int | None = None) -> int:
         """A block for new content. after: the sequence's last block, which the new one follows in memory if it can.
 
-        Raises OutOfBlocks.
+        Raises OutOfBlocksError.
         """
         if not self._unused:
-            raise OutOfBlocks
+            raise OutOfBlocksError
         block = next(iter(self._unused))
         if after is not None and after + 1 in self._unused and (after + 1 not in self._keys or block in self._keys):
             block = after + 1

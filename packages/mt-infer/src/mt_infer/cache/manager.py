@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocks
+from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError
 from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups
 from mt_infer.cache.storage import GroupStorage, StateStorage
 from mt_infer.cache.tables import BlockTable, PrefixKeys, longest_shared
@@ -55,9 +55,9 @@ class CacheManager:
 
     def admit(self, sequence: RunningSequence) -> None:
         """Finds the longest prefix that is in the cache, and shares it. The last token is always computed anew: its
-        logits are wanted. Raises OutOfBlocks when there is no room for another sequence."""
+        logits are wanted. Raises OutOfBlocksError when there is no room for another sequence."""
         if self.states is not None and not self.states.free:
-            raise OutOfBlocks
+            raise OutOfBlocksError
         snapshot = None
         if self.share_prefixes and sequence.request.sampling.prompt_logprobs is None:
             keys = sequence.keys.extend(sequence.tokens, len(sequence.tokens) - 1)
@@ -71,7 +71,7 @@ class CacheManager:
                 self.states.restore(sequence.slot, snapshot)
 
     def reserve(self, sequence: RunningSequence, positions: int) -> None:
-        """Memory for so many positions of the sequence. Raises OutOfBlocks."""
+        """Memory for so many positions of the sequence. Raises OutOfBlocksError."""
         for table in sequence.tables:
             table.reserve(positions)
 
@@ -103,7 +103,7 @@ class CacheManager:
         self._snapshots.clear()
 
     def chunk_end(self, sequence: RunningSequence, end: int) -> int:
-        """The end of a chunk of a prompt. Recurrent states are kept at the last full block, where a chunk has to end."""
+        """The end of a chunk of a prompt. Recurrent states are kept at the last full block, so that a chunk ends there."""
         if self.states is None or not self.share_prefixes:
             return end
         full = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size

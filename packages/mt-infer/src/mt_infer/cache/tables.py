@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocks, block_key
+from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError, block_key
 
 
 @dataclass
@@ -27,10 +27,10 @@ class BlockTable:
     """From this block on, the blocks are consecutive in memory."""
 
     def reserve(self, positions: int) -> None:
-        """Blocks for so many positions in all. Raises OutOfBlocks, and then has taken none."""
+        """Blocks for so many positions in all. Raises OutOfBlocksError, and then has taken none."""
         wanted = -(-positions // self.block_size) - len(self.blocks)
         if wanted > self.pool.free:
-            raise OutOfBlocks
+            raise OutOfBlocksError
         for _ in range(wanted):
             self._append(self.pool.take(self.blocks[-1] if self.blocks else None))
 

@@ -44,7 +44,7 @@ class FixedRotary:
 class DynamicRotary:
     """A base that depends on the sequence length once that exceeds `original` positions.
 
-    With a cache the length is the sequence's capacity: cached keys are already rotated, and cannot follow a changing base.
+    With a cache the length is the sequence's capacity: cached keys are rotated, and cannot follow a changing base.
     """
 
     def __init__(self, rotary_dim: int, base: float, factor: float, original: int) -> None:
