@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mt_core.specs import AttentionRequest
 
-
 Bias = Tensor | Callable[[int, int], Tensor]
 """[1 or B, N, S, T], or the function that gives it for (S, T): the last S of T positions."""
 

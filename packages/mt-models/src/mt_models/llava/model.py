@@ -9,8 +9,8 @@ decoder's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
