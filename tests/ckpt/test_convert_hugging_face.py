@@ -20,9 +20,9 @@ from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo, align, write_safetensors
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.train.trained_model import load_trained_model
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions, Lazy
+from mt_core.train.trained_model import load_trained_model
 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
 

@@ -14,8 +14,8 @@ from mt_ckpt.convert.verify import Verification
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import ConfigError
-from mt_core.train.trained_model import load_trained_model
 from mt_core.specs import ConvertOptions
+from mt_core.train.trained_model import load_trained_model
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -226,7 +226,10 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
 
 
 def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
-    assert "Left out by MT_PLUGINS: ckpt, core, data, models, moe, tools." in mt_process("--help", MT_PLUGINS="cli").out
+    assert (
+        "Left out by MT_PLUGINS: ckpt, core, data, infer, models, moe, tools."
+        in mt_process("--help", MT_PLUGINS="cli").out
+    )
     host = PluginHost()
     host.add(
         type("Broken", (), {"mt_register_commands": staticmethod(hookimpl(lambda: 3))}), Plugin("b", "m", "d", "1")

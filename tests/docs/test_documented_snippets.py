@@ -20,6 +20,7 @@ from mt_core.plugins import PluginHost, load_plugins
 NOT_RUN = {
     "class RetroConfig(GPTConfig)": "a part of mt_models/retro/config.py",
     "SPEC = ModelSpec(": "a part of a plugin module",
+    "class SelfAttention(nn.Module)": "a part of mt_models/blocks/attention.py",
     "build_parallel_context(AxisSizes(cp=4))": "needs four ranks",
     'IndexedDataset("corpus_text_document")': "needs a corpus; tests/models/test_retro.py does the same",
     "def convert_checkpoint(path, source": "the shape of a saver; examples and tests have whole ones",
@@ -31,8 +32,6 @@ NOT_RUN = {
     'Path("gpt/checkpoints")': "needs a checkpoint of Megatron's; tests/ckpt/megatron reads some",
     "output = model(tokens, padding_mask=mask)": "a model of the reader's",
     "runs/llava": "needs a trained run; tests/models/test_llava.py does the same",
-    "cache = model.new_cache(capacity)": "a model of the reader's",
-    "memory = model.encode(": "a model of the reader's",
     "mine = stages_of_rank(": "a model and ranks of the reader's",
     "recorder = ScheduleRecorder(": "a pipeline of the reader's",
     "runs/llama/checkpoints": "needs a trained run; tests/moe does the same",

@@ -55,10 +55,12 @@ def run(
     engine: InferenceEngine | LockstepEngine,
     texts: Sequence[Sequence[int]],
     sampling: SamplingParameters | Sequence[SamplingParameters],
+    inputs: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> list[list[TokenEvent]]:
-    """The events of each request."""
+    """The events of each request. inputs: what each is conditioned by."""
     each = [sampling] * len(texts) if isinstance(sampling, SamplingParameters) else sampling
-    numbers = [engine.add(text, own) for text, own in zip(texts, each, strict=True)]
+    beside = inputs or [None] * len(texts)
+    numbers = [engine.add(text, own, given) for text, own, given in zip(texts, each, beside, strict=True)]
     events: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
     while not engine.is_idle:
         for event in engine.step():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.infer.decoding import cached_logits, in_pieces
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
@@ -96,12 +97,8 @@ def assert_same_function(pair: Pair, tokens: Tensor) -> None:
 def assert_decoding_equals_forward(model: nn.Module, tokens: Tensor, atol: float = 5e-5) -> None:
     """In pieces of several tokens, then one by one."""
     length = tokens.shape[1]
-    first = length // 3
-    cache = model.new_cache(length)
-    starts = [0, first, first + 2, *range(first + 3, length)]
-    ends = [*starts[1:], length]
-    pieces = [model(tokens[:, start:end], cache=cache) for start, end in zip(starts, ends, strict=True)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=atol, rtol=1e-4)
+    decoded = cached_logits(model, tokens, in_pieces(length, length // 3))
+    torch.testing.assert_close(decoded, model(tokens), atol=atol, rtol=1e-4)
 
 
 def assert_maps_round_trip(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from tests.models.bert_reference import (
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.inference.generation import as_decoder
+from mt_core.nn.model import as_generator
 from mt_core.train.forward_backward import masked_sum
 from mt_models.heads import hugging_face as maps
 from mt_models.heads.loss import classification_loss
@@ -120,8 +120,8 @@ def test_each_text_has_the_score_that_it_has_alone(build, randomize, family) -> 
     scores = model(tokens)
     assert scores.shape == (2, 3)
     assert_same(scores[1, 2], model(tokens[1:, 2:])[0, 0])
-    with pytest.raises(ConfigError, match="does not continue text"):
-        as_decoder(model)
+    with pytest.raises(ConfigError, match="does not generate text"):
+        as_generator(model)
 
 
 def test_a_preset_of_the_base_serves_the_head(host) -> None:

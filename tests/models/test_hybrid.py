@@ -11,6 +11,7 @@ from torch import nn
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.pipeline.layout_string import stages_from_layout
+from mt_infer.cache.layout import cache_layout
 from mt_models.hugging_face import load_reference
 from mt_models.hybrid.hugging_face import HUGGING_FACE
 from mt_models.hybrid.pattern import check_pattern, layers_of, stages_of
@@ -135,11 +136,10 @@ def test_layers_of_experts_are_asked_for_by_their_number(host, monkeypatch) -> N
 
 def test_only_attention_layers_keep_what_grows(host) -> None:
     model = build(host, configure(host, **OURS)).eval()
-    cache = model.new_cache(24)
-    model(ref.random_tokens(VOCAB, 9), cache=cache)
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    assert kinds == ["StateCache", "NoneType", "LayerCache", "NoneType", "StateCache", "LayerCache"]
-    assert cache.length == 9
+    layout = cache_layout(model)
+    attention = [model.decoder.layers[number].self_attention for number in (2, 5)]
+    assert [list(group.layers) for group in layout.groups] == [attention]
+    assert [layer for layer, _ in layout.recurrent] == [model.decoder.layers[number].mixer for number in (0, 4)]
 
 
 def test_a_stream_in_fp32_passes_all_kinds_of_layers(host) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.infer.decoding import cached_logits
+from tests.infer.engines import run, tokens_of
 from tests.models.vision_reference import (
     assert_near,
     assert_round_trip,
@@ -23,17 +25,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.config.loading import load_config
+from mt_core.config.schema import InferenceConfig
 from mt_core.data.loader import collate
 from mt_core.errors import ConfigError, DataError, PluginError
-from mt_core.inference.generation import generate_ids
-from mt_core.inference.sampling import SamplingOptions
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import SplitRequest
+from mt_infer.engine import InferenceEngine
+from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference
 from mt_models.llava.flops import flops_per_sample
-from mt_models.llava.generation import WithImages
 from mt_models.llava.hugging_face import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
@@ -188,10 +190,9 @@ def test_decoding_with_a_cache_equals_the_forward(host, name) -> None:
     model, _ = make_pair(host, name)
     tokens, images = text_with_images(FEATURES)[1:2], images_of_text()[1:]
     whole = model(tokens, images)
-    cache = model.new_cache(16)
-    pieces = [model(tokens[:, :14], images, cache=cache)]
-    pieces += [model(tokens[:, i : i + 1], cache=cache) for i in (14, 15)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=5e-5, rtol=1e-4)
+    # The first image is cut by the end of a piece.
+    decoded = cached_logits(model, tokens, (3, 9, 14, 15, 16), [{"images": images}])
+    torch.testing.assert_close(decoded, whole, atol=5e-5, rtol=1e-4)
 
 
 def test_a_prompt_with_an_image_is_continued_as_the_reference_does(host) -> None:
@@ -201,10 +202,11 @@ def test_a_prompt_with_an_image_is_continued_as_the_reference_does(host) -> None
         prompt, pixel_values=images, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False,
         eos_token_id=None,
     )[0, 16:].tolist()  # fmt: skip
-    for use_cache in (True, False):
-        options = SamplingOptions(temperature=0.0)
-        ids = generate_ids(WithImages(model, images), prompt[0].tolist(), 6, options, use_cache=use_cache)
-        assert list(ids) == expected
+    options = InferenceConfig(cache_memory_gb=0.01, cache_block_size=4, max_tokens_per_step=5)
+    engine = InferenceEngine(model, None, ParallelContext(), options, longest=22)
+    greedy = SamplingParameters(temperature=0.0, max_tokens=6)
+    (events,) = run(engine, prompt.tolist(), greedy, [{"images": images}])
+    assert tokens_of(events) == expected
 
 
 def test_several_images_a_sample_come_in_order(host) -> None:

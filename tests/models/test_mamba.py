@@ -8,6 +8,7 @@ from tests.models import decoder_reference as ref
 from tests.models.mamba_reference import build, configure, make_pair, segments_of
 
 from mt_core.errors import ConfigError
+from mt_infer.cache.layout import cache_layout
 from mt_models.blocks.causal_conv import causal_conv, causal_conv_of_segments
 from mt_models.blocks.state_space import chunked_scan, recurrent_step
 from mt_models.mamba.hugging_face import HUGGING_FACE
@@ -182,13 +183,9 @@ def test_the_convolution_sees_its_own_document_only(taps, biased) -> None:
 
 def test_the_cache_does_not_grow_with_the_sequence(host) -> None:
     model = build(host, configure(host, **OURS)).eval()
-    sizes = []
-    for length in (3, 40):
-        cache = model.new_cache(64)
-        model(ref.random_tokens(VOCAB, length), cache=cache)
-        assert cache.length == length
-        sizes.append([layer.state.numel() + sum(x.numel() for x in layer.conv_inputs) for layer in cache.layers])
-    assert sizes[0] == sizes[1] == [2 * (8 * 8 * 6 + 3 * (64 + 2 * 12))] * 2
+    layout = cache_layout(model)
+    assert layout.groups == ()
+    assert layout.bytes_per_sequence == 2 * 4 * (8 * 8 * 6 + 3 * (64 + 2 * 12))
 
 
 def test_initial_time_steps_and_rates_are_those_of_the_paper(host) -> None:
@@ -314,9 +311,3 @@ def test_ranks_get_whole_groups(host, monkeypatch) -> None:
     )
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 does not divide model.mamba_num_groups .*=2"):
         check_mamba(divided)
-
-
-def test_packed_documents_are_not_decoded_with_a_cache(host) -> None:
-    model = build(host, configure(host, **OURS)).eval()
-    with pytest.raises(ConfigError, match="packed documents .segment_ids. cannot be decoded with a cache"):
-        model(ref.random_tokens(VOCAB, 6), segment_ids=segments_of(2, 4), cache=model.new_cache(8))

@@ -15,6 +15,7 @@ from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
+from mt_infer.engine import InferenceEngine
 
 pytestmark = pytest.mark.dist
 
@@ -100,10 +101,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
     host = load_plugins()
     ctx = build_parallel_context(AxisSizes(cp=world_size))
     divided = "parallel.context_parallel_size=2"
-    model = build(host, configure(host, divided, **MAMBA), ctx).eval()
+    config = configure(host, divided, **MAMBA)
     messages = []
     with pytest.raises(ConfigError) as caught:
-        model(random_tokens(VOCAB, 4), cache=model.new_cache(8))
+        InferenceEngine(build(host, config, ctx), None, ctx, config.inference, longest=8)
     messages.append(str(caught.value))
     for keys in ({**MAMBA, "data.seq_length": 18}, {**MAMBA, "mamba_num_heads": 3, "mamba_num_groups": 3}):
         length = keys.pop("data.seq_length", LENGTH)
@@ -150,6 +151,6 @@ def test_two_context_parallel_ranks_compute_what_one_does(monkeypatch, sizes) ->
 def test_what_context_parallelism_cannot_do_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for decoding, length, heads in run_ranks(2, refusals):
-        assert "parallel.context_parallel_size=2 divides sequences, and a Mamba layer cannot decode" in decoding
+        assert "parallel.context_parallel_size=2 divides sequences, and the cache keeps whole ones" in decoding
         assert "data.seq_length=18 cannot be cut into the 2 x 2 equal chunks" in length
         assert "parallel.context_parallel_size=2 does not divide the Mamba heads of a tensor-parallel rank=3" in heads

@@ -9,9 +9,8 @@ from torch import nn
 
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
-from mt_core.inference.generation import as_decoder
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.model import Model, contract, is_pipelined
+from mt_core.nn.model import Generates, Model, as_generator, contract, is_pipelined
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 
@@ -31,15 +30,16 @@ def build(host, keys) -> nn.Module:
 def test_every_family_builds_a_model_under_the_contract(name, host) -> None:
     model = build(host, MODELS[name])
     assert isinstance(model, Model)
-    assert model.continues_text == hasattr(model, "new_cache")
+    assert isinstance(model, Generates) == (name not in ("bert", "vision"))
+    assert isinstance(model, Generates) or not model.continues_text
 
 
 def test_a_head_on_a_decoder_neither_continues_text_nor_is_cut(host) -> None:
     keys = {**MODELS["llama"], "family": "llama_classification", "num_classes": 3}
     model = build(host, keys)
     assert not is_pipelined(model)
-    with pytest.raises(ConfigError, match="does not continue text"):
-        as_decoder(model)
+    with pytest.raises(ConfigError, match="does not generate text"):
+        as_generator(model)
     assert is_pipelined(build(host, MODELS["llama"]))
 
 

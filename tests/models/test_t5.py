@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.infer.decoding import cached_logits
 from torch import Tensor
 
 from mt_core.errors import ConfigError
@@ -121,9 +122,9 @@ def test_learned_positions_go_on_behind_the_cache(build, randomize) -> None:
     model = build(**MEGATRON, family="t5")
     randomize(model)
     source, target, mask = batch()
-    memory, cache = model.encode(source, mask), model.new_decoder_cache(7)
-    pieces = [model.decode(target[:, i : i + 1], memory, mask, cache) for i in range(7)]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(source, target, mask), atol=2e-5, rtol=1e-4)
+    texts = [{"encoder_tokens": row[seen.bool()][None]} for row, seen in zip(source, mask, strict=True)]
+    decoded = cached_logits(model, target, range(1, 8), texts)
+    torch.testing.assert_close(decoded, model(source, target, mask), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

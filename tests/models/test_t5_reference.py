@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.infer.decoding import cached_logits, in_pieces
+from tests.infer.engines import run, tokens_of
 from tests.models.bert_reference import (
     assert_round_trip,
     assert_same,
@@ -18,9 +20,13 @@ from tests.models.bert_reference import (
 from torch import nn
 
 from mt_core.config.loading import load_config
+from mt_core.config.schema import InferenceConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.loss import cross_entropy
+from mt_core.parallel.context import ParallelContext
 from mt_core.train.forward_backward import masked_sum
+from mt_infer.engine import InferenceEngine
+from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.blocks.relative_bias import buckets_of
 from mt_models.hugging_face import load_reference
 from mt_models.t5.hugging_face import HUGGING_FACE
@@ -92,6 +98,12 @@ def samples() -> dict[str, torch.Tensor]:
     }
 
 
+def encoder_texts(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Each row's tokens without padding, as requests to generate have them."""
+    rows = zip(batch["encoder_tokens"], batch["encoder_mask"], strict=True)
+    return [{"encoder_tokens": tokens[seen.bool()][None]} for tokens, seen in rows]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_states_logits_loss_and_gradients_equal_the_reference(host, kind, backend) -> None:
@@ -126,12 +138,8 @@ def test_decoding_step_by_step_equals_the_full_forward(host, kind, backend) -> N
     model = ours_of(host, reference_of(kind), attention_backend=backend)
     batch = samples()
     full = model(batch["encoder_tokens"], batch["decoder_tokens"], batch["encoder_mask"])
-    memory, cache = model.encode(batch["encoder_tokens"], batch["encoder_mask"]), model.new_decoder_cache(9)
-    pieces = [
-        model.decode(batch["decoder_tokens"][:, a:b], memory, batch["encoder_mask"], cache)
-        for a, b in ((0, 3), (3, 5), *((i, i + 1) for i in range(5, 9)))
-    ]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=5e-5, rtol=1e-4)
+    decoded = cached_logits(model, batch["decoder_tokens"], in_pieces(9, 3), encoder_texts(batch))
+    torch.testing.assert_close(decoded, full, atol=5e-5, rtol=1e-4)
 
 
 def test_greedy_generation_equals_the_references(host) -> None:
@@ -147,12 +155,11 @@ def test_greedy_generation_equals_the_references(host) -> None:
         decoder_start_token_id=0,
         eos_token_id=None,
     )
-    tokens = torch.zeros(3, 1, dtype=torch.long)
-    memory, cache = model.encode(batch["encoder_tokens"], batch["encoder_mask"]), model.new_decoder_cache(11)
-    for _ in range(10):
-        logits = model.decode(tokens[:, -1:], memory, batch["encoder_mask"], cache)
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(tokens, expected)
+    options = InferenceConfig(cache_memory_gb=0.01, cache_block_size=4, max_requests=2)
+    engine = InferenceEngine(model, None, ParallelContext(), options, longest=11)
+    greedy = SamplingParameters(temperature=0.0, max_tokens=10)
+    events = run(engine, [[0]] * 3, greedy, encoder_texts(batch))
+    assert [[0, *tokens_of(row)] for row in events] == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
@@ -16,14 +17,8 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.model import Model
 from mt_core.nn.norm import RMSNorm
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage
 from mt_plugin_example.config import ConvConfig
-
-
-class ConvCache:
-    """The last K - 1 inputs of every convolution, so that decoding computes each position once."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.past: list[Tensor | None] = [None] * num_layers
 
 
 class CausalConv(LayoutModule):
@@ -68,13 +63,21 @@ class GatedConv(nn.Module):
         self.conv = CausalConv(hidden, config.kernel_size, ctx, std=config.kernel_size**-0.5)
         self.linear_out = RowParallelLinear(hidden, hidden, ctx, bias=False, init=normal(config.output_init_std))
 
-    def forward(self, x: Tensor, segment_ids: Tensor | None, cache: ConvCache | None, layer: int) -> Tensor:
+    def forward(self, x: Tensor, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
         gate, value = self.linear_in(x).chunk(2, dim=-1)
-        past = cache.past[layer] if cache else None
-        if cache is not None:
-            seen = self.conv.with_past(value, past)
-            cache.past[layer] = seen[:, seen.shape[1] - (self.conv.kernel_size - 1) :]
-        return self.linear_out(F.silu(gate) * self.conv(value, past, segment_ids))
+        mixed = self.conv(value, None, segment_ids) if cache is None else cache.advance(self, self.advance, (value,))
+        return self.linear_out(F.silu(gate) * mixed)
+
+    def cached_state(self) -> SequenceState:
+        """For generation: the last K - 1 inputs of the convolution, so that each position is computed once."""
+        weight = self.conv.weight
+        return SequenceState((((self.conv.kernel_size - 1, len(weight)), weight.dtype),))
+
+    def advance(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """value [B, S, C], past [B, K - 1, C] -> the convolution's output, and the past of what follows"""
+        (value,), (past,) = inputs, state
+        seen = self.conv.with_past(value, past)
+        return self.conv(value, past), (seen[:, value.shape[1] :],)
 
 
 class ConvLayer(nn.Module):
@@ -88,8 +91,8 @@ class ConvLayer(nn.Module):
         self.pre_mlp_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.mlp = environment.feed_forward("dense", config, number)
 
-    def forward(self, x: Tensor, segment_ids: Tensor | None, cache: ConvCache | None, layer: int) -> Tensor:
-        x = x + self.mixer(self.input_layernorm(x), segment_ids, cache, layer)
+    def forward(self, x: Tensor, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
+        x = x + self.mixer(self.input_layernorm(x), segment_ids, cache)
         return x + self.mlp(self.pre_mlp_layernorm(x))
 
 
@@ -99,7 +102,7 @@ class ConvModel(Model):
     inputs = ("tokens", "segment_ids")
     """Arrays of a batch that the trainer passes."""
     continues_text = True
-    """`mt generate` takes it: there is `new_cache`."""
+    """`mt generate` takes it: there is `decode_stage`."""
 
     def __init__(self, config: ConvConfig, environment: ModelEnvironment) -> None:
         super().__init__()
@@ -112,15 +115,20 @@ class ConvModel(Model):
         self.final_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, environment.parallel)
         self.output_layer = VocabParallelOutput(*shape, environment.parallel, **table)
 
-    def forward(self, tokens: Tensor, segment_ids: Tensor | None = None, cache: ConvCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, segment_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         x = self.word_embeddings(tokens)
-        for number, layer in enumerate(self.layers):
-            x = layer(x, segment_ids, cache, number)
-        return self.output_layer(self.final_layernorm(x))
+        for layer in self.layers:
+            x = layer(x, segment_ids, cache)
+        x = self.final_layernorm(x)
+        return self.output_layer(x if cache is None else cache.positions_for_logits(x))
 
-    def new_cache(self, capacity: int) -> ConvCache:
-        """For `mt generate`; what is kept does not grow with `capacity`."""
-        return ConvCache(self.config.num_layers)
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
+        """The new positions of generated texts. All layers are one stage: the model has no pipeline stages."""
+        return self(cache.tokens, cache=cache)
+
+    @property
+    def decoded_layers(self) -> int:
+        return self.config.num_layers
 
 
 def build_conv(config: ConvConfig, environment: ModelEnvironment) -> ConvModel:

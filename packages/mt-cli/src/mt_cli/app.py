@@ -17,7 +17,16 @@ from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
 
 HELP = "Train, convert, plan and verify large transformer models."
-HOMES = {"data": "mt-data", "ckpt": "mt-ckpt", "convert": "mt-ckpt"}
+HOMES = {
+    "data": "mt-data",
+    "ckpt": "mt-ckpt",
+    "convert": "mt-ckpt",
+    "moe": "mt-moe",
+    "generate": "mt-infer",
+    "plan": "mt-tools",
+    "verify": "mt-tools",
+    "bench": "mt-tools",
+}
 """Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")
 """Commands that run whatever is wrong with plugins, since they show it."""

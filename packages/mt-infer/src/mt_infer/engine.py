@@ -62,6 +62,7 @@ class InferenceEngine:
     ) -> None:
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
+        refuse_context_parallel(ctx)
         placed = placed or PlacedStages((), (0,))
         self.runner = ModelRunner(model, ctx, placed.stages, placed.ranks)
         limits = CacheLimits(
@@ -265,6 +266,14 @@ class InferenceEngine:
                 f"the prompt has {len(request.tokens)} tokens, and sequences have at most {self.longest} with what is "
                 "generated (inference.max_sequence_length, the model's positions); shorten the prompt"
             )
+
+
+def refuse_context_parallel(ctx: ParallelContext) -> None:
+    if ctx.cp.size > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={ctx.cp.size} divides sequences, and the cache keeps whole ones; set it to 1 "
+            "to generate"
+        )
 
 
 @dataclass

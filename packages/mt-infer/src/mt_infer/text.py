@@ -149,11 +149,16 @@ class TextGenerator:
     # -- one caller -------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParameters | Sequence[SamplingParameters] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParameters | Sequence[SamplingParameters] | None = None,
+        inputs: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[list[Completion]]:
-        """For each prompt its n sequences. sampling: the same for all, or one for each."""
+        """For each prompt its n sequences. sampling: the same for all, or one for each. inputs: what the model takes
+        beside text, of each prompt."""
         each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParameters()] * len(prompts)
-        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        beside = inputs or [{}] * len(prompts)
+        numbers = [self.submit(*request) for request in zip(prompts, each, beside, strict=True)]
         found = {number: [Completion() for _ in range(own.n)] for number, own in zip(numbers, each, strict=True)}
         while not self.is_idle:
             for event in self.step():

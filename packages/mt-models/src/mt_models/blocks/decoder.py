@@ -111,7 +111,6 @@ class CausalDecoder(Model):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: Cache | None = None,
         *,
         project: bool = True,
     ) -> Any:
@@ -120,7 +119,7 @@ class CausalDecoder(Model):
         project: False returns the input of the LM head (`Unprojected`), for a loss that does not materialize logits.
         """
         stage = whole(self.config.num_layers)
-        return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, project=project)
+        return self.run_stage(stage, None, tokens, position_ids, segment_ids, project=project)
 
     def run_stage(
         self,

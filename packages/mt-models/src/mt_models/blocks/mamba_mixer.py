@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from mt_core.errors import ConfigError
 from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
@@ -70,7 +69,6 @@ class MambaMixer(LayoutModule):
         if cache is None:
             y = self.scan_shards(inputs, self.scan_weights(), segment_ids)
         else:
-            self._require_decodable(segment_ids)
             y = self._advance(inputs, cache)
         return self.out_proj(self.norm(y.flatten(2), z))
 
@@ -88,15 +86,6 @@ class MambaMixer(LayoutModule):
         convolutions = tuple(((kept, channels), dtype) for channels in self.conv1d.local_blocks)
         heads = self.A_log.shape[0]
         return SequenceState((*convolutions, ((heads, self.head_dim, self.state_dim), torch.float32)))
-
-    def _require_decodable(self, segment_ids: Tensor | None) -> None:
-        if segment_ids is not None:
-            raise ConfigError("packed documents (segment_ids) cannot be decoded with a cache; decode them one by one")
-        if self.ctx.cp.size > 1:
-            raise ConfigError(
-                f"parallel.context_parallel_size={self.ctx.cp.size} divides sequences, and a Mamba layer cannot decode "
-                "a divided one with a cache; set it to 1 to decode"
-            )
 
     def scan_weights(self) -> ScanWeights:
         weights = self.conv1d.blocks(self.conv1d.weight.squeeze(1))

@@ -43,7 +43,6 @@ class DeepseekModel(RotaryDecoder):
         tokens: Tensor,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        cache: Cache | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         *,
@@ -51,7 +50,7 @@ class DeepseekModel(RotaryDecoder):
     ) -> Any:
         """labels, loss_mask [B, S]: for multi-token prediction, whose losses are attached to the logits in training."""
         stage = whole(self.config.num_layers)
-        return self.run_stage(stage, None, tokens, position_ids, segment_ids, cache, labels, loss_mask, project=project)
+        return self.run_stage(stage, None, tokens, position_ids, segment_ids, None, labels, loss_mask, project=project)
 
     def run_stage(
         self,

@@ -79,6 +79,7 @@ class DecoderText(TextVector, CausalDecoder):
     continues_text = False
     is_divisible = False
     """The head reads the whole model's states."""
+    decode_stage: None = None  # type: ignore[assignment]  # it generates nothing
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)  # type: ignore[call-arg]  # of the family's decoder, next in line
