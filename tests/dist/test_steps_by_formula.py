@@ -93,11 +93,11 @@ def reported_and_expected(rank: int, world: int, more: tuple[str, ...]) -> dict[
     }
 
 
-@pytest.mark.parametrize("late_metrics", ["never", "always"])
+@pytest.mark.parametrize("deferred_metrics", ["never", "always"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_counted_token_weighs_the_same(world: int, late_metrics: str) -> None:
+def test_every_counted_token_weighs_the_same(world: int, deferred_metrics: str) -> None:
     """Means of the means of micro-batches or of ranks would give tokens of short samples more weight."""
-    for found in run_ranks(world, reported_and_expected, (f"train.late_metrics={late_metrics}",)):
+    for found in run_ranks(world, reported_and_expected, (f"train.deferred_metrics={deferred_metrics}",)):
         for name, (reported, expected) in found.items():
             assert reported == pytest.approx(expected, rel=1e-5), name
 

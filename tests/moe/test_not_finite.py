@@ -142,9 +142,9 @@ def words_of_failed_run(rank: int, world: int, layout: tuple[str, ...]) -> str:
         return str(failed.value)
 
 
-@pytest.mark.parametrize("late", ["never", "always"])
-def test_the_failed_step_names_the_router(late) -> None:
-    words = words_of_failed_run(0, 1, (f"train.late_metrics={late}",))
+@pytest.mark.parametrize("deferred", ["never", "always"])
+def test_the_failed_step_names_the_router(deferred) -> None:
+    words = words_of_failed_run(0, 1, (f"train.deferred_metrics={deferred}",))
     named = r"the loss is not finite at iteration 1 .*the logits of decoder\.layers\.2\.mlp\.router were the first\. "
     assert re.search(named, words)
 

@@ -19,7 +19,7 @@ from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Ledger, RecordingGroup
 from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
-from mt_tools.plan.routing import RoutedTokens, dealt_in_turn, dealt_to_few
+from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
 from mt_tools.plan.search import QuickPlanner, search
 
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
@@ -93,15 +93,15 @@ def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
     assert planned(tree(MIXTURE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
-def test_a_crowded_rank_keeps_the_tokens_of_all() -> None:
+def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
     values = tree(MIXTURE, parallel={EP: 2})
     (row,) = planned(values, 2).ranks
-    assert row.crowded_activations is not None
+    assert row.imbalanced_activations is not None
     of_rows = row.activations["permuted_tokens"] + row.activations["experts"]
     # All that experts keep follows their rows.
-    assert row.crowded_activations - row.activation_bytes == of_rows
-    assert planned(tree(), 1).ranks[0].crowded_activations is None
+    assert row.imbalanced_activations - row.activation_bytes == of_rows
+    assert planned(tree(), 1).ranks[0].imbalanced_activations is None
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
 
 def test_choices_are_dealt_and_counted() -> None:
     scores = torch.empty(6, 4, device="meta")
-    with RoutedTokens(dealt_in_turn):
+    with RoutedTokens(assign_round_robin):
         chosen = scores.topk(2).indices
         assert chosen.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
         assert chosen.flatten().bincount(minlength=4).tolist() == [3, 3, 3, 3]
         rows = torch.empty(6, 8, device="meta", requires_grad=True)[chosen.flatten() // 2]
         assert (rows.device.type, rows.shape) == ("meta", (12, 8))
-    with RoutedTokens(dealt_to_few):
+    with RoutedTokens(assign_to_few):
         assert scores.topk(2).indices.unique().tolist() == [0, 1]
 
 

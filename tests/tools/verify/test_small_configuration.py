@@ -46,7 +46,7 @@ def layers_of_stages(config: Config) -> list[int]:
         ("model", "attention_backend", "flex", "eager"),
         ("train", "cuda_graphs", "blocks", "none"),
         ("train", "compile", "blocks", "none"),
-        ("train", "late_metrics", "always", "never"),
+        ("train", "deferred_metrics", "always", "never"),
         ("train", "device", "cuda", "cpu"),
         ("kernels", "layer_norm", "triton", "auto"),
         ("kernels", "adamw", "triton", "auto"),

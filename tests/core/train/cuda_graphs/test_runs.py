@@ -54,7 +54,7 @@ SETTINGS = {
         "precision.accumulate_allreduce_grads_in_fp32=false",
         "optimizer.main_weights=remainders",
     ],
-    "told late": ["optimizer.exp_avg_dtype=bf16", "train.late_metrics=always"],
+    "deferred metrics": ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"],
     "alibi, a mask of the pattern": ["model.position_embedding_type=alibi"],
     "evaluated": ["train.eval_interval=2"],
     "learned positions": [

@@ -193,8 +193,8 @@ class TrainConfig(Section):
     """CPU threads of torch. Default: torch's own choice."""
     loss: str = "cross_entropy"
     """Name of the loss."""
-    late_metrics: Literal["auto", "never", "always"] = "auto"
-    """Loss and norm of a step are read, and told to callbacks, while the next one runs, so that the host never waits
+    deferred_metrics: Literal["auto", "never", "always"] = "auto"
+    """The metrics of a step are read, and passed to callbacks, while the next step runs, so that the host does not wait
     for the GPU. auto: on a GPU, where nothing needs them at once."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` compiles each layer by torch.compile."""

@@ -34,7 +34,7 @@ from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.machines import GIB, Machine
 from mt_tools.plan.parameters import ParameterCount, count_parameters
 from mt_tools.plan.result_cache import ResultCache
-from mt_tools.plan.routing import Deal, dealt_in_turn, dealt_to_few
+from mt_tools.plan.routing import Assignment, assign_round_robin, assign_to_few
 from mt_tools.plan.stages import Kind as LayerKind
 from mt_tools.plan.stages import Runs, SharedRuns, StageCosts, build_on_meta, has_experts, layer_kinds, only_stage
 from mt_tools.plan.timing import Clock
@@ -61,7 +61,7 @@ class RankPlan:
     buffers: float
     flow: Flow
     """Messages of a step."""
-    crowded_activations: float | None = None
+    imbalanced_activations: float | None = None
     """Bytes instead of `activation_bytes` if all tokens chose this rank's experts; None: not an MoE model, or not
     computed."""
 
@@ -205,9 +205,9 @@ class Planner:
         weights = self.weights(config, world, stages, own, passes)
         again = [self.recomputed(config, world, stage) for stage in stages]
         ranks = [self._rank(stages, own, order, by_stage, weights, again, rank, passes) for rank in range(pp)]
-        crowded = self.crowded_costs(config, world)
-        if crowded is not None:
-            ranks = [with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, crowded) for rank in ranks]
+        imbalanced = self.imbalanced_costs(config, world)
+        if imbalanced is not None:
+            ranks = [with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks]
         batch = build_batch_size(config)
         return LayoutPlan(
             config,
@@ -222,7 +222,7 @@ class Planner:
             self.parameters,
         )
 
-    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         """Shared by all layouts that shard a layer in the same way, for any number of stages and ranks."""
         parallel = config.parallel
         dense = (
@@ -234,20 +234,20 @@ class Planner:
             config.train.micro_batch_size,
             repr(config.recompute),
         )
-        experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, deal)
+        experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, assign)
         if (dense, experts) not in self._costs:
             ledger = Ledger()
             ctx = fake_context(config, world, 0, ledger)
             runs = self._runs_without_experts.setdefault(dense, {})
             shared = SharedRuns(partial(has_experts, self.whole_model), runs, self._results)
             self._costs[dense, experts] = StageCosts(
-                config, self.host, ctx, ledger, self.kinds, deal=deal, shared=shared
+                config, self.host, ctx, ledger, self.kinds, assign=assign, shared=shared
             )
         return self._costs[dense, experts]
 
-    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
         """Costs if all tokens chose the same experts; None for a model without experts."""
-        return self.stage_costs(config, world, dealt_to_few) if self.parameters.experts else None
+        return self.stage_costs(config, world, assign_to_few) if self.parameters.experts else None
 
     def _require_pipelined(self, config: Config, pp: int) -> None:
         if pp > 1 and not self.kinds:
@@ -377,7 +377,7 @@ def with_expert_imbalance(
 ) -> RankPlan:
     held = peak_in_flight(actions, by_stage)
     kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in held.items())
-    return replace(rank, crowded_activations=kept)
+    return replace(rank, imbalanced_activations=kept)
 
 
 def _sizes(flow: Flow) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ from mt_core.parallel.pipeline.schedule_tables import ScheduleTable
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import GIB
-from mt_tools.plan.routing import Deal, dealt_in_turn
+from mt_tools.plan.routing import Assignment, assign_round_robin
 from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
 
@@ -46,12 +46,12 @@ class QuickPlanner(Planner):
     """A planner for many layouts. It measures one sample and scales it to every micro-batch size; of a step with very
     many micro-batches it simulates some, since each further one adds the same time."""
 
-    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
-        costs = super().stage_costs(config.model_copy(update={"train": one}), world, deal)
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign)
         return costs.of_samples(config.train.micro_batch_size)
 
-    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
         """Layouts are ranked with a balanced load."""
         return None
 

@@ -96,7 +96,7 @@ def record_run(
     """
     record = RunRecord()
     # A step is recorded after it is done, and before the next one starts.
-    train = config.config.train.model_copy(update={"late_metrics": "never"})
+    train = config.config.train.model_copy(update={"deferred_metrics": "never"})
     at_once = replace(config, config=config.config.model_copy(update={"train": train}))
     trainer = Trainer(at_once, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
     if adverse:
