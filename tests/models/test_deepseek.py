@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import auxiliary_losses
 from mt_core.nn.layout import parameter_layouts
 from mt_models.blocks.latent_attention import LatentAttention
-from mt_models.blocks.mixture_flops import inactive_parameters
+from mt_models.blocks.moe_flops import inactive_parameters
 from mt_models.deepseek.flops import flops_per_token
 from mt_models.hugging_face import load_reference
 

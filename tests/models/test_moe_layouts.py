@@ -1,4 +1,4 @@
-"""Mixture families divided over ranks: losses, every gradient, norms and weights of three steps are one process's."""
+"""MoE families sharded over ranks: losses, every gradient, norms and weights of three steps are one process's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture divided over ranks against the same in one process: output, gradients, losses, load, in fp64."""
+"""An MoE layer sharded over ranks against the same in one process: output, gradients, losses, load, in fp64."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_every_layout_computes_what_one_process_does(world) -> None:
     assert_equal_everywhere(world, LAYOUTS[world], problems)
 
 
-def test_other_mixtures_too() -> None:
+def test_other_options_too() -> None:
     """On ranks that share a micro-batch in every way."""
     keys: list[dict[str, Any]] = [
         {"moe_latent_size": 4, "moe_shared_expert_overlap": True},
@@ -277,7 +277,7 @@ def all_mutated(rank: int, world: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_a_broken_mixture_is_noticed() -> None:
+def test_a_broken_layer_is_noticed() -> None:
     """On 8 ranks, tp 2 x ep 2 x etp 2 with edp 2: what is broken shows where it should, far above 1e-6."""
     results = run_ranks(8, all_mutated)
     for mutation, (*_, where) in mutations().items():

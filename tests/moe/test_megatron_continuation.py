@@ -1,4 +1,4 @@
-"""A mixture that Megatron began to train goes on here, in one process or with its experts over two: the losses,
+"""An MoE model that Megatron began to train goes on here, in one process or with its experts over two: the losses,
 gradient norms and weights that Megatron printed for three more steps, from each of its formats and layouts.
 
 Megatron's files of this model hold no optimizer, so the steps are those that it made with a new one.

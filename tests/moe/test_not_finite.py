@@ -27,7 +27,7 @@ from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels
 from mt_moe.routing import router
 
-MIXTURES = [
+MOE_MODELS = [
     {},
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_router_pre_softmax": True},
@@ -66,7 +66,7 @@ def loss_and_norm(layer: MoeLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-@pytest.mark.parametrize("keys", MIXTURES, ids=str)
+@pytest.mark.parametrize("keys", MOE_MODELS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_loss_or_the_norm_tells(keys, bad) -> None:
     """Whether a token is bad, or a weight of the router."""

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MIXTURE, TP, built, planned, tree
+from cases import EP, ETP, MOE, TP, built, planned, tree
 from fake import host
 
 from mt_tools.plan.layouts import Planner
@@ -90,7 +90,7 @@ def test_results_with_values_are_computed() -> None:
         assert cache(aten.mul.Tensor, (torch.tensor([3]), torch.tensor([number])), {}).item() == 3 * number
 
 
-LAYERS = {**MIXTURE, "moe": {**MIXTURE["moe"], "moe_layer_freq": "([0]*2+[1]*2)"}}
+LAYERS = {**MOE, "moe": {**MOE["moe"], "moe_layer_freq": "([0]*2+[1]*2)"}}
 
 
 def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MIXTURE, TP, built, planned, tree
+from cases import EP, ETP, MOE, TP, built, planned, tree
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
@@ -89,13 +89,13 @@ def test_qwen3_30b_is_planned() -> None:
 
 
 def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
-    one = planned(tree(MIXTURE), 1).flops_per_token
-    assert planned(tree(MIXTURE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
+    one = planned(tree(MOE), 1).flops_per_token
+    assert planned(tree(MOE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
 def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
-    values = tree(MIXTURE, parallel={EP: 2})
+    values = tree(MOE, parallel={EP: 2})
     (row,) = planned(values, 2).ranks
     assert row.imbalanced_activations is not None
     of_rows = row.activations["permuted_tokens"] + row.activations["experts"]
@@ -108,14 +108,14 @@ def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     "option", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": "triton"}, {"moe_router_random_seed": 3}]
 )
 def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, object]) -> None:
-    plain = planned(tree(MIXTURE), 1).ranks[0]
-    other = planned(tree({**MIXTURE, "moe": {**MIXTURE["moe"], **option}}), 1).ranks[0]
+    plain = planned(tree(MOE), 1).ranks[0]
+    other = planned(tree({**MOE, "moe": {**MOE["moe"], **option}}), 1).ranks[0]
     assert other.activations == plain.activations
 
 
 def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
     machine = get_machine("h100")
-    planner = QuickPlanner(built(tree({**MIXTURE, "num_layers": 1}), 1), load_plugins(), machine)
+    planner = QuickPlanner(built(tree({**MOE, "num_layers": 1}), 1), load_plugins(), machine)
     found = search(planner, 4, 1.0)
     tried = {tuple(one.choice["parallel"][axis] for axis in (EP, ETP)) for one in found.candidates}
     assert {(2, 1), (4, 1)} <= tried

@@ -81,7 +81,7 @@ def test_a_small_retro_keeps_its_sizes_together() -> None:
     assert model["retro_cross_attention_layers"] == [model["num_layers"]]
 
 
-def test_a_small_mixture_keeps_dense_layers_groups_and_shared_experts() -> None:
+def test_a_small_moe_model_keeps_dense_layers_groups_and_shared_experts() -> None:
     small = shrink(preset("deepseek-v3", EP), load_plugins()).model.model_dump()
     assert small["moe"]["num_experts"] == 8
     assert small["moe"]["moe_layer_freq"] == "[0]*1+[1]*1"

@@ -108,9 +108,9 @@ class MoeLayer(nn.Module):
         self.overlapping = require_overlapping(dispatcher, config) if config.moe_shared_expert_overlap else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._recomputable("moe", self._mixture, x)
+        return self._recomputable("moe", self._moe, x)
 
-    def _mixture(self, x: Tensor) -> Tensor:
+    def _moe(self, x: Tensor) -> Tensor:
         share = share_tokens(x, self.ctx)
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)

@@ -140,7 +140,7 @@ class ParallelConfig(Section):
     account_for_loss_in_pipeline_split: bool = False
     """Layers are divided evenly, and the LM head with the loss counts as one layer of the last stage."""
     expert_model_parallel_size: PositiveInt = 1
-    """Processes that share the experts of a mixture."""
+    """Processes that share the experts of an MoE layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share each expert's matrices. Default: tensor_model_parallel_size."""
     use_distributed_optimizer: bool = False

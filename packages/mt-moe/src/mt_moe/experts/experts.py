@@ -17,7 +17,7 @@ from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import fp8_grouped_product
 from mt_moe.experts.groups import GroupedProduct, Groups
-from mt_moe.experts.keeping import not_keeping
+from mt_moe.experts.saved_tensors import recompute_saved
 
 
 class ExpertLinear(LayoutModule):
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         if not (self.recompute_activation and self.training):
             return self.linear_fc2(self.activate(inner, weights), groups)
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
-        with not_keeping(activated, partial(self.activate, inner.detach(), weights.detach())):
+        with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
             return self.linear_fc2(activated, groups)
 
     def extra_repr(self) -> str:

@@ -151,11 +151,11 @@ class Router(LayoutModule):
 
     def _scored(self, logits: Tensor, experts: Tensor, share: TokenShare) -> Scored:
         probabilities = distribution(logits, self.config.moe_router_score_function)
-        choices = experts if self._chooses_naturally else probabilities.detach().topk(experts.shape[1]).indices
+        choices = experts if self._is_plain_topk else probabilities.detach().topk(experts.shape[1]).indices
         return Scored(logits, probabilities, choices, share)
 
     @property
-    def _chooses_naturally(self) -> bool:
+    def _is_plain_topk(self) -> bool:
         """Whether a token's experts are the plain top-k of its scores (no bias, no groups, no forced balance)."""
         config = self.config
         return not (

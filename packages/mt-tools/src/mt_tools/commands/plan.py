@@ -116,7 +116,9 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
         console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
     standing, held = _held_tables(values["ranks"])
     console.print(standing, "", held, sep="\n")
-    imbalanced = [rank["imbalanced_activations"] for rank in values["ranks"] if rank["imbalanced_activations"] is not None]
+    imbalanced = [
+        rank["imbalanced_activations"] for rank in values["ranks"] if rank["imbalanced_activations"] is not None
+    ]
     if imbalanced:
         most = max(imbalanced) / GIB
         console.print(f"if all tokens chose the same experts, their rank would keep {most:.2f} GiB of activations")

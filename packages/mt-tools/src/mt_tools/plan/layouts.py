@@ -207,7 +207,9 @@ class Planner:
         ranks = [self._rank(stages, own, order, by_stage, weights, again, rank, passes) for rank in range(pp)]
         imbalanced = self.imbalanced_costs(config, world)
         if imbalanced is not None:
-            ranks = [with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks]
+            ranks = [
+                with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
+            ]
         batch = build_batch_size(config)
         return LayoutPlan(
             config,
