@@ -1,4 +1,4 @@
-# Sourced by lowest.sh and with_torch.sh: a minute of tests that reach every distribution and most dependencies.
+# Sourced by lowest.sh and with_torch.sh: two minutes of tests that reach every distribution and most dependencies.
 SMOKE_TESTS=(
     tests/core/config/test_config_errors.py
     tests/core/config/test_config_files.py

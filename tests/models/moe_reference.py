@@ -113,7 +113,7 @@ def expert_tensors(names, marker: str = ".experts.") -> int:
 
 
 def assert_same_balance(pair: Pair, tokens: Tensor, balance: nn.Module) -> None:
-    """The balance loss of a model with one MoE layer, and its gradient in the router, times the number of chosen experts.
+    """The balance loss of a model with one MoE layer, and its gradient in the router, times the experts of a token.
 
     The reference does not divide by it: an even load gives k there, 1 here.
     """

@@ -1,4 +1,4 @@
-"""Experts in FP8: grouped products against a formula in fp64, the layouts that a GPU's kernel takes, and an MoE model."""
+"""Experts in FP8: grouped products against a formula in fp64, the layouts of a GPU's kernel, and an MoE model."""
 
 from __future__ import annotations
 
