@@ -21,7 +21,7 @@ from mt_core.testing import run_ranks
 pytestmark = pytest.mark.dist
 
 WORLD, RANK = 16384, 9000
-SIZES = AxisSizes(tp=8, cp=4, pp=16, ep=8, etp=1, instances=2)
+SIZES = AxisSizes(tp=8, cp=4, pp=16, ep=8, etp=1, replicate=2)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""GPT-OSS divided over ranks: losses, every gradient, norms and weights of the steps are one process's."""
+"""GPT-OSS sharded over ranks: losses, every gradient, norms and weights of the steps are one process's."""
 
 from __future__ import annotations
 

@@ -77,6 +77,6 @@ def test_clipped_queries_are_refused(host) -> None:
 def test_ranks_that_would_share_a_key_head_are_refused(monkeypatch, build) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 50}
-    divided = ["parallel.tensor_model_parallel_size=4", *ref.settings({"moe": {"num_experts": 4}})]
+    sharded = ["parallel.tensor_model_parallel_size=4", *ref.settings({"moe": {"num_experts": 4}})]
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=4 does not divide model.num_query_groups=2"):
-        build(*divided, family="olmoe", **shape, ffn_hidden_size=32)
+        build(*sharded, family="olmoe", **shape, ffn_hidden_size=32)

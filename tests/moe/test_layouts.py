@@ -174,10 +174,10 @@ def differences_of_all(
     rank: int, world: int, layouts: list[Layout], problems: list[Problem]
 ) -> dict[str, dict[str, float]]:
     found = {}
-    for sizes, divided in layouts:
-        ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=divided)
+    for sizes, sharded in layouts:
+        ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=sharded)
         for problem in problems:
-            found[f"{sizes} sp={divided} {problem.keys}"] = differences(ctx, problem)
+            found[f"{sizes} sp={sharded} {problem.keys}"] = differences(ctx, problem)
     return found
 
 
@@ -256,7 +256,7 @@ def mutations() -> dict[str, tuple[Any, str, Any, str]]:
     return {
         "expert gradients over the dense group": (ExpertLinear, "__init__", over_dense_group, "experts.linear_fc1"),
         "balance loss scaled by tp": (AuxLoss, "forward", scaled_by_tp, "value of aux_loss"),
-        "router gradients not summed over tp": (router, "divided_axes", lambda ctx: (), "router.weight"),
+        "router gradients not summed over tp": (router, "partial_gradient_axes", lambda ctx: (), "router.weight"),
         "bias moved by the local load": (load, "all_reduce", lambda x, axis: x, "expert bias"),
         "results not summed over etp": (
             alltoall,

@@ -39,7 +39,7 @@ def target(x: Tensor) -> Tensor:
     return torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
 
 
-def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[str]]:
+def sharded(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[str]]:
     """Gradients of this rank's parts, whole again; how often each bucket was sent before the step's end; names of
     weights that got a gradient of autograd's."""
     ctx = build_parallel_context(AxisSizes(ep=2), params_dtype=torch.bfloat16)
@@ -47,7 +47,7 @@ def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[s
     by_autograd: set[str] = set()
     for name, parameter in layer.named_parameters():
         parameter.register_hook(lambda grad, n=name: None if grad is None else by_autograd.add(n))
-    weights = ParamAndGradBuffer(layer, ctx, BufferOptions(divided=True, bucket_elements=1))
+    weights = ParamAndGradBuffer(layer, ctx, BufferOptions(sharded=True, bucket_elements=1))
     sent: list[Bucket] = []
     send = Bucket.start_reduce
     Bucket.start_reduce = lambda bucket: (sent.append(bucket), send(bucket))[1]
@@ -71,7 +71,7 @@ def test_experts_over_ranks_get_the_gradients_of_one_process() -> None:
         x = micro_batch(number).double()
         alone(x).backward(target(x).bfloat16().double())
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    for rank, (found, times, by_autograd) in enumerate(run_ranks(4, divided)):
+    for rank, (found, times, by_autograd) in enumerate(run_ranks(4, sharded)):
         assert times == [1] * len(times)
         assert by_autograd == ["router.weight"]
         own = slice(rank % 2 * EXPERTS // 2, (rank % 2 + 1) * EXPERTS // 2)

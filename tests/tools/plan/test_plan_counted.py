@@ -61,7 +61,7 @@ LAYOUTS = {
     ),
     "three axes": (4, tree({**LLAMA}, parallel={**SP, PP: 2})),
     "experts, one process": (1, tree(MOE)),
-    "experts divided": (2, tree(MOE, parallel={EP: 2})),
+    "experts sharded": (2, tree(MOE, parallel={EP: 2})),
     "experts and tensor": (4, tree(MOE, parallel={EP: 2, TP: 2})),
     "experts and sequence": (4, tree(MOE, parallel={**SP, EP: 2, ETP: 1})),
     "experts' matrices": (2, tree(MOE, parallel={**SP, ETP: 2})),
@@ -125,7 +125,7 @@ def sent(row: RankPlan, same_ranks: dict[str, str]) -> dict[tuple[str, str], flo
     return dict(found)
 
 
-def test_divided_weights_are_counted_too() -> None:
+def test_sharded_weights_are_counted_too() -> None:
     """FSDP2: rows of every parameter over the ranks; what it collects is not told by torch.distributed calls."""
     values = tree(parallel={"use_torch_fsdp2": True})
     row, counted = only(planned(values, 2)), run_ranks(2, count, values)[0]

@@ -34,7 +34,7 @@ class CausalConv(LayoutModule):
     def __init__(self, channels: int, kernel_size: int, ctx: ParallelContext, *, std: float) -> None:
         super().__init__(ctx)
         self.kernel_size = kernel_size
-        # A parameter with a layout of its own: channels are divided over the tensor-parallel axis.
+        # A parameter with a layout of its own: channels are sharded over the tensor-parallel axis.
         layout = ParameterLayout((channels, kernel_size), normal(std), (Split(dim=0, axis="tp"),))
         self.declare("weight", layout)
 

@@ -123,7 +123,7 @@ class ModelEnvironment:
         given = f"parallel.context_parallel_size={parallel.context_parallel_size}: model.family={family} has"
         if not request.causal:
             raise ConfigError(
-                f"{given} attention in both directions, which is not divided over context-parallel ranks; set "
+                f"{given} attention in both directions, which is not sharded over context-parallel ranks; set "
                 "parallel.context_parallel_size to 1"
             )
         if request.logit_softcap is not None and not self.context_parallel_method.whole_sequences:

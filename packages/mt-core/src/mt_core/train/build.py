@@ -61,7 +61,7 @@ def axis_sizes(config: Config) -> AxisSizes:
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
-        instances=parallel.num_distributed_optimizer_instances,
+        replicate=parallel.num_distributed_optimizer_instances,
     )
 
 
@@ -162,7 +162,7 @@ def require_options(model: nn.Module, loss: object, config: Config) -> None:
         )
 
 
-def divides_state(config: Config) -> bool:
+def shards_state(config: Config) -> bool:
     """Whether gradients and optimizer state are sharded over the ranks that hold the same weights."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
 
@@ -190,7 +190,7 @@ def build_weights(
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_master_weights(model)
     options = BufferOptions(
-        divided=parallel.use_distributed_optimizer,
+        sharded=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size,
         # A weight shared by two stages of a rank gets two gradients per micro-batch.
         overlap_reduce=parallel.overlap_grad_reduce and not _shares_weights(parallel, host),

@@ -102,7 +102,7 @@ class OptimizerStep:
     ) -> None:
         self.weights, self.optimizer, self.forward_backward = weights, optimizer, forward_backward
         self.scaler, self.clip_grad, self.count_zeros, self.deferred = scaler, clip_grad, count_zeros, deferred
-        self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), divided=False)
+        self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), sharded=False)
         self.ctx = self.sums.ctx
         self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
         self.on_gradients: Callable[[], None] | None = None

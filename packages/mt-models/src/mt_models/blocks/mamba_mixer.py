@@ -80,7 +80,7 @@ class MambaMixer(LayoutModule):
         if self.ctx.cp.size > 1:
             raise ConfigError(
                 f"parallel.context_parallel_size={self.ctx.cp.size} divides sequences, and a Mamba layer cannot decode "
-                "a divided one with a cache; set it to 1 to decode"
+                "a sharded one with a cache; set it to 1 to decode"
             )
 
     def scan_weights(self) -> ScanWeights:

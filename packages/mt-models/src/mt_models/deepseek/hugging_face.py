@@ -280,7 +280,7 @@ FIELDS = (
 FIXED = (SILU, Fixed("attention_bias", (False,)), Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE)
 DERIVED = {
     **dict.fromkeys(("head_dim", "qk_head_dim"), "the sum of other fields, or one of them"),
-    "ep_size": "how experts were divided over ranks; parallel.expert_model_parallel_size says so",
+    "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     "router_aux_loss_coef": "not read by the Python class; aux_loss_alpha is the coefficient",
 }
 V2 = ConfigMap(

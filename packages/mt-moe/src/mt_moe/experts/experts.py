@@ -44,15 +44,15 @@ class ExpertLinear(LayoutModule):
         super().__init__(ctx)
         self.product = product
         by_expert = Split(dim=0, axis="ep")
-        divided_out = split.dim == 1
+        shards_outputs = split.dim == 1
         self.declare(
             "weight",
             ParameterLayout((experts, out_features, in_features), init, (by_expert, split), replicas="edp"),
         )
         # Outputs that are partial sums over etp get their bias from one etp rank only.
-        self.adds_bias = divided_out or ctx.axis("etp").rank == 0
-        partial: tuple[AxisName, ...] = () if divided_out else ("etp",)
-        splits = (by_expert, split) if divided_out else (by_expert,)
+        self.adds_bias = shards_outputs or ctx.axis("etp").rank == 0
+        partial: tuple[AxisName, ...] = () if shards_outputs else ("etp",)
+        splits = (by_expert, split) if shards_outputs else (by_expert,)
         layout = ParameterLayout((experts, out_features), zeros, splits, partial_gradient=partial, replicas="edp")
         self.declare("bias", layout if bias else None)
 

@@ -211,6 +211,7 @@ class Planner:
                 with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
             ]
         batch = build_batch_size(config)
+        costs_of_ranks = [[by_stage[number] for number in numbers] for numbers in own]
         return LayoutPlan(
             config,
             world,
@@ -220,7 +221,7 @@ class Planner:
             self.flops_per_token,
             self.flops_per_token * batch.full * config.data.seq_length,
             bubble,
-            _step_time(config, clock, [[by_stage[number] for number in held] for held in own], ranks, passes, seconds),
+            _step_time(config, clock, costs_of_ranks, ranks, passes, seconds),
             self.parameters,
         )
 
@@ -330,9 +331,9 @@ class Planner:
         rank: int,
         passes: int,
     ) -> RankPlan:
-        held = peak_in_flight(order[rank], by_stage)
+        in_flight = peak_in_flight(order[rank], by_stage)
         kept: Counter[str] = Counter()
-        for stage, count in held.items():
+        for stage, count in in_flight.items():
             for part, size in by_stage[stage].kept.items():
                 kept[part] += count * size  # type: ignore[assignment]
         passing = Flow()
@@ -349,7 +350,7 @@ class Planner:
             tuple(stages[number].layers for number in own[rank]),
             cost,
             dict(kept),
-            sum(held.values()),
+            sum(in_flight.values()),
             max((again[number] for number in own[rank]), default=0.0),
             cost.buffers + largest + 2 * boundary,
             flow,
@@ -359,26 +360,26 @@ class Planner:
 def _step_time(
     config: Config,
     clock: Clock,
-    held: Sequence[Sequence[StageCost]],
+    stages: Sequence[Sequence[StageCost]],
     ranks: Sequence[RankPlan],
     passes: int,
-    played: float,
+    simulated: float,
 ) -> StepTime:
-    """held: the stages of each pipeline rank. played: seconds from the first pass to the last."""
-    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in held]
+    """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
+    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
     busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
     products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
     backward = 2 / 3 * (products + messages) / passes
     collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
     end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
-    return StepTime(products, messages + collecting, max(0.0, played - products - messages), end)
+    return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
 
 
 def with_expert_imbalance(
     rank: RankPlan, actions: Sequence[Action], stages: Sequence[Stage], by_stage: Sequence[StageCost], costs: StageCosts
 ) -> RankPlan:
-    held = peak_in_flight(actions, by_stage)
-    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in held.items())
+    in_flight = peak_in_flight(actions, by_stage)
+    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in in_flight.items())
     return replace(rank, imbalanced_activations=kept)
 
 
@@ -394,7 +395,7 @@ def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWei
     """Weights that several pipeline ranks hold (tied weights), given those of each rank outside of its layers."""
     axes: dict[str, Axis] = {}
     for name in sorted(names[rank]):
-        holders = [place for place, held in enumerate(names) if name in held]
+        holders = [place for place, of_rank in enumerate(names) if name in of_rank]
         if len(holders) > 1:
             axes[name] = fake_axis("stage_copies", len(holders), holders.index(rank), ledger)  # type: ignore[arg-type]
     return TiedWeights(axes)
@@ -403,18 +404,18 @@ def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWei
 def peak_in_flight(actions: Sequence[Action], by_stage: Sequence[StageCost]) -> dict[int, int]:
     """Stage -> micro-batches in flight at the peak of activation memory."""
     kept = [cost.kept_bytes for cost in by_stage]
-    held: Counter[int] = Counter()
-    peak, most = dict(held), -1.0
+    in_flight: Counter[int] = Counter()
+    peak, most = dict(in_flight), -1.0
     size = 0.0
     for action in actions:
         if action.kind is Kind.FORWARD:
-            held[action.stage] += 1
+            in_flight[action.stage] += 1
             size += kept[action.stage]
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held[action.stage] -= 1
+            in_flight[action.stage] -= 1
             size -= kept[action.stage]
         if size > most:
-            peak, most = dict(held), size
+            peak, most = dict(in_flight), size
     return peak
 
 

@@ -20,7 +20,7 @@ from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
 
 MICRO_BATCHES = (1, 2, 4)
-PLAYED_ROUNDS = 4
+SIMULATED_ROUNDS = 4
 AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 RECOMPUTE = ("none", "selective", "full")
@@ -58,13 +58,13 @@ class QuickPlanner(Planner):
     def start_times(
         self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
     ) -> tuple[ScheduleTable, float, float]:
-        played = PLAYED_ROUNDS * pp
-        if pp == 1 or passes <= played or config.parallel.pipeline_schedule == "gpipe":
+        simulated = SIMULATED_ROUNDS * pp
+        if pp == 1 or passes <= simulated or config.parallel.pipeline_schedule == "gpipe":
             return super().start_times(config, pp, by_stage, passes, clock)
-        order, bubble, seconds = super().start_times(config, pp, by_stage, played, clock)
-        shorter = super().start_times(config, pp, by_stage, played - pp, clock)[2]
-        whole = seconds + (passes - played) * (seconds - shorter) / pp
-        busy = (1 - bubble) * seconds * passes / played
+        order, bubble, seconds = super().start_times(config, pp, by_stage, simulated, clock)
+        shorter = super().start_times(config, pp, by_stage, simulated - pp, clock)[2]
+        whole = seconds + (passes - simulated) * (seconds - shorter) / pp
+        busy = (1 - bubble) * seconds * passes / simulated
         return order, 1 - busy / whole, whole
 
 
@@ -168,13 +168,13 @@ def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
     fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
     stage = world // parallel["pipeline_model_parallel_size"]
 
-    def held(count: float, shards: int) -> float:
+    def gibibytes(count: float, shards: int) -> float:
         return count * stage / world / shards * (fixed + shared * shards / stage)
 
     tensor = parallel["tensor_model_parallel_size"]
     expert_tensor = parallel["expert_tensor_parallel_size"] or tensor
-    experts = held(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
-    return (held(parameters.total - parameters.experts, tensor) + experts) / GIB
+    experts = gibibytes(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
+    return (gibibytes(parameters.total - parameters.experts, tensor) + experts) / GIB
 
 
 def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) -> dict[str, dict[str, Any]]:
