@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.linear_loss import build_linear_cross_entropy, build_linear_cross_entropy_sum
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 

@@ -13,8 +13,8 @@ from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4,
 from mt_core.optim.muon import ShardedMatrix
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

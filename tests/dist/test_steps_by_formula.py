@@ -15,7 +15,7 @@ from tests.dist.test_layouts import GATHER, SMALL_BUCKETS, ZERO, config, one_pro
 
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 

@@ -20,7 +20,7 @@ from mt_tools.plan.ledger import Ledger, RecordingGroup
 from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
 from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
-from mt_tools.plan.search import QuickPlanner, search
+from mt_tools.plan.layout_search import QuickPlanner, search
 
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 

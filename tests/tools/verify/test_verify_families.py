@@ -11,8 +11,8 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.plugins import load_plugins
-from mt_tools.verify.compare import compare
-from mt_tools.verify.shrink import processes, shrink
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.small_config import processes, shrink
 from mt_tools.verify.small_runs import record
 
 pytestmark = pytest.mark.dist
