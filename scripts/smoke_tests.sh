@@ -15,7 +15,7 @@ SMOKE_TESTS=(
     tests/data/preprocess/test_preprocess_command.py
     tests/ckpt/test_ckpt_round_trip.py
     tests/ckpt/test_safetensors_files.py
-    tests/models/test_llama.py
+    tests/models/test_mistral.py
     tests/moe/test_routing.py
     tests/dist/test_tensor_parallel.py
     tests/tools/plan/test_plan.py

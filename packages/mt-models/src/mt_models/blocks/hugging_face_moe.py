@@ -182,10 +182,6 @@ def first_dense(moe: MoEOptions, kind: str) -> int:
 
 MOE_IGNORED = {
     "output_router_logits": "asks the Python class for its logits; training adds the losses of model.moe",
-    **dict.fromkeys(
-        ("experts_implementation", "_experts_implementation"),
-        "which kernel multiplied the experts' matrices; model.moe.moe_grouped_gemm chooses one",
-    ),
 }
 """For ConfigMap.ignored."""
 SILU = Fixed("hidden_act", ("silu", "swish"))
