@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mt_core.launch.process_group import LAZY_GLOO
 from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
-from mt_core.nn.context_parallel import build_hierarchical_axes
+from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.testing import run_ranks
 

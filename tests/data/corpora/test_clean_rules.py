@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.cleaning import Cleaner
 from mt_data.corpora.clean_options import PRESETS, CleanOptions, preset
+from mt_data.corpora.cleaning import Cleaner
 from mt_data.corpora.document import Document
 from mt_data.corpora.line_rules import filter_lines
 from mt_data.corpora.repetition_rules import duplicate_ngram_share, duplicate_shares, top_ngram_share

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.cleaning import clean
 from mt_data.corpora.clean_options import CleanOptions, preset
-from mt_data.corpora.deduplication import dedup
+from mt_data.corpora.cleaning import clean
 from mt_data.corpora.dedup_options import DedupOptions
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.report import EXAMPLES_PER_REASON, Report
 from mt_data.corpora.state import locked
 from mt_data.corpora.streaming import Reading

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
-from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.dedup_exact import mark_exact
 from mt_data.corpora.dedup_minhash import Signer, band_keys, mark_near, shingles, table_shape
 from mt_data.corpora.dedup_options import DedupOptions
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.fingerprints import RowFiles
 
 

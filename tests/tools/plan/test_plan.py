@@ -21,10 +21,10 @@ from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins
 from mt_core.specs import SampleField
 from mt_tools.plan.activations import StageCost
+from mt_tools.plan.layout_search import QuickPlanner, search
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, get_machine
-from mt_tools.plan.layout_search import QuickPlanner, search
 from mt_tools.plan.stages import empty_batch
 from mt_tools.plan.timing import Clock
 from mt_tools.plan.weights import WeightCost

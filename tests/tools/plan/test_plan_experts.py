@@ -15,12 +15,12 @@ from cases import EP, ETP, MOE, TP, built, planned, tree
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.plugins import load_plugins
+from mt_tools.plan.layout_search import QuickPlanner, search
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Ledger, RecordingGroup
 from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
 from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
-from mt_tools.plan.layout_search import QuickPlanner, search
 
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 

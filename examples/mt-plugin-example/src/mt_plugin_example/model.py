@@ -9,13 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
-from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
-from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.nn.model import Model
-from mt_core.nn.norm import RMSNorm
-from mt_core.parallel.context import ParallelContext
+from mt_core.nn import (
+    ColumnParallelLinear,
+    LayoutModule,
+    Model,
+    ModelEnvironment,
+    ParameterLayout,
+    RMSNorm,
+    RowParallelLinear,
+    Split,
+    VocabParallelEmbedding,
+    VocabParallelOutput,
+    normal,
+)
+from mt_core.parallel import ParallelContext
 from mt_plugin_example.config import ConvConfig
 
 

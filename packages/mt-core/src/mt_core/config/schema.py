@@ -14,10 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
+"""Type of a key: an integer above 0."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Type of a key: a finite number above 0."""
 NonNegativeInt = Annotated[int, Field(ge=0)]
+"""Type of a key: an integer of at least 0."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""Type of a key: a finite number of at least 0."""
 Probability = Annotated[float, Field(ge=0, le=1)]
+"""Type of a key: a number from 0 to 1."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 

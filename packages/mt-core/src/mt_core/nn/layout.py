@@ -293,12 +293,15 @@ class Elementwise:
 
 
 def normal(std: float) -> Init:
+    """Initialization from a normal distribution with mean 0."""
     return Elementwise(lambda tensor, generator: tensor.normal_(0.0, std, generator=generator))
 
 
 def zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    """Initialization with 0."""
     tensor.zero_()
 
 
 def ones(tensor: Tensor, generator: torch.Generator) -> None:
+    """Initialization with 1."""
     tensor.fill_(1.0)

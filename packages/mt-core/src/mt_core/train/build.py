@@ -16,7 +16,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
-from mt_core.nn.context_parallel import build_hierarchical_axes
+from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
@@ -144,6 +144,7 @@ def build_initialized_model(
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> nn.Module:
+    """As `build_model`, with weights drawn from `train.seed`: the same canonical tensors under every layout."""
     model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model

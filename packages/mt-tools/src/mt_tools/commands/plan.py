@@ -196,8 +196,8 @@ def _search(
 ) -> None:
     from rich.console import Console
 
-    from mt_tools.plan.report import search_values
     from mt_tools.plan.layout_search import QuickPlanner, search
+    from mt_tools.plan.report import search_values
 
     values = search_values(search(QuickPlanner(config, host, machine), world, limit), machine, top)
     if as_json:

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from mt_tools.plan.layout_search import EXPERT_AXES, Candidate, Found
 from mt_tools.plan.layouts import LayoutPlan, RankPlan
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, Machine
-from mt_tools.plan.layout_search import EXPERT_AXES, Candidate, Found
 from mt_tools.plan.timing import Clock
 
 
