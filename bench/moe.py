@@ -2,7 +2,7 @@
 
     uv run python bench/moe.py [--rounds 15] [--threads 1]
 
-Prints JSON. Forward and backward, in processor time. Pieces are interleaved, one of each in turn; a ratio is the median
+Prints JSON. Forward and backward, in processor time. Cases are interleaved, one of each in turn; a ratio is the median
 of the ratios of rounds. The router is forced to an even load, so that the products are the same in every round; with
 --uneven it is left to itself, and the bare products take the numbers of rows that it gives.
 
@@ -110,12 +110,12 @@ def bare_products(case: Case, counts: list[int]) -> Callable[[], None]:
     return run
 
 
-def measure(pieces: dict[str, Callable[[], None]], rounds: int) -> list[dict[str, float]]:
-    """Processor seconds of each piece, round by round, after two to warm up."""
+def measure(cases: dict[str, Callable[[], None]], rounds: int) -> list[dict[str, float]]:
+    """Processor seconds of each case, round by round, after two to warm up."""
     found = []
     for _ in range(rounds + 2):
         seconds = {}
-        for name, run in pieces.items():
+        for name, run in cases.items():
             started = time.process_time()
             run()
             seconds[name] = time.process_time() - started
@@ -131,12 +131,12 @@ def measure_case(case: Case, rounds: int, even: bool) -> dict[str, Any]:
     x = torch.randn(1, case.tokens, case.shape.hidden_size, requires_grad=True)
     layer = moe_layer(case, even)
     counts = layer.router(share_tokens(x, layer.ctx)).experts.flatten().bincount(minlength=case.experts).tolist()
-    pieces = {"moe": step(layer, x), "bare": bare_products(case, counts), "dense": step(dense_layer(case), x)}
-    found = measure(pieces, rounds)
+    cases = {"moe": step(layer, x), "bare": bare_products(case, counts), "dense": step(dense_layer(case), x)}
+    found = measure(cases, rounds)
     return {
         "tokens": case.tokens,
         "largest_over_mean_load": round(max(counts) * case.experts / sum(counts), 2),
-        "milliseconds": {name: round(1000 * statistics.median(one[name] for one in found), 1) for name in pieces},
+        "milliseconds": {name: round(1000 * statistics.median(one[name] for one in found), 1) for name in cases},
         "time_over_bare_products_and_sort": ratio(found, "moe", "bare"),
         "tokens_per_second_over_dense": ratio(found, "dense", "moe"),
     }

@@ -126,9 +126,9 @@ def stack(layers: int, width: int, ctx: ParallelContext) -> nn.Module:
     return model
 
 
-def buffered_step(ctx: ParallelContext, batch: Tensor, layers: int, width: int, *, divided: bool) -> Work:
+def buffered_step(ctx: ParallelContext, batch: Tensor, layers: int, width: int, *, sharded: bool) -> Work:
     model = stack(layers, width, ctx)
-    weights = ParamAndGradBuffer(model, ctx, BufferOptions(divided=divided, bucket_elements=2 * width * width))
+    weights = ParamAndGradBuffer(model, ctx, BufferOptions(sharded=sharded, bucket_elements=2 * width * width))
     shapes = {name: layout.shape for name, layout in parameter_layouts(model).items()}
     optimizer = AdamW(param_groups(weights.named_parameters(), 0.01, shapes), 1e-4, 0.9, 0.95, 1e-8)
 
@@ -162,8 +162,8 @@ def measure_step(rank: int, world: int, rounds: int) -> dict[str, list[float]]:
     ctx = build_parallel_context(AxisSizes())
     batch = torch.randn(BATCH, STACK["width"])
     works = {
-        "buckets": buffered_step(ctx, batch, **STACK, divided=False),
-        "distributed optimizer": buffered_step(ctx, batch, **STACK, divided=True),
+        "buckets": buffered_step(ctx, batch, **STACK, sharded=False),
+        "distributed optimizer": buffered_step(ctx, batch, **STACK, sharded=True),
         "DDP": torch_step(ctx, batch, **STACK),
     }
     return interleaved(works, rounds)

@@ -1,13 +1,13 @@
-# Sourced by lowest.sh and with_torch.sh: a minute of tests that reach every distribution and most dependencies.
+# Sourced by lowest.sh and with_torch.sh: two minutes of tests that reach every distribution and most dependencies.
 SMOKE_TESTS=(
-    tests/core/test_config_errors.py
-    tests/core/test_config_files.py
-    tests/core/test_config_loading.py
+    tests/core/config/test_config_errors.py
+    tests/core/config/test_config_files.py
+    tests/core/config/test_config_loading.py
     tests/core/test_plugins_host.py
-    tests/core/test_attention.py
-    tests/core/test_optimizers.py
-    tests/core/test_lr_schedules.py
-    tests/core/test_resume.py
+    tests/core/nn/test_attention.py
+    tests/core/optim/test_optimizers.py
+    tests/core/optim/test_lr_schedules.py
+    tests/core/train/test_resume.py
     tests/cli/test_main.py
     tests/cli/test_config_command.py
     tests/data/indexed/test_indexed_round_trip.py
@@ -15,6 +15,10 @@ SMOKE_TESTS=(
     tests/data/preprocess/test_preprocess_command.py
     tests/ckpt/test_ckpt_round_trip.py
     tests/ckpt/test_safetensors_files.py
+    tests/models/test_mistral.py
+    tests/moe/test_routing.py
+    tests/dist/test_tensor_parallel.py
+    tests/tools/plan/test_plan.py
 )
 
 # smoke_tests PYTHON: what is installed, then the tests. No test may be skipped for a missing dependency alone.

@@ -19,7 +19,7 @@ DECODER = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-MIXTURE = {**DECODER, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+MOE = {**DECODER, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
@@ -83,8 +83,8 @@ def causal(family: str, stem: str, **keys: Any) -> Case:
     return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**DECODER, **keys})
 
 
-def mixture(family: str, stem: str, **keys: Any) -> Case:
-    return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**MIXTURE, **keys})
+def moe_case(family: str, stem: str, **keys: Any) -> Case:
+    return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**MOE, **keys})
 
 
 def latent(generation: str, **keys: Any) -> Case:
@@ -140,14 +140,14 @@ CASES: dict[str, Case] = {
     "gemma2": causal("gemma", "Gemma2", head_dim=16, sliding_window=5),
     "gemma2 untied": causal("gemma", "Gemma2", head_dim=16, sliding_window=5, tie_word_embeddings=False),
     "gemma3": Case("gemma", "Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5}),
-    "mixtral": mixture("mixtral", "Mixtral", num_local_experts=4),
-    "mixtral tied, wide heads": mixture(
+    "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
+    "mixtral tied, wide heads": moe_case(
         "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True
     ),
-    "qwen2_moe": mixture(
+    "qwen2_moe": moe_case(
         "qwen_moe", "Qwen2Moe", num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=20
     ),
-    "qwen2_moe every second layer dense, no biases": mixture(
+    "qwen2_moe every second layer dense, no biases": moe_case(
         "qwen_moe",
         "Qwen2Moe",
         num_experts=4,
@@ -157,14 +157,14 @@ CASES: dict[str, Case] = {
         qkv_bias=False,
         tie_word_embeddings=True,
     ),
-    "qwen3_moe": mixture(
+    "qwen3_moe": moe_case(
         "qwen_moe", "Qwen3Moe", num_experts=6, moe_intermediate_size=12, head_dim=16, mlp_only_layers=[0]
     ),
-    "olmoe": mixture("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
-    "gpt_oss": mixture("gpt_oss", "GptOss", num_local_experts=6, head_dim=12, sliding_window=4),
-    "gpt_oss tied": mixture("gpt_oss", "GptOss", num_local_experts=3, head_dim=12, tie_word_embeddings=True),
-    "granitemoe": mixture("granite_moe", "GraniteMoe", num_local_experts=6, attention_multiplier=0.2),
-    "granitemoe tied": mixture(
+    "olmoe": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
+    "gpt_oss": moe_case("gpt_oss", "GptOss", num_local_experts=6, head_dim=12, sliding_window=4),
+    "gpt_oss tied": moe_case("gpt_oss", "GptOss", num_local_experts=3, head_dim=12, tie_word_embeddings=True),
+    "granitemoe": moe_case("granite_moe", "GraniteMoe", num_local_experts=6, attention_multiplier=0.2),
+    "granitemoe tied": moe_case(
         "granite_moe", "GraniteMoe", num_local_experts=6, attention_multiplier=0.2, tie_word_embeddings=True
     ),
     "deepseek_v2": latent("V2", q_lora_rank=14),

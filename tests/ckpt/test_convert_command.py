@@ -96,8 +96,8 @@ def test_upcycled_by_the_command_computes_what_the_dense_model_does(
     assert open_checkpoint(target).shapes()[name] == (4, 32, 48 // granularity)
     tokens = torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        dense, mixture = (load_trained_model(path, load_plugins()).model.eval()(tokens) for path in (source, target))
-    torch.testing.assert_close(mixture, dense, rtol=1e-4, atol=1e-4)
+        dense, upcycled = (load_trained_model(path, load_plugins()).model.eval()(tokens) for path in (source, target))
+    torch.testing.assert_close(upcycled, dense, rtol=1e-4, atol=1e-4)
 
 
 def test_granularity_without_experts(make_model, tmp_path: Path) -> None:

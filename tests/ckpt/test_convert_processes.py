@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path) -> None:
-    """A mixture, whose experts become many tensors of one: none is read twice."""
+    """An MoE model, whose experts become many tensors of one: none is read twice."""
     source, told = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), []
     for nproc in (1, 2):
         report = convert(

@@ -156,7 +156,7 @@ def test_keys_cover_every_field_of_every_type() -> None:
 # -- tables below a section ------------------------------------------------------------------------------
 
 
-def test_keys_of_a_mixture_of_experts(mt) -> None:
+def test_moe_keys(mt) -> None:
     words = " ".join(mt("config", "explain", "model.moe.moe_router_bias_update_rate").out.split())
     assert "type number >= 0 default 0.001" in words
     assert "counts only when model.moe.moe_router_enable_expert_bias is true" in words
@@ -170,7 +170,7 @@ def test_keys_of_a_mixture_of_experts(mt) -> None:
     assert everything.index("[model]") < everything.index("[model.moe]") < everything.index("[tokenizer]")
 
 
-def test_keys_of_a_mixture_cover_its_type() -> None:
+def test_moe_keys_cover_its_type() -> None:
     from mt_moe.config import MoeConfig
 
     fields = section_fields("model.moe", load_plugins())

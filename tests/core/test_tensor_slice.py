@@ -89,11 +89,11 @@ def test_patches_are_what_to_local_cuts(layout: ParameterLayout) -> None:
             if other and not any(split.axis == "etp" for split in layout.splits):
                 continue
             local = torch.zeros(layout.local_shape(places))
-            for patch in layout.patches(places):
-                target = TensorSlice(patch.local, patch.canonical.shape)
+            for region in layout.regions(places):
+                target = TensorSlice(region.local, region.canonical.shape)
                 assert not local[target.slices].any()  # nothing twice
-                local[target.slices] = canonical[patch.canonical.slices]
-                seen[patch.canonical.slices] += 1
+                local[target.slices] = canonical[region.canonical.slices]
+                seen[region.canonical.slices] += 1
             assert torch.equal(local, layout.to_local(canonical, places))
     copies = 1 if layout.splits else 2
     assert torch.equal(seen, torch.full(layout.shape, float(copies)))

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from mt_core.specs import SplitRequest
-from mt_data.corpora.clean import clean
 from mt_data.corpora.clean_options import preset
-from mt_data.corpora.decontaminate import decontaminate
-from mt_data.corpora.dedup import dedup
+from mt_data.corpora.cleaning import clean
+from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.dedup_options import DedupOptions
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.overlap_options import OverlapOptions
 from mt_data.corpora.running import RunOptions
 from mt_data.datasets.bert import BertDataConfig, build_bert

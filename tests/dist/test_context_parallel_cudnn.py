@@ -65,7 +65,7 @@ def test_deterministic_runs_do_without_cudnn(monkeypatch) -> None:
     assert pick_block_attention(OnGpu(), OnGpu(), BlockMask(), "auto") is FLASH_CUDA
 
 
-class StandIn:
+class FakeCudnn:
     """cuDNN's operators on a CPU: torch's flash attention there, with the statistics in cuDNN's shape [B, N, S, 1]."""
 
     def forward(self, q, k, v, bias, compute_lse, dropout, causal):
@@ -85,9 +85,9 @@ class StandIn:
 
 
 def test_blocks_through_cudnn_add_up_to_one_softmax(monkeypatch) -> None:
-    stand_in = StandIn()
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in.forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", stand_in.backward)
+    fake = FakeCudnn()
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", fake.forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", fake.backward)
     q, k, v, grad = tensors(10, 12)
     expected, lse = blocks.math_forward(q, k, v, BlockMask())
     gradients = blocks.math_backward(grad, q, k, v, expected, lse, BlockMask())

@@ -13,7 +13,7 @@ from mt_core import _torch_compat
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, expand_groups
 from mt_core.parallel.context import Axis
-from mt_core.nn.context_parallel import check_context_parallel, context_parallel_attention
+from mt_core.nn.context_parallel.core import check_context_parallel, context_parallel_attention
 from mt_core.nn.context_parallel.blocks import FLASH_CPU, MATH, Softmax
 from mt_core.nn.context_parallel.core import check_pattern
 from mt_core.nn.context_parallel.hierarchical import hierarchical_members

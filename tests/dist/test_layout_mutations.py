@@ -15,8 +15,8 @@ from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.parallel import collectives
 from mt_core.nn.context_parallel import zigzag
 from mt_core.testing import run_ranks
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 from mt_moe.routing import load
 from mt_moe.routing.balance import AuxLoss, Scored
 

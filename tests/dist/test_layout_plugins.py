@@ -22,7 +22,7 @@ from mt_core.parallel.pipeline.schedules import PipelineSchedule
 from mt_core.plugins import Plugin, PluginHost, load_plugins
 from mt_core.specs import ContextParallelMethodSpec, Lazy, PipelineScheduleSpec
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 

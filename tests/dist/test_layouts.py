@@ -10,7 +10,7 @@ import torch
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

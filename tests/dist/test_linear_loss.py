@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.linear_loss import build_linear_cross_entropy, build_linear_cross_entropy_sum
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 
@@ -82,7 +82,7 @@ def test_gradients_of_the_forward_pass_are_refused_where_backward_is_split() -> 
         load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings])
 
 
-def test_it_is_refused_with_weights_that_are_divided_after_the_forward_pass() -> None:
+def test_it_is_refused_with_weights_that_are_sharded_after_the_forward_pass() -> None:
     settings = ["parallel.use_torch_fsdp2=true", "train.loss=linear_cross_entropy"]
     config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]).config
     with pytest.raises(ConfigError, match=r"train.loss=linear_cross_entropy .*parallel.use_torch_fsdp2=true"):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 
-from mt_core.optim.muon import DividedMatrix
+from mt_core.optim.muon import ShardedMatrix
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -74,8 +74,8 @@ def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
 
 def keep_the_part(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
     """Each rank makes its own rows or columns orthogonal, as if they were the matrix."""
-    DividedMatrix.whole = lambda self, piece: piece  # type: ignore[method-assign]
-    DividedMatrix.piece = lambda self, whole: whole  # type: ignore[method-assign]
+    ShardedMatrix.unshard = lambda self, part: part  # type: ignore[method-assign]
+    ShardedMatrix.shard = lambda self, whole: whole  # type: ignore[method-assign]
     return run(rank, world, options)
 
 

@@ -85,7 +85,7 @@ def differences(rank: int, world: int, name: str, schedule: str, count: int) -> 
     named = [(key, parameter) for key, parameter in model.named_parameters()]
     for _, parameter in named:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    GradFinalizer(parameter_layouts(model), ctx, copies, divided=False).finalize_model_grads(named)
+    GradFinalizer(parameter_layouts(model), ctx, copies, sharded=False).finalize_model_grads(named)
     reference = {key: parameter.grad for key, parameter in whole.named_parameters()}
     off = {key: ((p.grad - reference[key]).norm() / reference[key].norm().clamp(min=1e-8)).item() for key, p in named}
     if stages.own[-1].last:

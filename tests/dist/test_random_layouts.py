@@ -16,8 +16,8 @@ import torch
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -88,7 +88,7 @@ def draw(number: int) -> Draw:
     return Draw(tp * cp * pp * dp, model, {**layout, **_recompute(rng, tp, parallel)})
 
 
-def draw_mixture(number: int) -> Draw:
+def draw_moe(number: int) -> Draw:
     """The same with experts, which ranks of a stage divide in a way of their own."""
     plain, rng = draw(1000 + number), Random(number)
     stage = plain.world // plain.layout.get("parallel.pipeline_model_parallel_size", 1)
@@ -215,7 +215,7 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
     ids="draw-{}".format,
 )
 def test_a_random_layout_of_experts_computes_what_one_process_computes(number: int) -> None:
-    require_equal(number, draw_mixture(number))
+    require_equal(number, draw_moe(number))
 
 
 def require_equal(number: int, drawn: Draw) -> None:
@@ -229,10 +229,10 @@ def require_equal(number: int, drawn: Draw) -> None:
 
 def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
     drawn = [draw(number) for number in (*DEFAULT_DRAWS, *MORE_DRAWS)]
-    mixtures = [draw_mixture(number) for number in range(20)]
-    assert {one.layout["parallel.expert_model_parallel_size"] for one in mixtures[:8]} == {1, 2, 4}
-    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in mixtures[:8]} >= {1, 2}
-    for one in [*drawn, *mixtures]:
+    moe_layouts = [draw_moe(number) for number in range(20)]
+    assert {one.layout["parallel.expert_model_parallel_size"] for one in moe_layouts[:8]} == {1, 2, 4}
+    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in moe_layouts[:8]} >= {1, 2}
+    for one in [*drawn, *moe_layouts]:
         with as_world(one.world):
             loaded({**one.model, **one.layout})
     default = [{**one.model, **one.layout} for one in drawn[: len(DEFAULT_DRAWS)]]

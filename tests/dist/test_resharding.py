@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mt_core.config.loading import load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import record_run
+from mt_tools.verify.run_record import record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

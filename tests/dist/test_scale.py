@@ -14,14 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mt_core.launch.process_group import LAZY_GLOO
 from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
-from mt_core.nn.context_parallel import build_hierarchical_axes
+from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 
 WORLD, RANK = 16384, 9000
-SIZES = AxisSizes(tp=8, cp=4, pp=16, ep=8, etp=1, instances=2)
+SIZES = AxisSizes(tp=8, cp=4, pp=16, ep=8, etp=1, replicate=2)
 
 
 @contextmanager

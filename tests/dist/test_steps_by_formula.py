@@ -15,7 +15,7 @@ from tests.dist.test_layouts import GATHER, SMALL_BUCKETS, ZERO, config, one_pro
 
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
 
@@ -93,11 +93,11 @@ def reported_and_expected(rank: int, world: int, more: tuple[str, ...]) -> dict[
     }
 
 
-@pytest.mark.parametrize("late_metrics", ["never", "always"])
+@pytest.mark.parametrize("deferred_metrics", ["never", "always"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_counted_token_weighs_the_same(world: int, late_metrics: str) -> None:
+def test_every_counted_token_weighs_the_same(world: int, deferred_metrics: str) -> None:
     """Means of the means of micro-batches or of ranks would give tokens of short samples more weight."""
-    for found in run_ranks(world, reported_and_expected, (f"train.late_metrics={late_metrics}",)):
+    for found in run_ranks(world, reported_and_expected, (f"train.deferred_metrics={deferred_metrics}",)):
         for name, (reported, expected) in found.items():
             assert reported == pytest.approx(expected, rel=1e-5), name
 

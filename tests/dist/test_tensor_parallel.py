@@ -1,4 +1,4 @@
-"""Layers divided over ranks against the same layers in one process: values, every gradient, and bytes sent.
+"""Layers sharded over ranks against the same layers in one process: values, every gradient, and bytes sent.
 
 A test runs once on each number of ranks and returns differences by name; what may differ is rounding.
 """
@@ -92,7 +92,7 @@ def relative(mine: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_divided_layers_compute_what_one_process_does(world, sequence_parallel) -> None:
+def test_sharded_layers_compute_what_one_process_does(world, sequence_parallel) -> None:
     """29 ids in padded tables of 32 on 4 ranks: the last rank has 5 ids and 3 rows of padding."""
     for found in run_ranks(world, differences, sequence_parallel):
         assert max(found.values()) < 1e-5, found
@@ -104,7 +104,7 @@ def mutated(rank: int, world: int, mutation: str) -> dict[str, float]:
         dist.all_reduce = _without(dist.all_reduce)
     elif mutation == "partial gradients not summed":
         collectives.all_reduce = lambda x, axis: x
-    elif mutation == "wrong piece of the sequence":
+    elif mutation == "wrong shard of the sequence":
         scatter = dist.reduce_scatter_tensor
         dist.reduce_scatter_tensor = lambda out, x, **options: scatter(out, x.roll(1, 0), **options)
     return differences(rank, world, True)
@@ -117,7 +117,7 @@ def _without(collective):
     return skip
 
 
-@pytest.mark.parametrize("mutation", ["no sum of dx", "partial gradients not summed", "wrong piece of the sequence"])
+@pytest.mark.parametrize("mutation", ["no sum of dx", "partial gradients not summed", "wrong shard of the sequence"])
 def test_a_broken_runtime_is_noticed(mutation) -> None:
     assert any(max(found.values()) > 1e-3 for found in run_ranks(2, mutated, mutation))
 
@@ -151,7 +151,7 @@ def sent_bytes(rank: int, world: int, sequence_parallel: bool) -> dict[str, int]
 
 def test_a_pair_of_layers_communicates_no_more_than_it_must() -> None:
     """Without sequence parallelism: one all-reduce forward, one backward. With it: a gather and a scatter in
-    place of each, and the gather of the kept piece once more for the gradient of the weight."""
+    place of each, and the gather of the kept shard once more for the gradient of the weight."""
     activation = BATCH * SEQUENCE * HIDDEN * 4
     assert run_ranks(2, sent_bytes, False) == [{"all_reduce": 2 * activation}] * 2
     with_sequence = {"all_gather_into_tensor": 3 * activation, "reduce_scatter_tensor": 2 * activation}
@@ -192,9 +192,9 @@ def test_each_collective_and_its_backward_are_adjoint() -> None:
 
 def test_pieces_come_back_together_in_order() -> None:
     x = torch.arange(24.0).view(2, 6, 2)
-    pieces = collectives.split_pieces(x, 1, 3)
-    assert torch.equal(pieces[1], x[:, 2:4])
-    assert torch.equal(collectives.merge_pieces(pieces, 1), x)
+    shards = collectives.split_shards(x, 1, 3)
+    assert torch.equal(shards[1], x[:, 2:4])
+    assert torch.equal(collectives.concat_shards(shards, 1), x)
 
 
 def gathered(rank: int, world: int) -> list:

@@ -26,7 +26,7 @@ many; their own tests run them."""
 
 PARSED = {
     ("bench",): "measures for minutes; tests/tools/bench runs it",
-    ("moe",): "draws what a training run of a mixture has logged; tests/moe runs it",
+    ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",
     ("doctor",): "looks at the machine in processes of its own; tests/cli/test_doctor_command.py runs it",
 }

@@ -25,7 +25,7 @@ NOT_RUN = {
     'IndexedDataset("corpus_text_document")': "needs a corpus; tests/models/test_retro.py does the same",
     "def convert_checkpoint(path, source": "the shape of a saver; examples and tests have whole ones",
     "http://valley.example/bridges": "tests/data/corpora/test_building_corpora_page.py runs the page",
-    "from mt_data.corpora.clean import clean": "tests/data/corpora/test_building_corpora_page.py runs the page",
+    "import RunOptions, clean, preset": "tests/data/corpora/test_building_corpora_page.py runs the page",
     "workers may import the script": "starts processes that import the script",
     "exit_code = launch(8": "starts eight processes; tests/dist/test_launch_local.py does so",
     "with rank_session(": "needs a GPU, and the reader's own step",

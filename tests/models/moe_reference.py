@@ -1,4 +1,4 @@
-"""Mixtures of experts against `transformers`: what decoder_reference does, with experts, balance losses and files."""
+"""MoE models against `transformers`: what decoder_reference does, with experts, balance losses and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_reference
 
-MIXTURES = ("mixtral", "qwen_moe", "olmoe", "deepseek", "gpt_oss", "granite_moe")
+MOE_MODELS = ("mixtral", "qwen_moe", "olmoe", "deepseek", "gpt_oss", "granite_moe")
 
 
 def published(reference: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def make_pair(host, reference: nn.Module, randomize, backend: str = "eager") -> 
 
 def family_of(host, model_type: str) -> HuggingFaceFamily:
     known = {spec.name: spec for spec in host.models}
-    families = [known[name].name_maps["hf"].load() for name in MIXTURES if name in known]
+    families = [known[name].name_maps["hf"].load() for name in MOE_MODELS if name in known]
     (family,) = [family for family in families if model_type in family.model_types]
     return family
 
@@ -113,13 +113,13 @@ def expert_tensors(names, marker: str = ".experts.") -> int:
 
 
 def assert_same_balance(pair: Pair, tokens: Tensor, balance: nn.Module) -> None:
-    """The balance loss of a model with one mixture, and its gradient in the router, times the number of chosen experts.
+    """The balance loss of a model with one MoE layer, and its gradient in the router, times the experts of a token.
 
     The reference does not divide by it: an even load gives k there, 1 here.
     """
     (loss,) = list(auxiliary_losses(pair.ours))
-    router, mixture = pair.ours.decoder.layers[0].mlp.router, pair.ours.config.moe
-    topk, (coefficient,) = mixture["moe_router_topk"], mixture["moe_aux_loss_coeff"]
+    router, options = pair.ours.decoder.layers[0].mlp.router, pair.ours.config.moe
+    topk, (coefficient,) = options["moe_router_topk"], options["moe_aux_loss_coeff"]
     pair.ours.train()
     (0.0 * pair.ours(tokens).sum()).backward()
     theirs = pair.theirs(tokens, output_router_logits=True).aux_loss

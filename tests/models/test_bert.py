@@ -152,9 +152,9 @@ def test_layouts_that_the_family_has_not_are_refused_by_name(host, family, key) 
     keys = [f"model.{name}={value}" for name, value in (sizes | {"family": family}).items()]
     options = [*keys, f"train.loss={loss}", "data.seq_length=16", "train.train_iters=1"]
     config = load_config(overrides=options, host=host).config
-    divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={key: 2})})
+    sharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={key: 2})})
     with pytest.raises(ConfigError, match=f"parallel.{key}=2 divides .* model.family={family} .*set it to 1"):
-        host.models.get(family, key="model.family").check.load()(divided)
+        host.models.get(family, key="model.family").check.load()(sharded)
 
 
 @pytest.mark.parametrize(

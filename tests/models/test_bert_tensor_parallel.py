@@ -1,4 +1,4 @@
-"""BERT, T5 and a classifier divided over tensor-parallel ranks: the loss and every gradient of one process."""
+"""BERT, T5 and a classifier sharded over tensor-parallel ranks: the loss and every gradient of one process."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_llama_3_8b_at_8192_is_the_number_that_others_publish(host) -> None:
     assert flops.training / 1e9 == pytest.approx(51.47, rel=1e-3)
 
 
-def test_a_mixture_of_experts_needs_its_own_count(build) -> None:
+def test_an_moe_model_needs_its_own_count(build) -> None:
     config = build(family="llama", **SMALL).config.model_copy(update={"moe": {"num_experts": 8}})
     with pytest.raises(ConfigError, match='the feed-forward "moe" is counted by the plugin that brings it'):
         flops_per_token(config, 16)

@@ -9,7 +9,7 @@ from tests.models import moe_reference as ref
 from torch import Tensor, nn
 
 from mt_core.errors import CheckpointError, ConfigError
-from mt_models.blocks.mixture_flops import inactive_parameters, mixture_flops
+from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
 from mt_models.flops import flops_per_token
 from mt_models.gpt_oss.hugging_face import expert_rules
 from mt_models.gpt_oss.mxfp4 import dequantize
@@ -310,10 +310,10 @@ def test_total_and_active_parameters_are_the_published_ones(host, preset, total,
 def test_flops_are_those_of_the_chosen_experts_and_of_windows(build_small) -> None:
     sizes = {"num_layers": 4, "hidden_size": 64, "num_query_groups": 2, "ffn_hidden_size": 48}
     model = build_small(**sizes, moe={"num_experts": 8, "moe_router_topk": 3})
-    flops = flops_per_token(model.config, 16, convention="full", feed_forward=mixture_flops(model.config))
+    flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})
     narrow = model.config.model_copy(update={"sliding_window": 4})
-    seen = flops_per_token(narrow, 16, feed_forward=mixture_flops(narrow)).attention_core
+    seen = flops_per_token(narrow, 16, feed_forward=moe_flops(narrow)).attention_core
     keys = 2 * (1 + 2 + 3 + 13 * 4) / 16 + 2 * 17 / 2  # two layers with the window, two without
     assert seen == pytest.approx(4 * 64 * keys)
 

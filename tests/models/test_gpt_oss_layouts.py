@@ -1,4 +1,4 @@
-"""GPT-OSS divided over ranks: losses, every gradient, norms and weights of the steps are one process's."""
+"""GPT-OSS sharded over ranks: losses, every gradient, norms and weights of the steps are one process's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.models.test_moe_layouts import CP2, EP2, FULL, PP2, RUN, SP, TP2, ZER
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.mixture_flops import inactive_parameters, mixture_flops
+from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
 from mt_models.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -83,7 +83,7 @@ def test_flops_are_those_of_the_chosen_experts(build) -> None:
     config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301, "ffn_hidden_size": 24}
     moe = ref.settings({"moe": {"num_experts": 8, "moe_router_topk": 3}})
     model = build(*moe, family="granite_moe", **config, attention_backend="eager")
-    flops = flops_per_token(model.config, 16, convention="full", feed_forward=mixture_flops(model.config))
+    flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})
 
 

@@ -205,12 +205,12 @@ def test_a_pattern_has_a_multiple_of_the_pipeline_stages(host) -> None:
     config = configure(host, **{**OURS, "hybrid_layer_pattern": "M-|*-|M"})
     for size, legal in ((3, True), (2, False)):
         parallel = config.parallel.model_copy(update={"pipeline_model_parallel_size": size})
-        divided = config.model_copy(update={"parallel": parallel})
+        sharded = config.model_copy(update={"parallel": parallel})
         if legal:
-            check_hybrid(divided)
+            check_hybrid(sharded)
         else:
             with pytest.raises(ConfigError, match="pipeline_model_parallel_size=2 does not divide .*pattern=3"):
-                check_hybrid(divided)
+                check_hybrid(sharded)
 
 
 def test_stages_are_said_once(host, monkeypatch) -> None:

@@ -18,8 +18,8 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import build
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 LAYERS, BATCH, LENGTH, HEADS = 2, 2, 32, 4
 SHAPE = {

@@ -1,4 +1,4 @@
-"""Decoders divided over two tensor-parallel ranks against the same decoders in one process."""
+"""Decoders sharded over two tensor-parallel ranks against the same decoders in one process."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def forward_backward(config, host, ctx: ParallelContext):
 def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
     """Of logits and of this rank's slice of every gradient, in units of the largest value."""
     host = load_plugins()
-    divided = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
+    sharded = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
     found = {}
     for case, keys in CASES.items():
         values = {**SHAPE, **keys}.items()
         settings = [f"model.{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values]
         config = load(host, f"model.family={case.split(',')[0]}", "data.seq_length=16", *settings)
-        logits, model = forward_backward(config, host, divided)
+        logits, model = forward_backward(config, host, sharded)
         expected, whole = forward_backward(config, host, ParallelContext())
         found[f"{case}: logits"] = relative(logits, expected)
         layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
         for name, parameter in model.named_parameters():
             gradient = layouts[name].to_local(
-                parameter_layouts(whole)[name].to_canonical(reference[name].grad), divided
+                parameter_layouts(whole)[name].to_canonical(reference[name].grad), sharded
             )
             found[f"{case}: {name}"] = relative(parameter.grad, gradient)
     return found

@@ -306,8 +306,8 @@ def test_ranks_get_whole_groups(host, monkeypatch) -> None:
     from mt_models.mamba.config import check_mamba
 
     config = configure(host, **OURS)
-    divided = config.model_copy(
+    sharded = config.model_copy(
         update={"parallel": config.parallel.model_copy(update={"tensor_model_parallel_size": 4})}
     )
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 does not divide model.mamba_num_groups .*=2"):
-        check_mamba(divided)
+        check_mamba(sharded)

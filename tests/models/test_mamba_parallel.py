@@ -1,4 +1,4 @@
-"""Mamba and hybrids divided over tensor- and context-parallel ranks against the same models in one process."""
+"""Mamba and hybrids sharded over tensor- and context-parallel ranks against the same models in one process."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def forward_backward(config, host, ctx: ParallelContext, segment_ids=None):
 
 def compare(host, keys, ctx: ParallelContext, segment_ids=None) -> dict[str, float]:
     """Largest differences of logits and of this rank's slice of every gradient, in units of the largest value."""
-    divided = configure(host, f"parallel.context_parallel_size={ctx.cp.size}", **keys)
-    logits, model = forward_backward(divided, host, ctx, segment_ids)
+    sharded = configure(host, f"parallel.context_parallel_size={ctx.cp.size}", **keys)
+    logits, model = forward_backward(sharded, host, ctx, segment_ids)
     expected, whole = forward_backward(configure(host, **keys), host, ParallelContext(), segment_ids)
     found = {"logits": relative(unshard_sequence(logits, 1, ctx.cp), expected)}
     layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
@@ -100,8 +100,8 @@ def tensor_parallel(rank: int, world_size: int, sequence_parallel: bool) -> dict
 def refusals(rank: int, world_size: int) -> list[str]:
     host = load_plugins()
     ctx = build_parallel_context(AxisSizes(cp=world_size))
-    divided = "parallel.context_parallel_size=2"
-    config = configure(host, divided, **MAMBA)
+    sharded = "parallel.context_parallel_size=2"
+    config = configure(host, sharded, **MAMBA)
     messages = []
     with pytest.raises(ConfigError) as caught:
         InferenceEngine(build(host, config, ctx), None, ctx, config.inference, longest=8)
@@ -109,7 +109,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for keys in ({**MAMBA, "data.seq_length": 18}, {**MAMBA, "mamba_num_heads": 3, "mamba_num_groups": 3}):
         length = keys.pop("data.seq_length", LENGTH)
         with pytest.raises(ConfigError) as caught:
-            build(host, configure(host, divided, f"data.seq_length={length}", **keys), ctx)
+            build(host, configure(host, sharded, f"data.seq_length={length}", **keys), ctx)
         messages.append(str(caught.value))
     return messages
 

@@ -8,7 +8,7 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 
 from mt_core.errors import CheckpointError, ConfigError
-from mt_models.blocks.mixture_flops import inactive_parameters, mixture_flops
+from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
 from mt_models.flops import flops_per_token
 from mt_models.hugging_face import load_reference
 
@@ -98,7 +98,7 @@ def test_flops_are_those_of_the_chosen_experts(build) -> None:
     config = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 301}
     moe = ref.settings({"moe": {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": "([0]*1+[1]*2)"}})
     model = build(*moe, family="mixtral", **config, attention_backend="eager")
-    flops = flops_per_token(model.config, 16, convention="full", feed_forward=mixture_flops(model.config))
+    flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})
 
 
@@ -107,7 +107,7 @@ def test_flops_are_those_of_the_chosen_experts(build) -> None:
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
 
 
-def test_a_mixture_without_its_number_of_experts_is_refused(build) -> None:
+def test_an_moe_model_without_its_number_of_experts_is_refused(build) -> None:
     with pytest.raises(ConfigError, match="moe"):
         build(family="mixtral", **SMALL)
 

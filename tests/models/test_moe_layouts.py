@@ -1,4 +1,4 @@
-"""Mixture families divided over ranks: losses, every gradient, norms and weights of three steps are one process's."""
+"""MoE families sharded over ranks: losses, every gradient, norms and weights of three steps are one process's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.models.moe_reference import settings
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

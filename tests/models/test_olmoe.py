@@ -7,7 +7,7 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.mixture_flops import inactive_parameters, mixture_flops
+from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
 from mt_models.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -61,7 +61,7 @@ def test_flops_are_those_of_the_chosen_experts(build) -> None:
     config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301}
     moe = {"num_experts": 16, "moe_router_topk": 4, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": True}
     model = build(*ref.settings({"moe": moe}), family="olmoe", **config, attention_backend="eager")
-    flops = flops_per_token(model.config, 16, convention="full", feed_forward=mixture_flops(model.config))
+    flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})
 
 
@@ -77,6 +77,6 @@ def test_clipped_queries_are_refused(host) -> None:
 def test_ranks_that_would_share_a_key_head_are_refused(monkeypatch, build) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 50}
-    divided = ["parallel.tensor_model_parallel_size=4", *ref.settings({"moe": {"num_experts": 4}})]
+    sharded = ["parallel.tensor_model_parallel_size=4", *ref.settings({"moe": {"num_experts": 4}})]
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=4 does not divide model.num_query_groups=2"):
-        build(*divided, family="olmoe", **shape, ffn_hidden_size=32)
+        build(*sharded, family="olmoe", **shape, ffn_hidden_size=32)

@@ -128,7 +128,7 @@ def test_a_hugging_face_configuration_that_cannot_be_read(host, fields, words) -
         ref.family_of(host, "qwen3").read_config({"model_type": "qwen3", **SHAPE, **fields})
 
 
-def test_a_mixture_of_both_generations_has_no_hugging_face_form(host, build) -> None:
+def test_an_moe_model_of_both_generations_has_no_hugging_face_form(host, build) -> None:
     model = build(family="qwen", **SMALL, add_qkv_bias=True)
     with pytest.raises(ConfigError, match="add_qkv_bias=True with model.qk_layernorm=True cannot be written"):
         ref.family_of(host, "qwen2").write_config(model.config)

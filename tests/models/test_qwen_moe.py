@@ -7,7 +7,7 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.mixture_flops import inactive_parameters, mixture_flops
+from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
 from mt_models.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -103,7 +103,7 @@ def test_flops_are_those_of_the_chosen_and_the_shared_experts(build) -> None:
         "moe_shared_expert_gate": True,
     }
     model = build(*ref.settings({"moe": moe}), family="qwen_moe", **config, attention_backend="eager")
-    flops = flops_per_token(model.config, 16, convention="full", feed_forward=mixture_flops(model.config))
+    flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})
 
 

@@ -1,4 +1,4 @@
-"""RETRO divided over tensor-parallel ranks: the logits' loss and every gradient of one process."""
+"""RETRO sharded over tensor-parallel ranks: the logits' loss and every gradient of one process."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def test_neighbours_that_ranks_cannot_share_equally(host, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     odd = ["model.retro_chunk_length=5", "data.retro_chunk_length=5", "data.seq_length=20"]
     odd += ["model.retro_num_retrieved_chunks=1", "data.retro_num_retrieved_chunks=1"]
-    divided = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    sharded = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
     with pytest.raises(ConfigError, match="sequence_parallel divides the 5 tokens of a neighbour.*multiple of 2"):
-        load_config(overrides=[*BASE, *CASES["learned"], *odd, *divided], host=host)
+        load_config(overrides=[*BASE, *CASES["learned"], *odd, *sharded], host=host)

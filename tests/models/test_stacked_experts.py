@@ -78,14 +78,14 @@ def stacked_tensors(name: str) -> dict[str, Tensor]:
 def test_stacked_experts_are_read_and_written_one_by_one(host, name) -> None:
     model, family = ours(host, name)
     stacked = stacked_tensors(name)
-    mixtures = len([tensor for tensor in stacked if tensor.endswith(".experts.gate_up_proj")])
-    assert mixtures == (LAYERS - 1 if name == "DeepseekV3" else LAYERS)
+    moe_layers = len([tensor for tensor in stacked if tensor.endswith(".experts.gate_up_proj")])
+    assert moe_layers == (LAYERS - 1 if name == "DeepseekV3" else LAYERS)
     load_reference(model, stacked, family)
     tokens = dense.random_tokens(VOCAB, 7)
     dense.assert_near(model(tokens), reference(name)(tokens).logits)
     back, published = to_reference(model, family), ref.published(reference(name), stacked)
     assert back.keys() == published.keys()
-    assert ref.expert_tensors(back) == 3 * EXPERTS * mixtures
+    assert ref.expert_tensors(back) == 3 * EXPERTS * moe_layers
     assert all(torch.equal(back[tensor], published[tensor]) for tensor in back)
 
 

@@ -269,9 +269,9 @@ def test_impossible_configurations_name_the_legal_values(host, keys, sections, w
 
 def test_a_sequence_that_ranks_divide_is_refused_by_name(host) -> None:
     config = config_from(host, SMALL)
-    divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence_parallel": True})})
+    sharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence_parallel": True})})
     with pytest.raises(ConfigError, match=r"parallel.sequence_parallel=true.*model.family=vision.*set it to false"):
-        host.check_config(divided)
+        host.check_config(sharded)
 
 
 @pytest.mark.parametrize(

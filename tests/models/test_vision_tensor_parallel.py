@@ -1,4 +1,4 @@
-"""Towers and LLaVA divided over two tensor-parallel ranks against the same models in one process."""
+"""Towers and LLaVA sharded over two tensor-parallel ranks against the same models in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def output(model: nn.Module, case: str, ctx: ParallelContext) -> Tensor:
     images = random_images(2, 3, 8, 8)
     if case.startswith("LLaVA"):
         tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
-        tokens[0, 6:10] = IMAGE  # across the border between the halves of a divided sequence
+        tokens[0, 6:10] = IMAGE  # across the border between the halves of a sharded sequence
         tokens[1, :4] = IMAGE
         return model(tokens, images)
     out = model(images)
@@ -74,12 +74,12 @@ def forward_backward(case: str, host, ctx: ParallelContext) -> tuple[Tensor, nn.
 def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
     """Of outputs and of this rank's slice of every gradient, in units of the largest value."""
     host = load_plugins()
-    divided = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
+    sharded = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
     found = {}
     for case in CASES:
         if sequence_parallel and not case.startswith("LLaVA"):
             continue
-        out, model = forward_backward(case, host, divided)
+        out, model = forward_backward(case, host, sharded)
         expected, whole = forward_backward(case, host, ParallelContext())
         found[f"{case}: output"] = relative(out, expected)
         layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
@@ -88,7 +88,7 @@ def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str
                 assert parameter.grad is None, name
                 continue
             canonical = parameter_layouts(whole)[name].to_canonical(reference[name].grad)
-            found[f"{case}: {name}"] = relative(parameter.grad, layouts[name].to_local(canonical, divided))
+            found[f"{case}: {name}"] = relative(parameter.grad, layouts[name].to_local(canonical, sharded))
     return found
 
 

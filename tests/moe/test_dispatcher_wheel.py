@@ -67,7 +67,7 @@ def mt(site: Path | None, *arguments: object, cwd: Path) -> subprocess.Completed
 
 
 def train(site: Path | None, cwd: Path, *further: str) -> list[float]:
-    """Losses of two processes with divided experts."""
+    """Losses of two processes with sharded experts."""
     settings = [part for setting in (*SETTINGS, *further) for part in ("--set", setting)]
     done = mt(site, "train", RECIPE, "--nproc", 2, *settings, "--run-dir", cwd / "run", cwd=cwd)
     assert done.returncode == 0, done.stderr

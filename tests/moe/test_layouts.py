@@ -1,4 +1,4 @@
-"""A mixture divided over ranks against the same in one process: output, gradients, losses, load, in fp64."""
+"""An MoE layer sharded over ranks against the same in one process: output, gradients, losses, load, in fp64."""
 
 from __future__ import annotations
 
@@ -174,10 +174,10 @@ def differences_of_all(
     rank: int, world: int, layouts: list[Layout], problems: list[Problem]
 ) -> dict[str, dict[str, float]]:
     found = {}
-    for sizes, divided in layouts:
-        ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=divided)
+    for sizes, sharded in layouts:
+        ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=sharded)
         for problem in problems:
-            found[f"{sizes} sp={divided} {problem.keys}"] = differences(ctx, problem)
+            found[f"{sizes} sp={sharded} {problem.keys}"] = differences(ctx, problem)
     return found
 
 
@@ -196,7 +196,7 @@ def test_every_layout_computes_what_one_process_does(world) -> None:
     assert_equal_everywhere(world, LAYOUTS[world], problems)
 
 
-def test_other_mixtures_too() -> None:
+def test_other_options_too() -> None:
     """On ranks that share a micro-batch in every way."""
     keys: list[dict[str, Any]] = [
         {"moe_latent_size": 4, "moe_shared_expert_overlap": True},
@@ -256,7 +256,7 @@ def mutations() -> dict[str, tuple[Any, str, Any, str]]:
     return {
         "expert gradients over the dense group": (ExpertLinear, "__init__", over_dense_group, "experts.linear_fc1"),
         "balance loss scaled by tp": (AuxLoss, "forward", scaled_by_tp, "value of aux_loss"),
-        "router gradients not summed over tp": (router, "divided_axes", lambda ctx: (), "router.weight"),
+        "router gradients not summed over tp": (router, "partial_gradient_axes", lambda ctx: (), "router.weight"),
         "bias moved by the local load": (load, "all_reduce", lambda x, axis: x, "expert bias"),
         "results not summed over etp": (
             alltoall,
@@ -277,7 +277,7 @@ def all_mutated(rank: int, world: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_a_broken_mixture_is_noticed() -> None:
+def test_a_broken_layer_is_noticed() -> None:
     """On 8 ranks, tp 2 x ep 2 x etp 2 with edp 2: what is broken shows where it should, far above 1e-6."""
     results = run_ranks(8, all_mutated)
     for mutation, (*_, where) in mutations().items():

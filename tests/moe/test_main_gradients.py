@@ -1,4 +1,4 @@
-"""A 16-bit mixture over ranks whose gradients are added up in fp32 and reduced while the backward pass runs."""
+"""A 16-bit MoE layer over ranks whose gradients are added up in fp32 and reduced while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = {
 }
 
 
-def mixture(ctx: ParallelContext) -> MoeLayer:
+def moe_layer(ctx: ParallelContext) -> MoeLayer:
     return build_layer(options(**KEYS), ctx, SHAPE)
 
 
@@ -39,15 +39,15 @@ def target(x: Tensor) -> Tensor:
     return torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
 
 
-def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[str]]:
+def sharded(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[str]]:
     """Gradients of this rank's parts, whole again; how often each bucket was sent before the step's end; names of
     weights that got a gradient of autograd's."""
     ctx = build_parallel_context(AxisSizes(ep=2), params_dtype=torch.bfloat16)
-    layer = mixture(ctx)
+    layer = moe_layer(ctx)
     by_autograd: set[str] = set()
     for name, parameter in layer.named_parameters():
         parameter.register_hook(lambda grad, n=name: None if grad is None else by_autograd.add(n))
-    weights = ParamAndGradBuffer(layer, ctx, BufferOptions(divided=True, bucket_elements=1))
+    weights = ParamAndGradBuffer(layer, ctx, BufferOptions(sharded=True, bucket_elements=1))
     sent: list[Bucket] = []
     send = Bucket.start_reduce
     Bucket.start_reduce = lambda bucket: (sent.append(bucket), send(bucket))[1]
@@ -66,12 +66,12 @@ def divided(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[s
 @pytest.mark.dist
 def test_experts_over_ranks_get_the_gradients_of_one_process() -> None:
     """4 ranks, of which 2 have the same experts and share the work of updating them."""
-    alone = mixture(ParallelContext(params_dtype=torch.bfloat16)).double()
+    alone = moe_layer(ParallelContext(params_dtype=torch.bfloat16)).double()
     for number in range(4 * PASSES):
         x = micro_batch(number).double()
         alone(x).backward(target(x).bfloat16().double())
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    for rank, (found, times, by_autograd) in enumerate(run_ranks(4, divided)):
+    for rank, (found, times, by_autograd) in enumerate(run_ranks(4, sharded)):
         assert times == [1] * len(times)
         assert by_autograd == ["router.weight"]
         own = slice(rank % 2 * EXPERTS // 2, (rank % 2 + 1) * EXPERTS // 2)
@@ -81,8 +81,8 @@ def test_experts_over_ranks_get_the_gradients_of_one_process() -> None:
             assert off < 0.03, f"{name} of rank {rank}: {off:.3f}"
 
 
-def test_every_matrix_of_a_16_bit_mixture_has_its_sum() -> None:
-    layer = mixture(ParallelContext(params_dtype=torch.bfloat16))
+def test_every_matrix_of_a_16_bit_layer_has_its_sum() -> None:
+    layer = moe_layer(ParallelContext(params_dtype=torch.bfloat16))
     Fp32MasterWeights(layer)
     x = micro_batch(0)
     layer(x).sum().backward()

@@ -1,4 +1,4 @@
-"""A mixture that Megatron began to train goes on here, in one process or with its experts over two: the losses,
+"""An MoE model that Megatron began to train goes on here, in one process or with its experts over two: the losses,
 gradient norms and weights that Megatron printed for three more steps, from each of its formats and layouts.
 
 Megatron's files of this model hold no optimizer, so the steps are those that it made with a new one.
@@ -145,7 +145,7 @@ def test_one_process_makes_megatrons_steps(converted, folder) -> None:
 
 
 @pytest.mark.parametrize("folder", ["legacy_tp1_pp1", "dist_tp1_pp1_ep2"])
-def test_two_processes_with_divided_experts_make_megatrons_steps(converted, folder) -> None:
+def test_two_processes_with_sharded_experts_make_megatrons_steps(converted, folder) -> None:
     for metrics, sums in run_ranks(2, goes_on, converted[folder], 2, golden() / "logits.npz"):
         assert_megatrons(metrics, sums)
 

@@ -1,4 +1,4 @@
-"""`examples/mixtral-tiny.toml` over processes, experts divided over two: the curve of one process."""
+"""`examples/mixtral-tiny.toml` over processes, experts sharded over two: the curve of one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from mt_core.config.loading import load_config
 from mt_core.testing import run_ranks
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -61,6 +61,6 @@ def trained(run_dir: Path, *options: str) -> list[float]:
 
 def test_the_command_gives_the_curve_of_one_process(tmp_path) -> None:
     alone = trained(tmp_path / "alone")
-    divided = trained(tmp_path / "divided", "--nproc", "2", "--set", EP2)
+    sharded = trained(tmp_path / "sharded", "--nproc", "2", "--set", EP2)
     assert len(alone) == 4
-    assert divided == pytest.approx(alone, rel=1e-4)
+    assert sharded == pytest.approx(alone, rel=1e-4)

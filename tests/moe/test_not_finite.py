@@ -27,7 +27,7 @@ from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels
 from mt_moe.routing import router
 
-MIXTURES = [
+MOE_MODELS = [
     {},
     {"moe_token_dispatcher_type": "allgather"},
     {"moe_router_pre_softmax": True},
@@ -66,7 +66,7 @@ def loss_and_norm(layer: MoeLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-@pytest.mark.parametrize("keys", MIXTURES, ids=str)
+@pytest.mark.parametrize("keys", MOE_MODELS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_loss_or_the_norm_tells(keys, bad) -> None:
     """Whether a token is bad, or a weight of the router."""
@@ -142,9 +142,9 @@ def words_of_failed_run(rank: int, world: int, layout: tuple[str, ...]) -> str:
         return str(failed.value)
 
 
-@pytest.mark.parametrize("late", ["never", "always"])
-def test_the_failed_step_names_the_router(late) -> None:
-    words = words_of_failed_run(0, 1, (f"train.late_metrics={late}",))
+@pytest.mark.parametrize("deferred", ["never", "always"])
+def test_the_failed_step_names_the_router(deferred) -> None:
+    words = words_of_failed_run(0, 1, (f"train.deferred_metrics={deferred}",))
     named = r"the loss is not finite at iteration 1 .*the logits of decoder\.layers\.2\.mlp\.router were the first\. "
     assert re.search(named, words)
 

@@ -44,8 +44,8 @@ LAYOUTS = (
     Mutation(
         "gradients of a column-parallel layer's input are not summed",
         f"{CORE}/nn/linear.py",
-        "dx, reducing = _start_sum(grad @ weight, axis, ctx.divided)",
-        "dx, reducing = (grad @ weight, None) if not ctx.divided else _start_sum(grad @ weight, axis, True)",
+        "dx, reducing = _start_sum(grad @ weight, axis, ctx.sequence_parallel)",
+        "dx, reducing = (grad @ weight, None) if not ctx.sequence_parallel else _start_sum(grad @ weight, axis, True)",
         (TP2,),
     ),
     Mutation(
@@ -79,7 +79,7 @@ LAYOUTS = (
     Mutation(
         "gradients are not summed over samples",
         f"{CORE}/optim/buckets.py",
-        "if shard.size == 1 and self.axes.instances.size == 1:\n            return",
+        "if shard.size == 1 and self.axes.replicate.size == 1:\n            return",
         "if True:\n            return",
         ("tests/dist/test_data_parallel.py::test_ranks_together_train_as_one_process[2]",),
     ),
@@ -239,8 +239,8 @@ EXPERTS = (
     Mutation(
         "gradients of experts are summed over the dense group",
         f"{CORE}/optim/finalize_grads.py",
-        '"edp": ("expert_shard", "expert_instances"),',
-        '"edp": ("shard", "instances"),',
+        '"edp": ("expert_shard", "expert_replicate"),',
+        '"edp": ("shard", "replicate"),',
         ("tests/dist/test_layouts.py", "-k", "expert_model_size and use_distributed and not tensor and not pipeline"),
     ),
     Mutation(

@@ -97,7 +97,7 @@ class Megatron:
         family: gpt (with experts and latent attention too), hybrid, bert or t5. arguments: Megatron's command line;
         with `load` only the layout over ranks and the training are needed, the model is that of the checkpoint.
         inputs: tokens and labels [batch, sequence], for bert also types, for t5 decoder_tokens; a row is a micro-batch,
-        and the rows of the batch are divided over data parallel ranks. num_steps: each on all of `inputs`.
+        and the rows of the batch are sharded over data parallel ranks. num_steps: each on all of `inputs`.
 
         Raises MegatronError with the end of the log where any rank fails, and where a strict load does.
         """

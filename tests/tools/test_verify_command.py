@@ -11,8 +11,8 @@ import torch
 
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_tools.verify import small_runs
-from mt_tools.verify.compare import compare
-from mt_tools.verify.record import RunRecord
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

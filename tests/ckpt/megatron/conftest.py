@@ -187,7 +187,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 UNCUT = ("t5",)
 """Models that are not cut into pipeline stages."""
-MIXTURES = [name for name, model in MODELS.items() if "moe" in model]
+MOE_MODELS = [name for name, model in MODELS.items() if "moe" in model]
 
 
 class RandomCheckpoint:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tests.ckpt.megatron.conftest import LLAMA, MIXTURES, MODELS, RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.conftest import LLAMA, MODELS, MOE_MODELS, RandomCheckpoint, assert_same_tensors
 from tests.ckpt.megatron.test_round_trip import options, through
 
 from mt_ckpt.convert import convert
@@ -38,7 +38,7 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
     assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
 
 
-FAMILIES = (*MIXTURES, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
+FAMILIES = (*MOE_MODELS, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
 
 
 @pytest.mark.parametrize("name", ["megatron", "megatron-dist"])

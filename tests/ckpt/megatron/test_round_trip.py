@@ -10,8 +10,8 @@ import torch
 from tests.ckpt.megatron.conftest import (
     GPT,
     LLAMA,
-    MIXTURES,
     MODELS,
+    MOE_MODELS,
     UNCUT,
     YARN,
     RandomCheckpoint,
@@ -24,7 +24,7 @@ from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
 
-NEVER_OLD = (*MIXTURES, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
+NEVER_OLD = (*MOE_MODELS, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
 """Models that Megatron had only after its names changed, or that the old names do not tell apart."""
 GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
 
@@ -75,7 +75,7 @@ def test_the_configuration_that_is_read_makes_the_same_parameters(model, tmp_pat
 
 
 @pytest.mark.parametrize(("ep", "etp", "tp", "pp"), [(2, 1, 1, 1), (4, None, 1, 2), (2, 1, 2, 1), (2, 2, 2, 2)])
-@pytest.mark.parametrize("model", MIXTURES)
+@pytest.mark.parametrize("model", MOE_MODELS)
 def test_experts_over_ranks(model, ep, etp, tp, pp, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
     asked = options(tp, pp, ep=ep, target_expert_tensor_parallel_size=etp)
@@ -122,7 +122,7 @@ def test_the_distributed_optimizer_over_grids_of_ranks(model, dtype, tmp_path, h
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
     source.metadata["config"]["parallel"] = {"use_distributed_optimizer": True}
     for tp, pp, vpp in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)]:
-        for ep in {1, 2 if model in MIXTURES else 1}:
+        for ep in {1, 2 if model in MOE_MODELS else 1}:
             path = tmp_path / f"{tp}{pp}{vpp}{ep}"
             found = through("megatron", source, options(tp, pp, vpp, ep), path, host)
             assert_same_tensors(found, source)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_core.config.loading import load_config, load_config_anywhere
+from mt_core.config.loading import config_from_dict, load_config, load_config_anywhere
 from mt_core.config.yaml_text import MAX_DEPTH, MAX_NODES, parse_yaml
 from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.plugins import PluginHost
@@ -207,6 +207,17 @@ def test_megatrons_positions_are_taken_with_a_note(host: PluginHost, caplog, wor
         loaded = load_config(preset="gpt-tiny", overrides=overrides, host=host)
     assert loaded.config.model.position_embedding_type == ours  # type: ignore[attr-defined]
     assert caplog.messages == [f"note: model.position_embedding_type={word} (from --set) is called {ours} here"]
+
+
+def test_the_former_name_of_a_key_is_taken_with_a_note(host: PluginHost, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded = load_config(preset="gpt-tiny", overrides=["train.late_metrics=never"], host=host)
+    assert loaded.config.train.deferred_metrics == "never"
+    assert caplog.messages == ["note: train.late_metrics (from --set) is called train.deferred_metrics now"]
+    stored = loaded.config.to_dict()
+    stored["train"] = {**stored["train"], "late_metrics": "always"}
+    del stored["train"]["deferred_metrics"]
+    assert config_from_dict(stored, host).train.deferred_metrics == "always"
 
 
 @pytest.mark.parametrize(

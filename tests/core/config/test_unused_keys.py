@@ -8,7 +8,7 @@ from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 
 
-def mixture(**options: str) -> list[str]:
+def moe(**options: str) -> list[str]:
     given = ", ".join(f"{key}={value}" for key, value in {"num_experts": "8", **options}.items())
     return ["model.family=mixtral", f"model.moe={{{given}}}"]
 
@@ -25,10 +25,10 @@ def mixture(**options: str) -> list[str]:
         ),
         (2, ["parallel.expert_model_parallel_size=2"], r"parallel\.expert_model_parallel_size=2 divides experts"),
         (1, ["recompute.recompute_granularity=selective", "recompute.recompute_modules=[]"], "computes nothing again"),
-        (1, mixture(moe_layer_freq='"[0]*2"'), r"model\.moe\.moe_layer_freq='\[0\]\*2' gives no layer experts"),
-        (1, mixture(moe_layer_freq="0"), r"model\.moe\.moe_layer_freq=0: .* it can be 1 or more"),
+        (1, moe(moe_layer_freq='"[0]*2"'), r"model\.moe\.moe_layer_freq='\[0\]\*2' gives no layer experts"),
+        (1, moe(moe_layer_freq="0"), r"model\.moe\.moe_layer_freq=0: .* it can be 1 or more"),
         *(
-            (1, mixture(moe_router_load_balancing_type='["sinkhorn"]', **{key: value}), rf"excludes model\.moe\.{key}")
+            (1, moe(moe_router_load_balancing_type='["sinkhorn"]', **{key: value}), rf"excludes model\.moe\.{key}")
             for key, value in (
                 ("moe_router_pre_softmax", "true"),
                 ("moe_router_random_seed", "3"),
@@ -37,7 +37,7 @@ def mixture(**options: str) -> list[str]:
         ),
         (
             1,
-            mixture(moe_router_force_load_balancing="true", moe_router_num_groups="4", moe_router_group_topk="2"),
+            moe(moe_router_force_load_balancing="true", moe_router_num_groups="4", moe_router_group_topk="2"),
             r"moe_router_force_load_balancing chooses experts without groups",
         ),
     ],

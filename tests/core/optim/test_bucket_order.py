@@ -57,15 +57,15 @@ class Work:
 
 
 class Run:
-    """A model on rank 0 of 2 shards in 2 instances, each weight in a bucket, and what is sent for it."""
+    """A model on rank 0 of 2 shards, replicated twice, each weight in a bucket, and what is sent for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap_gather: bool) -> None:
         self.events: Events = []
-        axes = {name: Axis(2, 0, object(), (0, 1)) for name in ("shard", "instances", "dp_cp")}  # type: ignore[arg-type]
+        axes = {name: Axis(2, 0, object(), (0, 1)) for name in ("shard", "replicate", "dp_cp")}  # type: ignore[arg-type]
         ctx = ParallelContext(axes=axes)  # type: ignore[arg-type]
         self.model = Model(ctx)
         initialize(self.model, 0, ctx)
-        options = BufferOptions(divided=True, bucket_elements=1, overlap_gather=overlap_gather)
+        options = BufferOptions(sharded=True, bucket_elements=1, overlap_gather=overlap_gather)
         self.weights = ParamAndGradBuffer(self.model, ctx, options)
         self.names = {
             bucket.weights.untyped_storage().data_ptr(): name

@@ -1,4 +1,4 @@
-"""A steady step waits for nothing, launches no more than a loop written by hand, and may tell a step late."""
+"""A steady step waits for nothing, launches no more than a loop written by hand, and may defer its metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mt_core.train import Callback, Trainer
 from mt_core.train.engine import _begin_micro_batch
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 
-LATE = ["optimizer.exp_avg_dtype=bf16", "train.late_metrics=always"]
+DEFERRED = ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"]
 PREDICTS_MORE = ["model.family=deepseek", "model.mtp_num_layers=1"]
 BALANCED = [
     "model.moe={num_experts=4, moe_router_topk=2, moe_router_load_balancing_type=['aux_loss'], "
@@ -128,12 +128,12 @@ def trained(config, **parts) -> tuple[Trainer, list[dict]]:
 
 @pytest.mark.parametrize("more", [[], ["train.loss=linear_cross_entropy"], ["data.reset_position_ids=true"]])
 def test_a_steady_step_waits_for_nothing(more, tiny) -> None:
-    assert spy_on_step(Trainer(tiny(*LATE, *more))).waits == 0
+    assert spy_on_step(Trainer(tiny(*DEFERRED, *more))).waits == 0
 
 
 @pytest.mark.parametrize("more", [[], PREDICTS_MORE, DELAYED_FP8])
 def test_nor_with_torchs_adam_losses_of_layers_and_what_layers_do_after_it(more, tiny) -> None:
-    trainer = Trainer(tiny("train.late_metrics=always", *more))
+    trainer = Trainer(tiny("train.deferred_metrics=always", *more))
     assert isinstance(trainer.engine.optimizer, AdamW)
     assert spy_on_step(trainer).waits == 0
 
@@ -141,7 +141,7 @@ def test_nor_with_torchs_adam_losses_of_layers_and_what_layers_do_after_it(more,
 @pytest.mark.parametrize("more", [[], PREDICTS_MORE])
 def test_a_step_whose_metrics_are_read_at_once_waits_for_one_transfer(more, tiny) -> None:
     """Loss, norm, and the loss of a layer travel together."""
-    assert spy_on_step(Trainer(tiny("train.late_metrics=never", *more))).waits == 1
+    assert spy_on_step(Trainer(tiny("train.deferred_metrics=never", *more))).waits == 1
 
 
 def test_the_spy_sees_reads_of_integers_and_whole_tensors() -> None:
@@ -170,12 +170,12 @@ def test_the_spy_sees_reads_of_integers_and_whole_tensors() -> None:
 def test_telling_late_changes_what_is_told_in_nothing_but_its_time(more, tiny, tmp_path) -> None:
     """To the last bit, the weights included."""
     more = [*more, "train.eval_interval=4", "checkpoint.save_interval=3"]
-    now, at_once = trained(tiny("train.late_metrics=never", *more), run_dir=tmp_path / "now")
-    later, late = trained(tiny("train.late_metrics=always", *more), run_dir=tmp_path / "late")
+    now, at_once = trained(tiny("train.deferred_metrics=never", *more), run_dir=tmp_path / "now")
+    later, deferred = trained(tiny("train.deferred_metrics=always", *more), run_dir=tmp_path / "deferred")
     assert not now.engine.step.deferred
     assert later.engine.step.deferred
-    assert [step["iteration"] for step in late] == [1, 2, 3, 4, 5, 6]
-    assert [without_time(step) for step in late] == [without_time(step) for step in at_once]
+    assert [step["iteration"] for step in deferred] == [1, 2, 3, 4, 5, 6]
+    assert [without_time(step) for step in deferred] == [without_time(step) for step in at_once]
     assert later.last_losses == now.last_losses
     assert all(torch.equal(a, b) for a, b in zip(later.model.parameters(), now.model.parameters(), strict=True))
 
@@ -186,23 +186,23 @@ def without_time(step: dict) -> dict:
 
 @pytest.mark.parametrize("more", [PREDICTS_MORE, BALANCED], ids=["multi-token", "experts"])
 def test_losses_of_layers_are_told(more, tiny) -> None:
-    _, steps = trained(tiny("train.late_metrics=always", "train.train_iters=2", *more))
+    _, steps = trained(tiny("train.deferred_metrics=always", "train.train_iters=2", *more))
     own = [name for name in steps[0] if name.startswith(("mtp_", "moe/")) and name.endswith("_loss")]
     assert own
     assert all(step[name] > 0.0 for step in steps for name in own)
 
 
 def test_resuming_goes_on_to_the_last_bit(tiny, tmp_path) -> None:
-    _, whole = trained(tiny(*LATE))
-    _, first = trained(tiny(*LATE, "train.exit_iteration=3"), run_dir=tmp_path)
-    _, second = trained(tiny(*LATE), run_dir=tmp_path)
+    _, whole = trained(tiny(*DEFERRED))
+    _, first = trained(tiny(*DEFERRED, "train.exit_iteration=3"), run_dir=tmp_path)
+    _, second = trained(tiny(*DEFERRED), run_dir=tmp_path)
     assert [step["loss"] for step in first + second] == [step["loss"] for step in whole]
 
 
 @pytest.mark.parametrize("more", [["optimizer.exp_avg_dtype=bf16"], []], ids=["16-bit moments", "torch's adam"])
 def test_a_loss_that_is_not_finite_is_told_a_step_late_and_changes_no_weight(more, tiny) -> None:
     """The second batch is bad; the third was launched when that is known, and is named as good."""
-    trainer = Trainer(tiny("train.late_metrics=always", *more))
+    trainer = Trainer(tiny("train.deferred_metrics=always", *more))
     loss_of = trainer.engine.forward_backward.forward_step
     before: dict[str, Tensor] = {}
 
@@ -234,8 +234,8 @@ def test_a_loss_that_is_not_finite_is_told_a_step_late_and_changes_no_weight(mor
     ],
 )
 def test_what_needs_its_numbers_at_once_is_refused(overrides, words, tiny) -> None:
-    with pytest.raises(ConfigError, match=f"train.late_metrics=always is not possible: .*{words}"):
-        Trainer(tiny("train.late_metrics=always", *overrides))
+    with pytest.raises(ConfigError, match=f"train.deferred_metrics=always is not possible: .*{words}"):
+        Trainer(tiny("train.deferred_metrics=always", *overrides))
 
 
 # -- operators against a loop written by hand ---------------------------------------------------------
@@ -302,7 +302,7 @@ def operators_of_a_plain_step(config, vocabulary: int) -> Counter[str]:
 
 
 def test_no_more_operators_than_a_loop_written_by_hand(tiny) -> None:
-    trainer = Trainer(tiny(*PLAIN_GPT, "train.late_metrics=never"))
+    trainer = Trainer(tiny(*PLAIN_GPT, "train.deferred_metrics=never"))
     ours = spy_on_step(trainer).counts
     theirs = operators_of_a_plain_step(trainer.config, trainer.config.model.vocab_size)
     more = {name: (count, theirs[name]) for name, count in ours.items() if count > theirs[name]}
@@ -335,9 +335,9 @@ def test_a_model_without_layers_is_not_compiled(tiny) -> None:
         Trainer(tiny("train.compile=blocks"), model=nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("late", ["never", "always"])
-def test_copies_are_compared_once_for_each_step_that_is_due(late, tiny, monkeypatch) -> None:
+@pytest.mark.parametrize("deferred", ["never", "always"])
+def test_copies_are_compared_once_for_each_step_that_is_due(deferred, tiny, monkeypatch) -> None:
     compared: list[None] = []
     monkeypatch.setattr("mt_core.train.step_checks.check_replicas", lambda *_: compared.append(None))
-    trained(tiny(f"train.late_metrics={late}", "train.verify_replicas_interval=2", "train.train_iters=5"))
+    trained(tiny(f"train.deferred_metrics={deferred}", "train.verify_replicas_interval=2", "train.train_iters=5"))
     assert len(compared) == 2

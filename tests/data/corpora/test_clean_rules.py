@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.clean import Cleaner
 from mt_data.corpora.clean_options import PRESETS, CleanOptions, preset
+from mt_data.corpora.cleaning import Cleaner
 from mt_data.corpora.document import Document
 from mt_data.corpora.line_rules import filter_lines
 from mt_data.corpora.repetition_rules import duplicate_ngram_share, duplicate_shares, top_ngram_share
@@ -188,7 +188,7 @@ def test_duplicate_shares_by_hand() -> None:
 
 
 def test_the_report_counts_changes_of_kept_documents(write_jsonl: Any, run: Any) -> None:
-    from mt_data.corpora.clean import clean
+    from mt_data.corpora.cleaning import clean
 
     path = write_jsonl("a.jsonl", ["One is.\nMenu\nFoot", "Menu", "Two are."])
     total = clean([path], CleanOptions(terminal_punctuation=True), run()).total

@@ -109,10 +109,10 @@ def test_no_command_imports_torch(write_jsonl: Any, tmp_path: Path) -> None:
 import sys
 sys.modules["torch"] = None
 from pathlib import Path
-from mt_data.corpora.clean import clean
+from mt_data.corpora.cleaning import clean
 from mt_data.corpora.clean_options import preset
-from mt_data.corpora.decontaminate import decontaminate
-from mt_data.corpora.dedup import dedup
+from mt_data.corpora.decontamination import decontaminate
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.dedup_options import DedupOptions
 from mt_data.corpora.overlap_options import OverlapOptions
 from mt_data.corpora.running import RunOptions

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.clean import clean
 from mt_data.corpora.clean_options import CleanOptions, preset
-from mt_data.corpora.dedup import dedup
+from mt_data.corpora.cleaning import clean
 from mt_data.corpora.dedup_options import DedupOptions
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.report import EXAMPLES_PER_REASON, Report
 from mt_data.corpora.state import locked
 from mt_data.corpora.streaming import Reading
@@ -196,7 +196,7 @@ def test_a_missing_package_is_named(write_jsonl: Any, run: Any, monkeypatch: pyt
 STREAM = """
 import sys
 from pathlib import Path
-from mt_data.corpora.clean import clean
+from mt_data.corpora.cleaning import clean
 from mt_data.corpora.clean_options import preset
 from mt_data.corpora.running import RunOptions
 path = Path(sys.argv[1])
@@ -222,7 +222,7 @@ def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from mt_data.corpora.dedup import dedup
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.dedup_options import DedupOptions
 from mt_data.corpora.running import RunOptions
 if __name__ == "__main__":

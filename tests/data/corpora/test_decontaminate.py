@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
 from mt_data.corpora.cutting import covered_share, cut_pieces, merged
-from mt_data.corpora.decontaminate import decontaminate
+from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.ngram_table import GramTable, collect_grams, count_documents, without_frequent
 from mt_data.corpora.overlap_options import OverlapOptions
 from mt_data.corpora.words import normalized_words

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
-from mt_data.corpora.dedup import dedup
 from mt_data.corpora.dedup_exact import mark_exact
 from mt_data.corpora.dedup_minhash import Signer, band_keys, mark_near, shingles, table_shape
 from mt_data.corpora.dedup_options import DedupOptions
+from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.fingerprints import RowFiles
 
 
@@ -213,7 +213,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import numpy as np
-from mt_data.corpora.dedup import _new_originals
+from mt_data.corpora.deduplication import _new_originals
 from mt_data.corpora.dedup_exact import mark_exact
 from mt_data.corpora.dedup_minhash import mark_near
 from mt_data.corpora.dedup_options import DedupOptions

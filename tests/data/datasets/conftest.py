@@ -13,7 +13,7 @@ from mt_data.indexed.writer import IndexedDatasetWriter
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 
-class StandInTokenizer:
+class FakeTokenizer:
     """Only what data sets ask of a tokenizer besides encoding: special ids, size and identity."""
 
     def __init__(self, vocab_size: int, eod: int | None, pad: int | None = None) -> None:
@@ -34,8 +34,8 @@ class StandInTokenizer:
 
 
 @pytest.fixture
-def stand_in() -> type[StandInTokenizer]:
-    return StandInTokenizer
+def fake_tokenizer() -> type[FakeTokenizer]:
+    return FakeTokenizer
 
 
 @pytest.fixture

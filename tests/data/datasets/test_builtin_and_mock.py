@@ -60,7 +60,7 @@ def test_sources_in_another_encoding(tmp_path: Path) -> None:
     assert builtin._read_source(broken) == ""
 
 
-def test_mock_documents(stand_in: Any) -> None:
+def test_mock_documents(fake_tokenizer: Any) -> None:
     tokens = MockTokens(vocab_size=100, eod=99)
     lengths = np.random.default_rng(0).integers(1, 4096, 100_000, dtype=np.int32)
     np.testing.assert_array_equal(tokens.sequence_lengths, lengths)
@@ -71,9 +71,9 @@ def test_mock_documents(stand_in: Any) -> None:
     np.testing.assert_array_equal(tokens.read(longest, 4000), whole[4000:])
 
 
-def test_mock_samples(stand_in: Any) -> None:
-    dataset = build_mock(MockDataConfig(), stand_in(1000, 999), SplitRequest("valid", 10, 32, 1))
+def test_mock_samples(fake_tokenizer: Any) -> None:
+    dataset = build_mock(MockDataConfig(), fake_tokenizer(1000, 999), SplitRequest("valid", 10, 32, 1))
     assert dataset is not None
     assert len(dataset) >= 10
     np.testing.assert_array_equal(dataset[0]["tokens"][1:], dataset[0]["labels"][:-1])
-    assert build_mock(MockDataConfig(split="1"), stand_in(1000, 999), SplitRequest("test", 10, 32, 1)) is None
+    assert build_mock(MockDataConfig(split="1"), fake_tokenizer(1000, 999), SplitRequest("test", 10, 32, 1)) is None

@@ -45,8 +45,8 @@ def prefix(write_tokens: Callable[..., str]) -> str:
 
 
 @pytest.fixture
-def tokenizer(stand_in: Any) -> Any:
-    return stand_in(100, EOD)
+def tokenizer(fake_tokenizer: Any) -> Any:
+    return fake_tokenizer(100, EOD)
 
 
 # -- samples ------------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ def test_last_validation_sample_is_padded_when_kept(prefix: str, tokenizer: Any)
     assert sum(dataset[k]["loss_mask"].sum() for k in range(4)) == 199
 
 
-def test_padding_masks_labels_unless_it_is_another_special_id(prefix: str, stand_in: Any) -> None:
+def test_padding_masks_labels_unless_it_is_another_special_id(prefix: str, fake_tokenizer: Any) -> None:
     def counted(pad: int, **keys: bool) -> float:
         config = GPTDataConfig(data_path=[prefix], split="100", **keys)  # type: ignore[list-item, arg-type]
-        dataset = built(config, stand_in(100, EOD, pad), request())
+        dataset = built(config, fake_tokenizer(100, EOD, pad), request())
         return sum(float(dataset[k]["loss_mask"].sum()) for k in range(len(dataset)))
 
     everything = counted(50)
@@ -120,10 +120,10 @@ def test_padding_masks_labels_unless_it_is_another_special_id(prefix: str, stand
     assert counted(EOD, allow_ambiguous_pad_tokens=True) < everything
 
 
-def test_switches_that_need_an_end_of_document_id(prefix: str, stand_in: Any) -> None:
+def test_switches_that_need_an_end_of_document_id(prefix: str, fake_tokenizer: Any) -> None:
     config = GPTDataConfig(data_path=[prefix], eod_mask_loss=True)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"data\.eod_mask_loss=true needs an end-of-document id"):
-        build_gpt(config, stand_in(100, None), request())
+        build_gpt(config, fake_tokenizer(100, None), request())
 
 
 def test_empty_documents_are_passed_over_and_named_rightly(write_tokens: Callable[..., str], tokenizer: Any) -> None:
@@ -284,19 +284,19 @@ def test_a_missing_file(tokenizer: Any, tmp_path: Path) -> None:
         build_gpt(GPTDataConfig(data_path=[str(tmp_path / "nowhere")]), tokenizer, request())  # type: ignore[list-item]
 
 
-def test_another_tokenizer(write_tokens: Callable[..., str], stand_in: Any) -> None:
+def test_another_tokenizer(write_tokens: Callable[..., str], fake_tokenizer: Any) -> None:
     made_with = {"tokenizer_type": "GPT2BPETokenizer", "fingerprint": "f00d", "vocab_size": 50257}
     name = write_tokens("foreign", documents(20), tokenizer=made_with)
     with pytest.raises(
-        DataError, match=r"GPT2BPETokenizer \(fingerprint f00d.*StandInTokenizer.*accept_tokenizer_mismatch"
+        DataError, match=r"GPT2BPETokenizer \(fingerprint f00d.*FakeTokenizer.*accept_tokenizer_mismatch"
     ):
-        build_gpt(GPTDataConfig(data_path=[name]), stand_in(100, EOD), request())  # type: ignore[list-item]
+        build_gpt(GPTDataConfig(data_path=[name]), fake_tokenizer(100, EOD), request())  # type: ignore[list-item]
     accepted = GPTDataConfig(data_path=[name], accept_tokenizer_mismatch=True)  # type: ignore[list-item]
-    assert build_gpt(accepted, stand_in(100, EOD), request()) is not None
+    assert build_gpt(accepted, fake_tokenizer(100, EOD), request()) is not None
 
 
-def test_ids_past_the_vocabulary(prefix: str, stand_in: Any) -> None:
-    dataset = built(GPTDataConfig(data_path=[prefix], split="100"), stand_in(99, 98), request())  # type: ignore[list-item]
+def test_ids_past_the_vocabulary(prefix: str, fake_tokenizer: Any) -> None:
+    dataset = built(GPTDataConfig(data_path=[prefix], split="100"), fake_tokenizer(99, 98), request())  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"has the id 99 at position \d.* has 99 ids; .*small_text_document: document"):
         [dataset[number] for number in range(len(dataset))]
 

@@ -71,9 +71,9 @@ def same_samples(dataset: Any, golden: dict[str, Any], length: int) -> None:
 
 
 @pytest.mark.parametrize("case", gpt_configs(), ids=lambda case: case["name"])
-def test_orders_and_samples_are_megatrons(case: dict[str, Any], stand_in: Any, tmp_path: Path) -> None:
+def test_orders_and_samples_are_megatrons(case: dict[str, Any], fake_tokenizer: Any, tmp_path: Path) -> None:
     special = case["config"]["tokenizer"]
-    tokenizer = stand_in(special["vocab_size"], special["eod"], special["pad"])
+    tokenizer = fake_tokenizer(special["vocab_size"], special["eod"], special["pad"])
     config = our_config(case, tmp_path)
     for split, size in zip(SPLITS, case["sizes_train_valid_test"], strict=True):
         request = SplitRequest(split, size, config.seq_length, case["config"]["random_seed"])

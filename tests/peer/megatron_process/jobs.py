@@ -206,7 +206,7 @@ def _run_schedule(
 
 
 def _gathered(shard: Tensor) -> Tensor:
-    """All columns of logits that are divided over tensor parallel ranks."""
+    """All columns of logits that are sharded over tensor parallel ranks."""
     size = mpu.get_tensor_model_parallel_world_size()
     parts = [torch.empty_like(shard) for _ in range(size)]
     dist.all_gather(parts, shard.contiguous(), group=mpu.get_tensor_model_parallel_group())

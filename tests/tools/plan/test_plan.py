@@ -21,10 +21,10 @@ from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins
 from mt_core.specs import SampleField
 from mt_tools.plan.activations import StageCost
+from mt_tools.plan.layout_search import QuickPlanner, search
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, get_machine
-from mt_tools.plan.search import QuickPlanner, search
 from mt_tools.plan.stages import empty_batch
 from mt_tools.plan.timing import Clock
 from mt_tools.plan.weights import WeightCost
@@ -44,7 +44,7 @@ H, LAYERS, VOCAB, POSITIONS, TENSOR, STAGES = 12288, 6, 50257, 2048, 8, 16
 
 
 def layer_parameters() -> int:
-    """Of one layer on one of 8 tensor-parallel ranks: matrices divided; norms and biases behind them are not."""
+    """Of one layer on one of 8 tensor-parallel ranks: matrices sharded; norms and biases behind them are not."""
     qkv, proj = (3 * H * H + 3 * H) // TENSOR, H * H // TENSOR + H
     mlp = (4 * H * H + 4 * H) // TENSOR + 4 * H * H // TENSOR + H
     return qkv + proj + mlp + 4 * H
@@ -64,7 +64,7 @@ def test_gpt3_has_the_parameters_of_the_formula_on_each_rank(gpt3: LayoutPlan) -
     assert sum(row.count for row in gpt3.ranks) == 1024
 
 
-def test_gpt3_holds_the_bytes_of_the_divided_optimizer(gpt3: LayoutPlan) -> None:
+def test_gpt3_holds_the_bytes_of_the_distributed_optimizer(gpt3: LayoutPlan) -> None:
     """6 + 12 / d for each parameter in bf16, d = 8, beside 4 bytes of a step count for each tensor and what aligns
     tensors in buckets."""
     for row in gpt3.ranks:
@@ -236,7 +236,7 @@ def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
 
 
 def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:
-    """A part of a step with many micro-batches is played, and prolonged."""
+    """A part of a step with many micro-batches is simulated, and extrapolated."""
     values = tree(parallel={PP: 2})
     values["train"].update(micro_batch_size=1, global_batch_size=64)
     config = built(values, 2)

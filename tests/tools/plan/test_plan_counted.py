@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks run
 
-from cases import CP, EP, ETP, EXPERTS, LLAMA, MIXTURE, PAIRS, PP, T5, TP, Tree, planned, tree
+from cases import CP, EP, ETP, EXPERTS, LLAMA, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
 from counting import SMALLEST, Counted, count
 
 from mt_core.testing import run_ranks
@@ -60,14 +60,14 @@ LAYOUTS = {
         tree(parallel={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
     ),
     "three axes": (4, tree({**LLAMA}, parallel={**SP, PP: 2})),
-    "experts, one process": (1, tree(MIXTURE)),
-    "experts divided": (2, tree(MIXTURE, parallel={EP: 2})),
-    "experts and tensor": (4, tree(MIXTURE, parallel={EP: 2, TP: 2})),
-    "experts and sequence": (4, tree(MIXTURE, parallel={**SP, EP: 2, ETP: 1})),
-    "experts' matrices": (2, tree(MIXTURE, parallel={**SP, ETP: 2})),
+    "experts, one process": (1, tree(MOE)),
+    "experts sharded": (2, tree(MOE, parallel={EP: 2})),
+    "experts and tensor": (4, tree(MOE, parallel={EP: 2, TP: 2})),
+    "experts and sequence": (4, tree(MOE, parallel={**SP, EP: 2, ETP: 1})),
+    "experts' matrices": (2, tree(MOE, parallel={**SP, ETP: 2})),
     "experts, distributed optimizer": (
         4,
-        tree(MIXTURE, parallel={EP: 2, "use_distributed_optimizer": True}, precision={"dtype": "bf16"}),
+        tree(MOE, parallel={EP: 2, "use_distributed_optimizer": True}, precision={"dtype": "bf16"}),
     ),
     "experts gather tokens": (
         2,
@@ -90,7 +90,7 @@ LAYOUTS = {
     ),
     "encoder and decoder": (2, tree(T5, parallel=SP, data=PAIRS)),
     "encoder and decoder through a pipeline": (2, tree(T5, parallel={PP: 2}, data=PAIRS)),
-    "experts through a pipeline": (4, tree(MIXTURE, parallel={PP: 2, EP: 2})),
+    "experts through a pipeline": (4, tree(MOE, parallel={PP: 2, EP: 2})),
 }
 
 
@@ -125,7 +125,7 @@ def sent(row: RankPlan, same_ranks: dict[str, str]) -> dict[tuple[str, str], flo
     return dict(found)
 
 
-def test_divided_weights_are_counted_too() -> None:
+def test_sharded_weights_are_counted_too() -> None:
     """FSDP2: rows of every parameter over the ranks; what it collects is not told by torch.distributed calls."""
     values = tree(parallel={"use_torch_fsdp2": True})
     row, counted = only(planned(values, 2)), run_ranks(2, count, values)[0]

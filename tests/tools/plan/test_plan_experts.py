@@ -10,17 +10,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MIXTURE, TP, built, planned, tree
+from cases import EP, ETP, MOE, TP, built, planned, tree
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.plugins import load_plugins
+from mt_tools.plan.layout_search import QuickPlanner, search
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Ledger, RecordingGroup
 from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
-from mt_tools.plan.routing import RoutedTokens, dealt_in_turn, dealt_to_few
-from mt_tools.plan.search import QuickPlanner, search
+from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
 
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 
@@ -45,8 +45,8 @@ def test_mixtral_has_the_published_parameters_and_each_rank_its_experts() -> Non
     # bf16: weights and fp32 gradients of what a rank has; of master weights and moments, 1/64 of what all ranks have
     # and 1/8 of the experts that 8 ranks have.
     dense = plan.parameters.total - experts
-    divided = 12 * (dense / 64 + experts / 8 / 8)
-    assert row.weights.total == pytest.approx(6 * own + divided, rel=1e-4)
+    sharded = 12 * (dense / 64 + experts / 8 / 8)
+    assert row.weights.total == pytest.approx(6 * own + sharded, rel=1e-4)
 
 
 def test_mixtral_sends_what_its_tokens_need() -> None:
@@ -89,33 +89,33 @@ def test_qwen3_30b_is_planned() -> None:
 
 
 def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
-    one = planned(tree(MIXTURE), 1).flops_per_token
-    assert planned(tree(MIXTURE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
+    one = planned(tree(MOE), 1).flops_per_token
+    assert planned(tree(MOE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
-def test_a_crowded_rank_keeps_the_tokens_of_all() -> None:
+def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
-    values = tree(MIXTURE, parallel={EP: 2})
+    values = tree(MOE, parallel={EP: 2})
     (row,) = planned(values, 2).ranks
-    assert row.crowded_activations is not None
+    assert row.imbalanced_activations is not None
     of_rows = row.activations["permuted_tokens"] + row.activations["experts"]
     # All that experts keep follows their rows.
-    assert row.crowded_activations - row.activation_bytes == of_rows
-    assert planned(tree(), 1).ranks[0].crowded_activations is None
+    assert row.imbalanced_activations - row.activation_bytes == of_rows
+    assert planned(tree(), 1).ranks[0].imbalanced_activations is None
 
 
 @pytest.mark.parametrize(
     "option", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": "triton"}, {"moe_router_random_seed": 3}]
 )
 def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, object]) -> None:
-    plain = planned(tree(MIXTURE), 1).ranks[0]
-    other = planned(tree({**MIXTURE, "moe": {**MIXTURE["moe"], **option}}), 1).ranks[0]
+    plain = planned(tree(MOE), 1).ranks[0]
+    other = planned(tree({**MOE, "moe": {**MOE["moe"], **option}}), 1).ranks[0]
     assert other.activations == plain.activations
 
 
 def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
     machine = get_machine("h100")
-    planner = QuickPlanner(built(tree({**MIXTURE, "num_layers": 1}), 1), load_plugins(), machine)
+    planner = QuickPlanner(built(tree({**MOE, "num_layers": 1}), 1), load_plugins(), machine)
     found = search(planner, 4, 1.0)
     tried = {tuple(one.choice["parallel"][axis] for axis in (EP, ETP)) for one in found.candidates}
     assert {(2, 1), (4, 1)} <= tried
@@ -126,13 +126,13 @@ def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
 
 def test_choices_are_dealt_and_counted() -> None:
     scores = torch.empty(6, 4, device="meta")
-    with RoutedTokens(dealt_in_turn):
+    with RoutedTokens(assign_round_robin):
         chosen = scores.topk(2).indices
         assert chosen.tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1], [2, 3]]
         assert chosen.flatten().bincount(minlength=4).tolist() == [3, 3, 3, 3]
         rows = torch.empty(6, 8, device="meta", requires_grad=True)[chosen.flatten() // 2]
         assert (rows.device.type, rows.shape) == ("meta", (12, 8))
-    with RoutedTokens(dealt_to_few):
+    with RoutedTokens(assign_to_few):
         assert scores.topk(2).indices.unique().tolist() == [0, 1]
 
 

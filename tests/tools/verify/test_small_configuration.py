@@ -12,7 +12,7 @@ from mt_core.plugins import load_plugins
 from mt_core.train.pipelining import model_stages
 from mt_tools.verify.axes import processes, shrink_axes
 from mt_tools.verify.changes import changed_keys, describe_changes
-from mt_tools.verify.shrink import shrink
+from mt_tools.verify.small_config import shrink
 from mt_tools.verify.small_runs import in_the_same_rounds
 from mt_tools.verify.stages import shrink_layout
 
@@ -46,7 +46,7 @@ def layers_of_stages(config: Config) -> list[int]:
         ("model", "attention_backend", "flex", "eager"),
         ("train", "cuda_graphs", "blocks", "none"),
         ("train", "compile", "blocks", "none"),
-        ("train", "late_metrics", "always", "never"),
+        ("train", "deferred_metrics", "always", "never"),
         ("train", "device", "cuda", "cpu"),
         ("kernels", "layer_norm", "triton", "auto"),
         ("kernels", "adamw", "triton", "auto"),

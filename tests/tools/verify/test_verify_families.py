@@ -11,8 +11,8 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.plugins import load_plugins
-from mt_tools.verify.compare import compare
-from mt_tools.verify.shrink import processes, shrink
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.small_config import processes, shrink
 from mt_tools.verify.small_runs import record
 
 pytestmark = pytest.mark.dist
@@ -81,7 +81,7 @@ def test_a_small_retro_keeps_its_sizes_together() -> None:
     assert model["retro_cross_attention_layers"] == [model["num_layers"]]
 
 
-def test_a_small_mixture_keeps_dense_layers_groups_and_shared_experts() -> None:
+def test_a_small_moe_model_keeps_dense_layers_groups_and_shared_experts() -> None:
     small = shrink(preset("deepseek-v3", EP), load_plugins()).model.model_dump()
     assert small["moe"]["num_experts"] == 8
     assert small["moe"]["moe_layer_freq"] == "[0]*1+[1]*1"

@@ -21,7 +21,7 @@ from mt_core.train import evaluation
 from mt_core.train.optimizer_step import OptimizerStep
 from mt_core.train.state import TrainState
 from mt_tools.verify import small_runs
-from mt_tools.verify.record import RunRecord
+from mt_tools.verify.run_record import RunRecord
 
 pytestmark = pytest.mark.dist
 

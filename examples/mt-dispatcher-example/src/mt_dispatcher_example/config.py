@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mt_core.config.schema import PositiveInt, Section
+from mt_core.config import PositiveInt, Section
 
 
 class CountedConfig(Section):

@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mt_core.parallel.context import Axis
+from mt_core.parallel import Axis
 from mt_dispatcher_example.config import CountedConfig
-from mt_moe.dispatchers.alltoall import AllToAllDispatcher
-from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
-from mt_moe.routing.result import Routing
+from mt_moe import AllToAllDispatcher, Dispatched, ExpertPlacement, Routing
 
 
 class CountedDispatcher:

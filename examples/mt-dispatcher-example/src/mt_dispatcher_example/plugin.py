@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mt_core.hookspecs import hookimpl
-from mt_core.specs import Lazy, MoeDispatcherSpec
+from mt_core import Lazy, MoeDispatcherSpec, hookimpl
 
 
 @hookimpl

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from mt_core.config.schema import Config, ModelConfig, PositiveInt
-from mt_core.errors import ConfigError
+from mt_core import ConfigError
+from mt_core.config import Config, ModelConfig, PositiveInt
 
 
 class ConvConfig(ModelConfig):

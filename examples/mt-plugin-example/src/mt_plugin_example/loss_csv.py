@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from mt_core.config.schema import Config
-from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.config import Config
+from mt_core.train import Callback, Metrics, Run
 
 FILE = "losses.csv"
 COLUMNS = ("iteration", "loss", "learning_rate")

@@ -9,15 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mt_core.nn.cache import Cache, SequenceState
-from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
-from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
-from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.nn.model import Model
-from mt_core.nn.norm import RMSNorm
-from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.stage import Stage
+from mt_core.nn import (
+    Cache,
+    ColumnParallelLinear,
+    LayoutModule,
+    Model,
+    ModelEnvironment,
+    ParameterLayout,
+    RMSNorm,
+    RowParallelLinear,
+    SequenceState,
+    Split,
+    VocabParallelEmbedding,
+    VocabParallelOutput,
+    normal,
+)
+from mt_core.parallel import ParallelContext, Stage
 from mt_plugin_example.config import ConvConfig
 
 
@@ -29,7 +36,7 @@ class CausalConv(LayoutModule):
     def __init__(self, channels: int, kernel_size: int, ctx: ParallelContext, *, std: float) -> None:
         super().__init__(ctx)
         self.kernel_size = kernel_size
-        # A parameter with a layout of its own: channels are divided over the tensor-parallel axis.
+        # A parameter with a layout of its own: channels are sharded over the tensor-parallel axis.
         layout = ParameterLayout((channels, kernel_size), normal(std), (Split(dim=0, axis="tp"),))
         self.declare("weight", layout)
 

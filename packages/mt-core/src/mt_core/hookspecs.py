@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 PROJECT = "mt"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator of the functions by which a plugin implements hooks."""
 
 
 @hookspec

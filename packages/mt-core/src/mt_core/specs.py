@@ -145,6 +145,7 @@ CAUSAL_LM_SAMPLE = (
         "data.reset_attention_mask is set",
     ),
 )
+"""The arrays of a sample for causal language models: what the dataset of a decoder-only model returns."""
 
 
 @dataclass(frozen=True)
@@ -400,6 +401,8 @@ class FilePart:
 
 
 class FilePlan(Protocol):
+    """Writes the files of a converted checkpoint part by part, in any process."""
+
     def write(self, folder: Path, part: FilePart) -> Any:
         """Write a part of a file in `folder`; what is returned is sent to the process that finishes the file."""
         ...

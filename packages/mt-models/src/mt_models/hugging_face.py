@@ -155,10 +155,14 @@ IGNORED: Mapping[str, str] = {
     "attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
     "_attn_implementation": "which kernel computed attention; model.attention_backend chooses one",
     "_attn_implementation_autoset": "which kernel computed attention; model.attention_backend chooses one",
+    **dict.fromkeys(
+        ("experts_implementation", "_experts_implementation"),  # Transformers 5.0 writes it for dense models too
+        "which kernel multiplied the experts' matrices; model.moe.moe_grouped_gemm chooses one",
+    ),
     "use_cache": "decoding has a cache whenever it is asked for one",
     "output_past": "decoding has a cache whenever it is asked for one",
     "cache_implementation": OF_GENERATION,
-    "pretraining_tp": "splits the same products into pieces, which changes rounding only",
+    "pretraining_tp": "splits the same products into chunks, which changes rounding only",
     "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
     "transformers.js_config": "of a runtime for browsers",
     "custom_pipelines": "names Python code beside the weights, which is never run",

@@ -27,8 +27,8 @@ def plot(
         Path | None, typer.Option(help="The SVG file. Default: moe_METRIC.svg beside the metrics.")
     ] = None,
 ) -> None:
-    """Draw one number of every layer over the steps of a run, as an SVG picture."""
-    from mt_moe.picture import draw, read_history
+    """Draw one number of every layer over the steps of a run, as an SVG file."""
+    from mt_moe.plot import draw, read_history
 
     path = run / METRICS_FILE if run.is_dir() else run
     history = read_history(path, metric)

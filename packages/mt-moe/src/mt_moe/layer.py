@@ -23,7 +23,7 @@ from mt_moe.permutation import RowKernels
 from mt_moe.routing.result import Routing
 from mt_moe.routing.router import Router
 from mt_moe.shared_experts import SharedExperts
-from mt_moe.tokens import divided_axes, join_tokens, share_tokens
+from mt_moe.tokens import join_tokens, partial_gradient_axes, share_tokens
 
 if TYPE_CHECKING:
     from mt_core.nn.environment import ModelEnvironment
@@ -49,7 +49,7 @@ class Projection(LayoutModule):
 
     def __init__(self, in_features: int, out_features: int, std: float, ctx: ParallelContext) -> None:
         super().__init__(ctx)
-        layout = ParameterLayout((out_features, in_features), normal(std), partial_gradient=divided_axes(ctx))
+        layout = ParameterLayout((out_features, in_features), normal(std), partial_gradient=partial_gradient_axes(ctx))
         self.declare("weight", layout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class MoeLayer(nn.Module):
         self.overlapping = require_overlapping(dispatcher, config) if config.moe_shared_expert_overlap else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._recomputable("moe", self._mixture, x)
+        return self._recomputable("moe", self._moe, x)
 
-    def _mixture(self, x: Tensor) -> Tensor:
+    def _moe(self, x: Tensor) -> Tensor:
         share = share_tokens(x, self.ctx)
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)

@@ -41,7 +41,7 @@ class TokenShare:
         return x
 
 
-def divided_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
+def partial_gradient_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:
     """Axes, besides the data-parallel ones, over which the gradient of a parameter applied to each rank's tokens is
     partial."""
     return ("tp",) if ctx.tp.size > 1 else ()
@@ -56,7 +56,7 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
     if ctx.sequence_parallel:
         total *= ctx.tp.size
     elif ctx.tp.size > 1:
-        first, size, own = _piece(len(tokens), ctx.tp)
+        first, size, own = _slice_of_rank(len(tokens), ctx.tp)
         tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:own]
         sequence = sequence[first : first + own]
     axes = tuple(axis for axis in (ctx.tp, ctx.cp) if axis.size > 1)
@@ -67,12 +67,12 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
     """The inverse of share_tokens: this rank's tokens [T, H] -> [B, S, H] as `like`."""
     if ctx.tp.size > 1 and not ctx.sequence_parallel:
         count = like.shape[0] * like.shape[1]
-        _, size, _ = _piece(count, ctx.tp)
+        _, size, _ = _slice_of_rank(count, ctx.tp)
         tokens = gather_copies(_fill(tokens, size), 0, ctx.tp)[:count]
     return tokens.view(like.shape)
 
 
-def _piece(count: int, axis: Axis) -> tuple[int, int, int]:
+def _slice_of_rank(count: int, axis: Axis) -> tuple[int, int, int]:
     """Of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the last
     ranks may have fewer, or none)."""
     size = -(-count // axis.size)

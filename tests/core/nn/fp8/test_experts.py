@@ -1,4 +1,4 @@
-"""Experts in FP8: grouped products against a formula in fp64, the layouts that a GPU's kernel takes, and a mixture."""
+"""Experts in FP8: grouped products against a formula in fp64, the layouts of a GPU's kernel, and an MoE model."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_sizes_and_devices_that_it_cannot_serve() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_mixture_trains_with_its_experts_in_fp8_and_its_router_not(tiny, recipe) -> None:
+def test_an_moe_model_trains_with_its_experts_in_fp8_and_its_router_not(tiny, recipe) -> None:
     keys = (MOE, "model.ffn_hidden_size=64", "train.train_iters=4")
     fp8_keys = ("precision.fp8_format=hybrid", f"precision.fp8_recipe={recipe}")
     losses = []

@@ -47,7 +47,7 @@ def test_what_a_package_lacks_is_told(monkeypatch) -> None:
     assert "not one of te" in fp8_grouped_product(options, torch.zeros(2, 16, 16))
 
 
-def stand_in_te(monkeypatch, calls: list[str]) -> None:
+def fake_te(monkeypatch, calls: list[str]) -> None:
     """A transformer_engine with plain products."""
 
     class Linear(nn.Linear):
@@ -75,7 +75,7 @@ def stand_in_te(monkeypatch, calls: list[str]) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def stand_in_torchao(monkeypatch, calls: list[str]) -> None:
+def fake_torchao(monkeypatch, calls: list[str]) -> None:
     class Float8LinearConfig:
         @staticmethod
         def from_recipe_name(name: str) -> str:
@@ -90,12 +90,12 @@ def stand_in_torchao(monkeypatch, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stand_in", "told"),
-    [("te", stand_in_te, ["True current hybrid"]), ("torchao", stand_in_torchao, ["tensorwise"])],
+    ("name", "fake", "told"),
+    [("te", fake_te, ["True current hybrid"]), ("torchao", fake_torchao, ["tensorwise"])],
 )
-def test_their_layer_multiplies_by_our_weight(name, stand_in, told, monkeypatch) -> None:
+def test_their_layer_multiplies_by_our_weight(name, fake, told, monkeypatch) -> None:
     calls: list[str] = []
-    stand_in(monkeypatch, calls)
+    fake(monkeypatch, calls)
     weight = torch.randn(32, 16, requires_grad=True)
     x, bias = torch.randn(2, 3, 16, requires_grad=True), torch.randn(32)
     multiply = borrowed_linear(name, weight, "output", precision(name))

@@ -18,7 +18,7 @@ from mt_core.nn.linear import ColumnParallelLinear, LinearModule, RowParallelLin
 from mt_core.parallel.collectives import split_to
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

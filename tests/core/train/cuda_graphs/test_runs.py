@@ -54,7 +54,7 @@ SETTINGS = {
         "precision.accumulate_allreduce_grads_in_fp32=false",
         "optimizer.main_weights=remainders",
     ],
-    "told late": ["optimizer.exp_avg_dtype=bf16", "train.late_metrics=always"],
+    "deferred metrics": ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"],
     "alibi, a mask of the pattern": ["model.position_embedding_type=alibi"],
     "evaluated": ["train.eval_interval=2"],
     "learned positions": [
@@ -304,10 +304,10 @@ def test_what_cannot_be_captured_is_refused_by_key(overrides, words, tiny) -> No
     assert words in reason
 
 
-def test_mixtures_are_refused(tiny, host) -> None:
+def test_moe_models_are_refused(tiny, host) -> None:
     trainer = Trainer(tiny())
-    mixture = load_config(preset="mixtral-8x7b", overrides=["train.train_iters=1"], host=host).config
-    reason = reason_against(trainer.model, mixture, replace(trainer.ctx, device=torch.device("cuda")))
+    moe = load_config(preset="mixtral-8x7b", overrides=["train.train_iters=1"], host=host).config
+    reason = reason_against(trainer.model, moe, replace(trainer.ctx, device=torch.device("cuda")))
     assert reason is not None
     assert "model.moe sends tokens to experts" in reason
 

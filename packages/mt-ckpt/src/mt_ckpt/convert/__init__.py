@@ -1,5 +1,5 @@
 """Conversion between formats: `convert` from Python, `mt convert` from the command line."""
 
-from mt_ckpt.convert.engine import Report, convert
+import lazy_loader
 
-__all__ = ["Report", "convert"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

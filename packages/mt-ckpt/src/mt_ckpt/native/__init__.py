@@ -1,1 +1,5 @@
 """mt's native checkpoint format; docs/checkpoints.md describes it."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,5 @@
 """Typed configuration: one tree, every value with the place it came from."""
 
-from mt_core.config.loading import LoadedConfig, load_config
-from mt_core.config.schema import Config, Section
+import lazy_loader
 
-__all__ = ["Config", "LoadedConfig", "Section", "load_config"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -179,10 +179,10 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError("logging.trace_schedule needs parallel.pipeline_model_parallel_size above 1; remove it")
     if trace is not None and not trace.endswith((".json", ".svg")):
         raise ConfigError(f"logging.trace_schedule={trace} is no file that can be written; it can end in .json or .svg")
-    divided = [key for key in SPLIT_KEYS if getattr(config.parallel, key)]
-    if divided and size == 1:
+    given = [key for key in SPLIT_KEYS if getattr(config.parallel, key)]
+    if given and size == 1:
         raise ConfigError(
-            f"parallel.{divided[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
+            f"parallel.{given[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
             "remove it, or set that above 1"
         )
     layout = config.parallel.pipeline_model_parallel_layout
@@ -206,11 +206,11 @@ def _check_sharding(config: Config) -> None:
         )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
-    divided = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
-    if parallel.num_distributed_optimizer_instances > 1 and not divided:
+    sharded = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
+    if parallel.num_distributed_optimizer_instances > 1 and not sharded:
         raise ConfigError(
             f"parallel.num_distributed_optimizer_instances={parallel.num_distributed_optimizer_instances} copies a "
-            "divided state; set parallel.use_distributed_optimizer or parallel.use_torch_fsdp2"
+            "sharded state; set parallel.use_distributed_optimizer or parallel.use_torch_fsdp2"
         )
 
 
@@ -227,7 +227,7 @@ def _check_sequence_parallel(config: Config) -> None:
     length = config.data.seq_length
     if length % (size * parallel.context_parallel_size):
         raise ConfigError(
-            f"data.seq_length={length} cannot be divided over parallel.tensor_model_parallel_size={size} with "
+            f"data.seq_length={length} cannot be sharded over parallel.tensor_model_parallel_size={size} with "
             f"parallel.sequence_parallel (and context_parallel_size={parallel.context_parallel_size}); "
             f"use a multiple of {size * parallel.context_parallel_size}"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, smallest_world, world_size
 from mt_core.config.layers import DEFAULT, Layer, merge_layers
-from mt_core.config.megatron_words import refuse_foreign_formats
+from mt_core.config.megatron_words import refuse_foreign_formats, translate
 from mt_core.config.schema import SECTIONS, Config
 from mt_core.config.sections import build_sections
 from mt_core.config.sources import Sources, read_layers
@@ -120,7 +120,8 @@ def load_sections(
 
 def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
     """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again."""
-    merged = merge_layers([Layer("stored configuration", values)])
+    layers, _ = translate([Layer("stored configuration", values)])
+    merged = merge_layers(layers)
     return Config.model_validate(build_sections(SECTIONS, merged, host, Problems()))
 
 

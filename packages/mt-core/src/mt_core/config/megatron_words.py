@@ -1,7 +1,7 @@
-"""Words of Megatron's options and converters that people write here from habit.
+"""Words of Megatron's options and converters that people write here from habit, and keys of earlier versions.
 
-A value that can only mean one of ours is taken, with a note that names ours. Keys without a counterpart are refused
-in `messages`.
+A value or key that can only mean one of ours is taken, with a note that names ours. Keys without a counterpart are
+refused in `messages`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """(section, key) -> their word -> ours."""
 
+KEYS: Mapping[tuple[str, str], str] = {
+    ("train", "late_metrics"): "deferred_metrics",
+}
+"""(section, key) of earlier versions -> the key that has replaced it in its section."""
+
 CONVERTED_FORMATS: Mapping[str, str] = {
     "torch_dist": "megatron-dist",
     "torch": "megatron",
@@ -27,12 +32,22 @@ CONVERTED_FORMATS: Mapping[str, str] = {
 
 
 def translate(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """The layers in our words, and a note for each value that was another's word."""
+    """The layers in our words, and a note for each value and key that was another's word."""
     notes: list[str] = []
-    return [_translate_layer(layer, notes) for layer in layers], notes
+    return [_translate_values(_translate_keys(layer, notes), notes) for layer in layers], notes
 
 
-def _translate_layer(layer: Layer, notes: list[str]) -> Layer:
+def _translate_keys(layer: Layer, notes: list[str]) -> Layer:
+    values: dict[str, Any] = dict(layer.values)
+    for (section, former), key in KEYS.items():
+        keys = values.get(section)
+        if isinstance(keys, Mapping) and former in keys:
+            values[section] = {key if name == former else name: value for name, value in keys.items()}
+            notes.append(f"{section}.{former} (from {layer.origin}) is called {section}.{key} now")
+    return Layer(layer.origin, values)
+
+
+def _translate_values(layer: Layer, notes: list[str]) -> Layer:
     values: dict[str, Any] = dict(layer.values)
     for (section, key), words in VALUES.items():
         keys = values.get(section)

@@ -14,10 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
 
 PositiveInt = Annotated[int, Field(gt=0)]
+"""Type of a key: an integer above 0."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Type of a key: a finite number above 0."""
 NonNegativeInt = Annotated[int, Field(ge=0)]
+"""Type of a key: an integer of at least 0."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""Type of a key: a finite number of at least 0."""
 Probability = Annotated[float, Field(ge=0, le=1)]
+"""Type of a key: a number from 0 to 1."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
@@ -107,12 +112,12 @@ class DataConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model and the batch are divided over processes. Data parallel takes the rest of the world."""
+    """How the model and the batch are sharded over processes. Data parallel takes the rest of the world."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that share each layer's matrices."""
     sequence_parallel: bool = False
-    """Between tensor-parallel matrices activations are divided along the sequence."""
+    """Between tensor-parallel matrices activations are sharded along the sequence."""
     context_parallel_size: PositiveInt = 1
     """Processes that share each sequence."""
     cp_comm_type: str = "p2p"
@@ -129,18 +134,18 @@ class ParallelConfig(Section):
     """Stages of each process. Default: as few as the schedule can have (2 for interleaved_1f1b and the V-shaped)."""
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, as `Et*3|(tt|)*6mL`: E embedding, t a layer, L the loss, | between stages. Default:
-    layers are divided so that stages cost about the same."""
+    layers are partitioned so that stages cost about the same."""
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first pipeline rank; the others have the same number each (Megatron's
     decoder_first_pipeline_num_layers)."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last pipeline rank (Megatron's decoder_last_pipeline_num_layers)."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Layers are divided evenly, and the embedding counts as one layer of the first stage."""
+    """Layers are partitioned evenly, and the embedding counts as one layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
-    """Layers are divided evenly, and the LM head with the loss counts as one layer of the last stage."""
+    """Layers are partitioned evenly, and the LM head with the loss counts as one layer of the last stage."""
     expert_model_parallel_size: PositiveInt = 1
-    """Processes that share the experts of a mixture."""
+    """Processes that share the experts of an MoE layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Processes that share each expert's matrices. Default: tensor_model_parallel_size."""
     use_distributed_optimizer: bool = False
@@ -150,7 +155,7 @@ class ParallelConfig(Section):
     fsdp_reshard_after_forward: bool = used_when(True, use_torch_fsdp2=True)
     """Collected weights are let go between forward and backward (ZeRO-3); else they stay (ZeRO-2)."""
     num_distributed_optimizer_instances: PositiveInt = 1
-    """Copies of what is divided: it is shared within as many groups of neighbours."""
+    """Replicas of what is sharded: shards are spread over as many groups of neighbouring ranks (HSDP)."""
     overlap_grad_reduce: bool = True
     """Gradients are summed over processes while the backward pass runs."""
     overlap_param_gather: bool = used_when(False, use_distributed_optimizer=True)
@@ -193,8 +198,8 @@ class TrainConfig(Section):
     """CPU threads of torch. Default: torch's own choice."""
     loss: str = "cross_entropy"
     """Name of the loss."""
-    late_metrics: Literal["auto", "never", "always"] = "auto"
-    """Loss and norm of a step are read, and told to callbacks, while the next one runs, so that the host never waits
+    deferred_metrics: Literal["auto", "never", "always"] = "auto"
+    """The metrics of a step are read, and passed to callbacks, while the next step runs, so that the host does not wait
     for the GPU. auto: on a GPU, where nothing needs them at once."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` compiles each layer by torch.compile."""

@@ -10,7 +10,8 @@ from torch import nn
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
-from mt_core.nn.context_parallel import check_dropout, check_sequence_length
+from mt_core.nn.context_parallel.core import check_dropout
+from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels
 from mt_core.nn.recompute import Recompute, recomputed
@@ -131,7 +132,7 @@ class ModelEnvironment:
         given = f"parallel.context_parallel_size={parallel.context_parallel_size}: model.family={family} has"
         if not request.causal:
             raise ConfigError(
-                f"{given} attention in both directions, which is not divided over context-parallel ranks; set "
+                f"{given} attention in both directions, which is not sharded over context-parallel ranks; set "
                 "parallel.context_parallel_size to 1"
             )
         if request.logit_softcap is not None and not self.context_parallel_method.whole_sequences:

@@ -85,7 +85,7 @@ class ParameterLayout:
     partial_gradient: axes on which each rank's gradient is only a part (it saw other positions or heads), so
     that they have to be summed.
     replicas: the axis of the ranks that hold the same slice and see other samples or positions, over which
-    gradients are summed and the optimizer's state may be divided: "edp" for what experts own.
+    gradients are summed and the optimizer's state may be sharded: "edp" for what experts own.
     dtype: in memory; None: as the context's params_dtype. trained: whether the optimizer updates it; one that it
     does not (a state that the model keeps by itself) is stored and resumed like any other.
     """
@@ -128,7 +128,7 @@ class ParameterLayout:
             tensor = tensor.narrow(dim, 0, self.shape[dim])
         return tensor
 
-    def patches(self, ctx: ParallelContext) -> list[LocalRegion]:
+    def regions(self, ctx: ParallelContext) -> list[LocalRegion]:
         """The regions of the canonical tensor that this rank's local tensor consists of, without padding."""
         runs = [self._runs(dim, ctx) for dim in range(len(self.shape))]
         return [
@@ -227,23 +227,23 @@ def initialize(model: nn.Module, seed: int, ctx: ParallelContext) -> None:
 def _fill(parameter: Tensor, layout: ParameterLayout, seed_of: Callable[[int], int], ctx: ParallelContext) -> None:
     if layout.padded:
         parameter.zero_()
-    for number, block, patches in drawn_blocks(layout, ctx):
+    for number, block, regions in drawn_blocks(layout, ctx):
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(seed_of(number))
         drawn = torch.empty(block.shape, dtype=torch.float32, device=parameter.device)
         layout.init(drawn, generator)
-        for patch in patches:
-            own = parameter[TensorSlice(patch.local, patch.canonical.shape).slices]
-            own.copy_(drawn[patch.canonical.relative_to(block.start).slices])
+        for region in regions:
+            own = parameter[TensorSlice(region.local, region.canonical.shape).slices]
+            own.copy_(drawn[region.canonical.relative_to(block.start).slices])
 
 
 def drawn_blocks(layout: ParameterLayout, ctx: ParallelContext) -> Iterator[tuple[int, TensorSlice, list[LocalRegion]]]:
     """The blocks that this rank draws: number, elements of the canonical tensor, and what of them the rank holds."""
-    held = layout.patches(ctx)
+    regions = layout.regions(ctx)
     for number, block in enumerate(blocks_of(layout)):
-        own = [patch.within(block) for patch in held]
-        if patches := [patch for patch in own if patch is not None]:
-            yield number, block, patches
+        own = [region.within(block) for region in regions]
+        if within := [region for region in own if region is not None]:
+            yield number, block, within
 
 
 def blocks_of(layout: ParameterLayout) -> list[TensorSlice]:
@@ -293,12 +293,15 @@ class Elementwise:
 
 
 def normal(std: float) -> Init:
+    """Initialization from a normal distribution with mean 0."""
     return Elementwise(lambda tensor, generator: tensor.normal_(0.0, std, generator=generator))
 
 
 def zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    """Initialization with 0."""
     tensor.zero_()
 
 
 def ones(tensor: Tensor, generator: torch.Generator) -> None:
+    """Initialization with 1."""
     tensor.fill_(1.0)

@@ -20,22 +20,22 @@ from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequen
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import (
     all_gather,
-    merge_pieces,
-    new_pieces,
+    concat_shards,
+    empty_shards,
     reduce_from,
     reduce_scatter_to,
-    split_pieces,
+    split_shards,
 )
 from mt_core.parallel.context import Axis, ParallelContext
 
 SEQUENCE_DIM = 1
 """Of activations [B, S, H]."""
 Cut = Literal["output", "input", "none"]
-"""Which features of a matrix tensor-parallel ranks have pieces of."""
+"""Which features of a matrix tensor-parallel ranks have shards of."""
 
 
 class Multiply(Protocol):
-    """x W^T + b, of this rank's piece of W, with the communication that the layer's division takes."""
+    """x W^T + b, of this rank's shard of W, with the communication that the layer's division takes."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor: ...
 
@@ -110,7 +110,7 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: Par
 
 
 def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:
-    """Sum partial results [B, S, H] over tp; with sequence parallelism each rank keeps its piece of S."""
+    """Sum partial results [B, S, H] over tp; with sequence parallelism each rank keeps its shard of S."""
     if ctx.sequence_parallel:
         return reduce_scatter_to(partial, SEQUENCE_DIM, ctx.tp)
     return reduce_from(partial, ctx.tp)
@@ -150,7 +150,7 @@ class _MainGradientLinear(torch.autograd.Function):
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Forward: (gather S) y = x W^T + b. Backward: dx = dy W, summed over tp and, with a divided sequence,
+    """Forward: (gather S) y = x W^T + b. Backward: dx = dy W, summed over tp and, with a sharded sequence,
     scattered along S; the communication of dx runs while dW = dy^T x is computed."""
 
     @staticmethod
@@ -161,11 +161,11 @@ class _ColumnParallelLinear(torch.autograd.Function):
         bias: Tensor | None,
         main: MainGrad | None,
         axis: Axis,
-        divided: bool,
+        sequence_parallel: bool,
     ) -> Tensor:
-        ctx.main, ctx.axis, ctx.divided, ctx.has_bias = main, axis, divided, bias is not None
+        ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
-        whole = all_gather(x, SEQUENCE_DIM, axis) if divided else x
+        whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -175,13 +175,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         axis: Axis = ctx.axis
         wanted = _wanted(ctx)
         dx = dweight = gathered = gathering = reducing = None
-        if ctx.divided and wanted.weight:
+        if ctx.sequence_parallel and wanted.weight:
             gathered, gathering = _start_gather(x, axis)
         if wanted.x:
-            dx, reducing = _start_sum(grad @ weight, axis, ctx.divided)
+            dx, reducing = _start_sum(grad @ weight, axis, ctx.sequence_parallel)
         if gathering is not None and gathered is not None:
             gathering.wait()
-            x = merge_pieces(gathered, SEQUENCE_DIM)
+            x = concat_shards(gathered, SEQUENCE_DIM)
         if wanted.weight:
             dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main)
         dbias = _bias_gradient(grad) if wanted.bias else None
@@ -218,15 +218,15 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
     """Start the all-gather of the shards, [tp, B, S / tp, H]; it overlaps the computation of dx."""
-    pieces = new_pieces(x, axis)
-    return pieces, dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)
+    shards = empty_shards(x, axis)
+    return shards, dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)
 
 
-def _start_sum(dx: Tensor, axis: Axis, divided: bool) -> tuple[Tensor, dist.Work | None]:
+def _start_sum(dx: Tensor, axis: Axis, sequence_parallel: bool) -> tuple[Tensor, dist.Work | None]:
     """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
-    if not divided:
+    if not sequence_parallel:
         dx = dx.contiguous()
         return dx, dist.all_reduce(dx, group=axis.group, async_op=True)
-    pieces = split_pieces(dx, SEQUENCE_DIM, axis.size)
-    own = pieces.new_empty(pieces.shape[1:])
-    return own, dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=axis.group, async_op=True)
+    shards = split_shards(dx, SEQUENCE_DIM, axis.size)
+    own = shards.new_empty(shards.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=axis.group, async_op=True)

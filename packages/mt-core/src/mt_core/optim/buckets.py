@@ -26,10 +26,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ShardAndReplicateAxes:
-    """HSDP axes of the ranks with the same weights: `shard` shards the optimizer state, `instances` replicates it."""
+    """HSDP axes of the ranks with the same weights: `shard` shards the optimizer state, `replicate` replicates it."""
 
     shard: Axis = SINGLE
-    instances: Axis = SINGLE
+    replicate: Axis = SINGLE
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Slot:
 class Bucket:
     """Flat weights and gradients of some parameters, which become views of them.
 
-    weights, gradients: [size], in the parameters' dtype and in `gradient_dtype`. divided: sharded, each rank of the
+    weights, gradients: [size], in the parameters' dtype and in `gradient_dtype`. sharded: each rank of the
     shard axis updates only its part.
     """
 
@@ -56,12 +56,12 @@ class Bucket:
         *,
         gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        divided: bool,
+        sharded: bool,
     ) -> None:
-        self.axes, self.divided, self.reduce_dtype = axes, divided, reduce_dtype
+        self.axes, self.sharded, self.reduce_dtype = axes, sharded, reduce_dtype
         self.slots = list(_place(named))
         first = named[0][1]
-        self.size = _round_up(self.slots[-1].stop, axes.shard.size if divided else 1)
+        self.size = _round_up(self.slots[-1].stop, axes.shard.size if sharded else 1)
         self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.size, dtype=gradient_dtype, device=first.device)
         for slot in self.slots:
@@ -77,7 +77,7 @@ class Bucket:
     @property
     def own(self) -> range:
         """The elements that this rank's optimizer updates."""
-        if not self.divided:
+        if not self.sharded:
             return range(self.size)
         share = self.size // self.axes.shard.size
         return range(self.axes.shard.rank * share, (self.axes.shard.rank + 1) * share)
@@ -85,7 +85,7 @@ class Bucket:
     def part(self, flat: Tensor) -> Tensor:
         return flat[self.own.start : self.own.stop]
 
-    def pieces(self) -> Iterator[tuple[Slot, int, int]]:
+    def owned_ranges(self) -> Iterator[tuple[Slot, int, int]]:
         """(slot, first, last + 1): for each parameter the range of its elements in this rank's shard, may be empty."""
         for slot in self.slots:
             start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
@@ -102,30 +102,30 @@ class Bucket:
         assert not self._reduced
         self._reduced = True
         shard = self.axes.shard
-        if shard.size == 1 and self.axes.instances.size == 1:
+        if shard.size == 1 and self.axes.replicate.size == 1:
             return
         same = self.reduce_dtype == self.gradients.dtype
         flat = self._sent = self.gradients if same else self.gradients.to(self.reduce_dtype)
-        if self.divided and shard.size > 1:
+        if self.sharded and shard.size > 1:
             self._reducing = dist.reduce_scatter_tensor(self.part(flat), flat, group=shard.group, async_op=True)
         elif shard.size > 1:
             self._reducing = dist.all_reduce(flat, group=shard.group, async_op=True)
 
-    def start_instances(self) -> None:
+    def start_replicate_reduce(self) -> None:
         """Wait for the reduction over the shard axis and start the all-reduce over the replicas, if there are several.
 
         Collective. Called after the reduction of the next bucket was started, so that the wait is short.
         """
-        instances = self.axes.instances
-        if instances.size > 1 and self._sent is not None:
+        replicate = self.axes.replicate
+        if replicate.size > 1 and self._sent is not None:
             self._finish()
-            self._reducing = dist.all_reduce(self.part(self.gradients), group=instances.group, async_op=True)
+            self._reducing = dist.all_reduce(self.part(self.gradients), group=replicate.group, async_op=True)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions. Afterwards the gradients of this rank's shard are those of the global batch."""
         if not self._reduced:
             self.start_reduce()
-        self.start_instances()
+        self.start_replicate_reduce()
         self._finish()
         self._reduced = False
 
@@ -141,7 +141,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Start the all-gather of the updated weights. Collective."""
-        if self.divided and self.axes.shard.size > 1:
+        if self.sharded and self.axes.shard.size > 1:
             self._gathering = self.launch_gather()
 
     def launch_gather(self) -> dist.Work | None:

@@ -20,8 +20,8 @@ Named = Iterable[tuple[str, nn.Parameter]]
 OTHER_AXES: Mapping[AxisName, tuple[AxisName, ...]] = {"dp_cp": ("tp",), "edp": ("etp", "ep")}
 """Replica axis of a layout -> the other axes of a stage's grid, which replicate the tensor unless they split it."""
 SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
-    "dp_cp": ("shard", "instances"),
-    "edp": ("expert_shard", "expert_instances"),
+    "dp_cp": ("shard", "replicate"),
+    "edp": ("expert_shard", "expert_replicate"),
 }
 """Replica axis of a layout -> the axis that shards the optimizer state, and the one that replicates it."""
 
@@ -29,14 +29,14 @@ SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
 class GradFinalizer:
     """Finalizes gradients after the data-parallel reduction, and computes their norm.
 
-    divided: whether the gradients are sharded over the ranks with the same weights. Methods are collective over the
+    sharded: whether the gradients are sharded over the ranks with the same weights. Methods are collective over the
     world; a single process communicates nothing.
     """
 
     def __init__(
-        self, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, copies: TiedWeights, *, divided: bool
+        self, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, copies: TiedWeights, *, sharded: bool
     ) -> None:
-        self.layouts, self.ctx, self.copies, self.divided = layouts, ctx, copies, divided
+        self.layouts, self.ctx, self.copies, self.sharded = layouts, ctx, copies, sharded
 
     def finalize_model_grads(self, named: Named) -> None:
         """All-reduce partial gradients (sequence parallelism) and the gradients of weights tied over stages."""
@@ -85,7 +85,7 @@ class GradFinalizer:
         """Whether this rank is the first of those that a gradient is sharded over."""
         layout = self.layouts[name]
         shard = self.ctx.axis(SHARDS[layout.replicas][0])
-        parts = [self.ctx.axis(split.axis) for split in layout.splits] + ([shard] if self.divided else [])
+        parts = [self.ctx.axis(split.axis) for split in layout.splits] + ([shard] if self.sharded else [])
         return all(axis.rank == 0 for axis in parts)
 
     def counts(self, name: str) -> bool:
@@ -93,7 +93,7 @@ class GradFinalizer:
         layout = self.layouts[name]
         dividing = {split.axis for split in layout.splits}
         copies: list[Axis] = [self.ctx.axis(axis) for axis in OTHER_AXES[layout.replicas] if axis not in dividing]
-        copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.divided else layout.replicas))
+        copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.sharded else layout.replicas))
         if name in self.copies.axes:
             copies.append(self.copies.axes[name])
         return all(axis.rank == 0 for axis in copies)

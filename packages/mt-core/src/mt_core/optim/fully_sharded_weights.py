@@ -1,6 +1,6 @@
 """Master weights under torch's FSDP2 (`fully_shard`): weights, gradients and state sharded over data-parallel ranks.
 
-ZeRO-3, or ZeRO-2 when weights stay unsharded between forward and backward; with several instances, HSDP.
+ZeRO-3, or ZeRO-2 when weights stay unsharded between forward and backward; with replicated shards, HSDP.
 16-bit training casts the sharded fp32 weights to 16 bits before each all-gather.
 """
 
@@ -152,19 +152,19 @@ def fully_shard_model(
 
 
 def shard_mesh(ctx: ParallelContext, replicas: AxisName) -> Any:
-    """The mesh over ranks with the same weights: 1-D, or (instances, shard) for hybrid sharding."""
+    """The mesh over ranks with the same weights: 1-D, or (replicate, shard) for hybrid sharding."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    shard, instances = (ctx.axis(name) for name in SHARDS[replicas])
+    shard, replicate = (ctx.axis(name) for name in SHARDS[replicas])
     kind = ctx.device.type
     if ctx.world.size == 1:
         return init_device_mesh(kind, (1,))
-    if instances.size == 1:
+    if replicate.size == 1:
         return DeviceMesh.from_group(_group(shard), kind, mesh=torch.tensor(shard.ranks))
     places = torch.tensor(
-        [[rank + other - instances.ranks[instances.rank] for rank in shard.ranks] for other in instances.ranks]
+        [[rank + other - replicate.ranks[replicate.rank] for rank in shard.ranks] for other in replicate.ranks]
     )
-    groups = [_group(instances), _group(shard)]
+    groups = [_group(replicate), _group(shard)]
     return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 

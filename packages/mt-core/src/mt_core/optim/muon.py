@@ -65,7 +65,7 @@ class HeadRows:
 
 
 @dataclass(frozen=True)
-class DividedMatrix:
+class ShardedMatrix:
     """A weight of which this rank updates a shard. heads: set for a fused QKV weight, which is three matrices.
 
     layout: without the expert axis: the experts of other ranks are other matrices.
@@ -77,12 +77,12 @@ class DividedMatrix:
     weights: MasterWeights
     heads: HeadRows | None = None
 
-    def whole(self, piece: Tensor) -> Tensor:
+    def unshard(self, part: Tensor) -> Tensor:
         """[rows, columns], or [experts of this rank, rows, columns]. Collective over the ranks that shard it."""
-        return self.layout.to_canonical(self.weights.unshard(self.name, piece), self.ctx)
+        return self.layout.to_canonical(self.weights.unshard(self.name, part), self.ctx)
 
-    def piece(self, whole: Tensor) -> Tensor:
-        """This rank's shard; the inverse of `whole`."""
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard; the inverse of `unshard`."""
         return self.weights.shard(self.name, self.layout.to_local(whole, self.ctx).contiguous())
 
 
@@ -92,7 +92,7 @@ class Muon(FunctionalOptimizer):
     With Nesterov momentum m is interpolated with g once more before the orthogonalization. State: `momentum_buffer`.
     """
 
-    def __init__(self, groups: list[ParamGroup], config: MuonConfig, matrices: Mapping[Tensor, DividedMatrix]) -> None:
+    def __init__(self, groups: list[ParamGroup], config: MuonConfig, matrices: Mapping[Tensor, ShardedMatrix]) -> None:
         super().__init__(groups, config.lr)
         self.config, self.matrices = config, matrices
 
@@ -100,8 +100,8 @@ class Muon(FunctionalOptimizer):
         lr, weight_decay = group["lr"], group["weight_decay"]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             matrix = self.matrices[parameter]
-            whole = matrix.whole(self._momentum(parameter, gradient))
-            direction = matrix.piece(self._orthogonal(whole, matrix.heads))
+            whole = matrix.unshard(self._momentum(parameter, gradient))
+            direction = matrix.shard(self._orthogonal(whole, matrix.heads))
             parameter.mul_(1.0 - lr * weight_decay).add_(direction.view_as(parameter), alpha=-lr)
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -144,10 +144,10 @@ def is_matrix(name: str, layout: ParameterLayout) -> bool:
     return len(layout.shape) == dimensions and not is_table(name) and not is_embedding_or_output(name)
 
 
-def divided_matrices(environment: OptimizerEnvironment, *, split_qkv: bool) -> dict[str, DividedMatrix]:
+def sharded_matrices(environment: OptimizerEnvironment, *, split_qkv: bool) -> dict[str, ShardedMatrix]:
     """The weights of this rank that Muon updates, by name."""
     return {
-        name: DividedMatrix(
+        name: ShardedMatrix(
             name,
             _of_one_matrix(layout),
             environment.ctx,
@@ -165,7 +165,7 @@ def split_groups(groups: list[ParamGroup], names: Mapping[str, object]) -> tuple
 
 
 def build_muon(config: MuonConfig, groups: list[ParamGroup], environment: OptimizerEnvironment) -> Optimizer:
-    matrices = divided_matrices(environment, split_qkv=config.muon_split_qkv)
+    matrices = sharded_matrices(environment, split_qkv=config.muon_split_qkv)
     of_matrices, others = split_groups(groups, matrices)
     by_parameter = {
         parameter: matrices[name]

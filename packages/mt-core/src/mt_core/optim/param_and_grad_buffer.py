@@ -30,13 +30,13 @@ from mt_core.tensor_slice import TensorSlice, slices_of_range
 
 @dataclass(frozen=True)
 class BufferOptions:
-    """divided: the optimizer state is sharded. bucket_elements: a bucket is closed when it has this many.
+    """sharded: the optimizer state is sharded. bucket_elements: a bucket is closed when it has this many.
 
     overlap_reduce: a bucket is reduced as soon as backward has filled it. overlap_gather: updated weights are
     all-gathered while the next forward pass runs.
     """
 
-    divided: bool = False
+    sharded: bool = False
     bucket_elements: int = 40_000_000
     overlap_reduce: bool = True
     overlap_gather: bool = False
@@ -59,10 +59,10 @@ class ParamAndGradBuffer(UnshardedWeights):
         self.options = options
         layouts = parameter_layouts(model)
         self.buckets = list(build_buckets(model, layouts, ctx, options, alone))
-        self._piece_of: dict[str, ParamShard] = {}
+        self._shard_of: dict[str, ParamShard] = {}
         for bucket in self.buckets:
-            for piece in shard_params(bucket):
-                self._piece_of[piece.slot.name] = piece
+            for shard in shard_params(bucket):
+                self._shard_of[shard.slot.name] = shard
         self._names = [name for name, _ in trained_parameters(model)]
         self._passes = self._next_bucket = 0
         self._waiting: dict[int, int] = {}
@@ -79,7 +79,7 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shard of each parameter. It may be empty: every rank has all names."""
-        return ((name, self._piece_of[name].main) for name in self._names)
+        return ((name, self._shard_of[name].main) for name in self._names)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -107,13 +107,13 @@ class ParamAndGradBuffer(UnshardedWeights):
         for bucket in self.buckets:
             bucket.finish_reduce()
         self._next_bucket = 0
-        for piece in self._piece_of.values():
-            piece.take_gradient()
+        for shard in self._shard_of.values():
+            shard.take_gradient()
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        for piece in self._piece_of.values():
-            piece.copy_to_model()
+        for shard in self._shard_of.values():
+            shard.copy_to_model()
         for bucket in self.buckets if self._gathers is None else self._gathers.in_order_of_use:
             bucket.start_gather()
         if not self.options.overlap_gather:
@@ -130,20 +130,20 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
-        for piece in self._piece_of.values():
-            piece.copy_from_model()
+        for shard in self._shard_of.values():
+            shard.copy_from_model()
 
     # -- whole tensors --------------------------------------------------------------------------
 
     def unshard(self, name: str, part: Tensor | None) -> Tensor:
         """The local tensor from all ranks' shards of a state (None where a rank has no elements). Collective."""
-        return self._piece_of[name].whole(part)
+        return self._shard_of[name].unshard(part)
 
     def shard(self, name: str, local: Tensor) -> Tensor:
-        return self._piece_of[name].cut(local)
+        return self._shard_of[name].shard(local)
 
     def owned_slices(self, name: str) -> list[TensorSlice]:
-        return self._piece_of[name].slices()
+        return self._shard_of[name].slices()
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class ParamAndGradBuffer(UnshardedWeights):
         """Start the reduction of the next bucket, and that of the previous one over the replicas (HSDP)."""
         self.buckets[self._next_bucket].start_reduce()
         if self._next_bucket > 0:
-            self.buckets[self._next_bucket - 1].start_instances()
+            self.buckets[self._next_bucket - 1].start_replicate_reduce()
         self._next_bucket += 1
 
     @staticmethod
@@ -192,20 +192,20 @@ class ParamShard:
     main: nn.Parameter
 
     @property
-    def divided(self) -> bool:
-        return self.bucket.divided
+    def sharded(self) -> bool:
+        return self.bucket.sharded
 
-    def cut(self, local: Tensor) -> Tensor:
+    def shard(self, local: Tensor) -> Tensor:
         """This rank's elements of a tensor of the parameter's local shape."""
-        return local.reshape(-1)[self.first : self.last].clone() if self.divided else local
+        return local.reshape(-1)[self.first : self.last].clone() if self.sharded else local
 
     def slices(self) -> list[TensorSlice]:
         """The elements of this rank, as slices of the local tensor."""
         shape = tuple(self.slot.parameter.shape)
-        return list(slices_of_range(shape, self.first, self.last)) if self.divided else [TensorSlice.whole(shape)]
+        return list(slices_of_range(shape, self.first, self.last)) if self.sharded else [TensorSlice.whole(shape)]
 
-    def whole(self, part: Tensor | None) -> Tensor:
-        if not self.divided or self.bucket.axes.shard.size == 1:
+    def unshard(self, part: Tensor | None) -> Tensor:
+        if not self.sharded or self.bucket.axes.shard.size == 1:
             assert part is not None
             return part.view_as(self.slot.parameter)
         shape = self.slot.parameter.shape
@@ -242,10 +242,10 @@ def shard_params(bucket: Bucket) -> Iterator[ParamShard]:
     own = bucket.own
     is_fp32 = bucket.weights.dtype == torch.float32
     flat = bucket.part(bucket.weights) if is_fp32 else bucket.part(bucket.weights).float()
-    for slot, first, last in bucket.pieces():
+    for slot, first, last in bucket.owned_ranges():
         begin = slot.start + first - own.start
         run = flat[begin : begin + last - first] if last > first else flat[:0]
-        shaped = run if bucket.divided else run.view_as(slot.parameter)
+        shaped = run if bucket.sharded else run.view_as(slot.parameter)
         yield ParamShard(bucket, slot, first, last, nn.Parameter(shaped))
 
 
@@ -262,12 +262,12 @@ def build_buckets(
         key = (layouts[name].replicas, parameter.dtype, name if name in alone else "")
         groups.setdefault(key, []).append((name, parameter))
     for (replicas, dtype, _), named in groups.items():
-        shard, instances = SHARDS[replicas]
-        axes = ShardAndReplicateAxes(ctx.axis(shard), ctx.axis(instances))
+        shard, replicate = SHARDS[replicas]
+        axes = ShardAndReplicateAxes(ctx.axis(shard), ctx.axis(replicate))
         gradient_dtype = torch.float32 if options.accumulate_in_fp32 else dtype
         reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else gradient_dtype
         for run in _runs(named, options.bucket_elements):
-            yield Bucket(run, axes, gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype, divided=options.divided)
+            yield Bucket(run, axes, gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype, sharded=options.sharded)
 
 
 def _runs(named: list[tuple[str, nn.Parameter]], elements: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

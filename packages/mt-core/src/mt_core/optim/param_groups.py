@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 ParamGroup = dict[str, Any]
+"""As torch.optim has them: `params`, the names of these under `names`, and options such as `lr`."""
 
 WORD_VECTORS = "word_embeddings.weight"
 OUTPUT = "output_layer.weight"

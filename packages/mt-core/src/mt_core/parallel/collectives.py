@@ -24,31 +24,31 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The shards of all ranks concatenated along `dim`. Not differentiable."""
-    pieces = new_pieces(x, axis)
-    dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=axis.group)
-    return merge_pieces(pieces, dim)
+    shards = empty_shards(x, axis)
+    dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group)
+    return concat_shards(shards, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's shard, along `dim`, of the sum over the axis. Not differentiable."""
-    pieces = split_pieces(x, dim, axis.size)
-    own = pieces.new_empty(pieces.shape[1:])
-    dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=axis.group)
+    shards = split_shards(x, dim, axis.size)
+    own = shards.new_empty(shards.shape[1:])
+    dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=axis.group)
     return own
 
 
-def new_pieces(x: Tensor, axis: Axis) -> Tensor:
+def empty_shards(x: Tensor, axis: Axis) -> Tensor:
     """Uninitialized [ranks, ...]. Collectives take it flattened to [ranks * ..., ...], which shares its memory."""
     return x.new_empty((axis.size, *x.shape))
 
 
-def merge_pieces(pieces: Tensor, dim: int) -> Tensor:
+def concat_shards(shards: Tensor, dim: int) -> Tensor:
     """[ranks, ...] -> shards concatenated along `dim` of the remaining dimensions; a view when `dim` is 0."""
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def split_pieces(x: Tensor, dim: int, count: int) -> Tensor:
-    """The inverse of merge_pieces, contiguous: [..., size, ...] -> [count, ..., size / count, ...]."""
+def split_shards(x: Tensor, dim: int, count: int) -> Tensor:
+    """The inverse of concat_shards, contiguous: [..., size, ...] -> [count, ..., size / count, ...]."""
     return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0).contiguous()
 
 

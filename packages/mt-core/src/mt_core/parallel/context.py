@@ -13,8 +13,8 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 | etp, ep, edp | shard an expert's matrices; hold different experts; have the same experts |
 | dp_cp | together reduce the gradients of dense weights |
 | model | together hold one copy of the model (tp x pp) |
-| shard, instances | dp_cp split in two (HSDP): shard the optimizer state; replicate it |
-| expert_shard, expert_instances | the same of edp |
+| shard, replicate | dp_cp split in two (HSDP): shard the optimizer state; replicate it |
+| expert_shard, expert_replicate | the same of edp |
 | world | all processes |
 | cp_inner, cp_outer | cp in two, for hierarchical attention |
 """
@@ -43,9 +43,9 @@ AxisName = Literal[
     "dp_cp",
     "model",
     "shard",
-    "instances",
+    "replicate",
     "expert_shard",
-    "expert_instances",
+    "expert_replicate",
     "world",
     "cp_inner",
     "cp_outer",
@@ -73,7 +73,7 @@ class AxisSizes:
     ep: int = 1
     etp: int | None = None
     """Default: as tp."""
-    instances: int = 1
+    replicate: int = 1
     """Replicas of the optimizer state (HSDP); 1 shards it over all ranks with the same weights."""
 
     def dp(self, world_size: int) -> int:
@@ -184,12 +184,12 @@ def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple
         "edp": _groups(expert, "edp"),
         "world": [tuple(range(world_size))],
     }
-    members["shard"], members["instances"] = _instances(members["dp_cp"], sizes.instances)
-    members["expert_shard"], members["expert_instances"] = _instances(members["edp"], sizes.instances)
+    members["shard"], members["replicate"] = _hsdp_axes(members["dp_cp"], sizes.replicate)
+    members["expert_shard"], members["expert_replicate"] = _hsdp_axes(members["edp"], sizes.replicate)
     return members
 
 
-def _instances(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _hsdp_axes(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Splits each axis into `count` blocks of consecutive ranks, and the ranks with the same index in their block."""
     size = len(axes[0])
     if size % count:

@@ -28,12 +28,12 @@ def find_tied_weights(names: Iterable[str], ctx: ParallelContext) -> TiedWeights
     everyone: list[list[str] | None] = [None] * ctx.pp.size
     dist.all_gather_object(everyone, own, group=ctx.pp.group)
     places: dict[str, tuple[int, ...]] = {}
-    for place, held in enumerate(everyone):
-        for name in held or []:
+    for place, of_rank in enumerate(everyone):
+        for name in of_rank or []:
             places[name] = (*places.get(name, ()), place)
-    several = {name: held for name, held in places.items() if len(held) > 1}
-    axes = {held: _build_axis(held, ctx) for held in sorted(set(several.values()))}
-    return TiedWeights({name: axes[held] for name, held in several.items() if ctx.pp.rank in held})
+    several = {name: stages for name, stages in places.items() if len(stages) > 1}
+    axes = {stages: _build_axis(stages, ctx) for stages in sorted(set(several.values()))}
+    return TiedWeights({name: axes[stages] for name, stages in several.items() if ctx.pp.rank in stages})
 
 
 def _build_axis(places: tuple[int, ...], ctx: ParallelContext) -> Axis:

@@ -1,8 +1,5 @@
 """The training engine, the loop around it, and callbacks. `Trainer` runs a configuration, `Engine` a custom loop."""
 
-from mt_core.train.callbacks import Callback, Run
-from mt_core.train.engine import Engine
-from mt_core.train.state import TrainResult
-from mt_core.train.trainer import Trainer
+import lazy_loader
 
-__all__ = ["Callback", "Engine", "Run", "TrainResult", "Trainer"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

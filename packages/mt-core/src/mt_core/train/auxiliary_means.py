@@ -44,4 +44,4 @@ def _names_on_all_stages(own: list[str], pp: Axis) -> list[str]:
         return own
     everyone: list[list[str] | None] = [None] * pp.size
     dist.all_gather_object(everyone, own, group=pp.group)
-    return [name for held in everyone for name in held or []]
+    return [name for of_stage in everyone for name in of_stage or []]

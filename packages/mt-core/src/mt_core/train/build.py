@@ -17,7 +17,7 @@ from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.batch_invariance import require_batch_invariance
-from mt_core.nn.context_parallel import build_hierarchical_axes
+from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
@@ -62,7 +62,7 @@ def axis_sizes(config: Config) -> AxisSizes:
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
-        instances=parallel.num_distributed_optimizer_instances,
+        replicate=parallel.num_distributed_optimizer_instances,
     )
 
 
@@ -146,6 +146,7 @@ def build_initialized_model(
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> nn.Module:
+    """As `build_model`, with weights drawn from `train.seed`: the same canonical tensors under every layout."""
     model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model
@@ -164,7 +165,7 @@ def require_options(model: nn.Module, loss: object, config: Config) -> None:
         )
 
 
-def divides_state(config: Config) -> bool:
+def shards_state(config: Config) -> bool:
     """Whether gradients and optimizer state are sharded over the ranks that hold the same weights."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
 
@@ -192,7 +193,7 @@ def build_weights(
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_master_weights(model)
     options = BufferOptions(
-        divided=parallel.use_distributed_optimizer,
+        sharded=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size,
         # A weight shared by two stages of a rank gets two gradients per micro-batch.
         overlap_reduce=parallel.overlap_grad_reduce and not _shares_weights(parallel, host),

@@ -17,6 +17,7 @@ from mt_core.train.engine import Engine
 from mt_core.train.state import TrainResult, TrainState
 
 Metrics = Mapping[str, float | int | str]
+"""Of a step, by name: `loss`, `grad_norm`, `learning_rate` and what layers report."""
 
 
 class Run(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_core.data.loader import RankBatch
-from mt_core.nn.context_parallel import shard_sequence
+from mt_core.nn.context_parallel.zigzag import shard_sequence
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import Axis
 from mt_core.train.forward_backward import Batch

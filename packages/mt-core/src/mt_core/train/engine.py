@@ -162,7 +162,7 @@ class Engine:
             forward_backward,
             scaler,
             config.optimizer.clip_grad,
-            GradFinalizer(layouts, ctx, copies, divided=build.divides_state(config)),
+            GradFinalizer(layouts, ctx, copies, sharded=build.shards_state(config)),
             count_zeros=config.logging.log_num_zeros_in_grad,
             deferred=defers_metrics(config, ctx, optimizer),
         )

@@ -95,9 +95,9 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
         size, itemsize = parameter.numel(), parameter.element_size()
         shards = ctx.axis(SHARDS[layouts[name].replicas][0]).size
         own = size / shards if parallel.use_distributed_optimizer or parallel.use_torch_fsdp2 else size
-        held = own if parallel.use_torch_fsdp2 else size
-        weights += held * itemsize
-        gradients += held * (FP32 if in_fp32 else itemsize)
+        elements = own if parallel.use_torch_fsdp2 else size
+        weights += elements * itemsize
+        gradients += elements * (FP32 if in_fp32 else itemsize)
         state += each.of(parameter.dim() > 1, int(own)) + own * completed_bytes(config, itemsize)
     return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
 

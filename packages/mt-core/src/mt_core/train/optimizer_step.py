@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over micro-batches, gradient norm, clipping, update.
 
 Loss, norm and token count are fp64 scalars on the device. They are copied to the host at the end of the step, and the
-caller reads them at once or one step later (`train.late_metrics`). In the latter case the host never waits for the
+caller reads them at once or one step later (`train.deferred_metrics`). In the latter case the host never waits for the
 device within a step, and a step with a non-finite loss or norm is skipped on the device: its gradient factor is NaN.
 """
 
@@ -102,7 +102,7 @@ class OptimizerStep:
     ) -> None:
         self.weights, self.optimizer, self.forward_backward = weights, optimizer, forward_backward
         self.scaler, self.clip_grad, self.count_zeros, self.deferred = scaler, clip_grad, count_zeros, deferred
-        self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), divided=False)
+        self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), sharded=False)
         self.ctx = self.sums.ctx
         self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
         self.on_gradients: Callable[[], None] | None = None
@@ -217,14 +217,14 @@ def counted_tokens(micro_batches: Iterable[Mapping[str, Tensor | np.ndarray]]) -
 
 
 def defers_metrics(config: Config, ctx: ParallelContext, optimizer: Optimizer) -> bool:
-    """Whether metrics are read one step later (train.late_metrics). Raises ConfigError when the key is `always` and
+    """Whether metrics are read one step later (train.deferred_metrics). Raises ConfigError when the key is `always` and
     something needs the numbers of a step before the next one starts."""
-    wanted = config.train.late_metrics
+    wanted = config.train.deferred_metrics
     if wanted == "never" or (wanted == "auto" and ctx.device.type != "cuda"):
         return False
     reason = _needs_numbers_at_once(config, optimizer)
     if reason is not None and wanted == "always":
-        raise ConfigError(f"train.late_metrics=always is not possible: {reason}; set it to auto or never")
+        raise ConfigError(f"train.deferred_metrics=always is not possible: {reason}; set it to auto or never")
     return reason is None
 
 

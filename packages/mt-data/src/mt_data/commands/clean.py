@@ -67,8 +67,8 @@ def clean(
     rules: Rules = False,
 ) -> None:
     """Repair texts, take bad lines out and drop documents that are too short, in other languages or of low quality."""
-    from mt_data.corpora.clean import clean as run_clean
     from mt_data.corpora.clean_options import preset as preset_options
+    from mt_data.corpora.cleaning import clean as run_clean
 
     options = preset_options(preset).replace(settings or [])
     with progress("clean") as advance:

@@ -61,7 +61,7 @@ def decontaminate(
     report: ReportFile = None,
 ) -> None:
     """Take out of training documents what evaluation sets contain."""
-    from mt_data.corpora.decontaminate import decontaminate as run_decontaminate
+    from mt_data.corpora.decontamination import decontaminate as run_decontaminate
     from mt_data.corpora.overlap_options import OverlapOptions
 
     act: Any = {"action": action}

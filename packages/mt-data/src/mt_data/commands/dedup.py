@@ -61,8 +61,8 @@ def dedup(
     report: ReportFile = None,
 ) -> None:
     """Keep the first of all documents that are equal, or nearly so."""
-    from mt_data.corpora.dedup import dedup as run_dedup
     from mt_data.corpora.dedup_options import DedupOptions
+    from mt_data.corpora.deduplication import dedup as run_dedup
 
     table: Any = {"method": method, "normalize": normalize, "unit": unit, "bands": bands, "rows": rows}
     options = DedupOptions(

@@ -10,7 +10,7 @@ from typing import Any
 from mt_core.errors import DataError
 from mt_core.paths import absolute
 from mt_core.specs import Tokenizer
-from mt_data.indexed import dtype_for_vocab
+from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.machine import MachineShare, machine_share

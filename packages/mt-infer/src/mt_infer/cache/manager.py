@@ -103,7 +103,7 @@ class CacheManager:
         self._snapshots.clear()
 
     def chunk_end(self, sequence: RunningSequence, end: int) -> int:
-        """The end of a chunk of a prompt. Recurrent states are kept at the last full block, so that a chunk ends there."""
+        """The end of a chunk of a prompt. Recurrent states are kept at the last full block: a chunk ends there."""
         if self.states is None or not self.share_prefixes:
             return end
         full = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size

@@ -12,11 +12,11 @@ from mt_core.errors import ConfigError
 class SamplingParameters:
     """How tokens are chosen, and when a sequence ends. The defaults sample from the model's own distribution.
 
-    temperature: divides the logits; 0 takes the likeliest token. top_k: keep so many tokens; 0 keeps all. top_p: keep the
-    likeliest tokens up to this probability. max_tokens: generated at most. stop: texts before which the text ends.
-    stop_token_ids: tokens before which it ends, beside the tokenizer's end of document (unless ignore_eod). seed: the same
-    seed gives the same tokens, whatever else runs; None: another each time. n: number of sequences. logprobs: how many
-    likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs: the same of the
+    temperature: divides the logits; 0 takes the likeliest token. top_k: keep so many tokens; 0 keeps all. top_p: keep
+    the likeliest tokens up to this probability. max_tokens: generated at most. stop: texts before which the text ends.
+    stop_token_ids: tokens before which it ends, beside the tokenizer's end of document (unless ignore_eod). seed: the
+    same seed gives the same tokens, whatever else runs; None: another each time. n: number of sequences. logprobs: how
+    many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs: the same of the
     prompt's tokens.
     """
 

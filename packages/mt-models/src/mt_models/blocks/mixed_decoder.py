@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from mt_core.nn.context_parallel import check_sequence_length
+from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.norm import Normalization

@@ -10,7 +10,7 @@ from pydantic import Field
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
 from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
-from mt_models.blocks.mixture import Mixture, frequency_of
+from mt_models.blocks.moe import MoEOptions, frequency_of
 
 
 class DeepseekConfig(DecoderConfig):
@@ -27,7 +27,7 @@ class DeepseekConfig(DecoderConfig):
     v_head_dim: PositiveInt = 128
     """Channels of a value head."""
     moe: dict[str, Any] | None = None
-    """Options of the mixtures. Default: every layer is dense."""
+    """Options of the MoE layers. Default: every layer is dense."""
     mtp_num_layers: NonNegativeInt = 0
     """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
@@ -66,7 +66,7 @@ class DeepseekConfig(DecoderConfig):
         """The same with the layers of multi-token prediction counted behind the others, of the last one's kind."""
         changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
         if self.moe is not None:
-            layers = Mixture(self).layers
+            layers = MoEOptions(self).layers
             pattern = layers + [layers[-1]] * self.mtp_num_layers
             changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
         return self.model_copy(update=changed)
@@ -85,7 +85,7 @@ def check_deepseek(config: Config) -> None:
             "so it has to be even"
         )
     if model.moe is not None:
-        Mixture(model)
+        MoEOptions(model)
     _check_prediction(config, model)
 
 

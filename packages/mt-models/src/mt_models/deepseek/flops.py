@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.mixture_flops import mixture_flops
+from mt_models.blocks.moe_flops import moe_flops
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops
 
@@ -59,4 +59,4 @@ def projection_flops(config: DeepseekConfig) -> float:
 
 
 def _feed_forward(config: DeepseekConfig) -> float:
-    return dense_feed_forward_flops(config) if config.moe is None else mixture_flops(config)
+    return dense_feed_forward_flops(config) if config.moe is None else moe_flops(config)

@@ -24,9 +24,9 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_mixture import (
+from mt_models.blocks.hugging_face_moe import (
     BIAS_KEY,
-    MIXTURE_IGNORED,
+    MOE_IGNORED,
     SILU,
     ExpertNames,
     expert_rules,
@@ -38,7 +38,7 @@ from mt_models.blocks.hugging_face_mixture import (
     require_normalized,
     shared_experts,
 )
-from mt_models.blocks.mixture import ANY, Mixture, frequency_of
+from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 
@@ -57,9 +57,9 @@ def name_map(config: DeepseekConfig) -> NameMap:
 
 def layer_rules(config: DeepseekConfig, number: int) -> list[Rule]:
     """Rules of layer `number`; MTP layers are numbered after the others."""
-    sparse = config.moe is not None and Mixture(config).layers[number]
+    sparse = config.moe is not None and MoEOptions(config).layers[number]
     biased = model_type_of(config) == "deepseek_v3"
-    feed_forward = expert_rules(Mixture(config), NAMES, always_biased=biased) if sparse else feed_forward_rules()
+    feed_forward = expert_rules(MoEOptions(config), NAMES, always_biased=biased) if sparse else feed_forward_rules()
     return [rule.for_layer(number) for rule in (*norm_rules(PRE_NORMS), *latent_rules(config), *feed_forward)]
 
 
@@ -122,10 +122,10 @@ def model_type_of(config: DeepseekConfig) -> str:
     """A model without MoE layers is a deepseek_v3 with all layers before its first MoE layer."""
     if config.moe is None:
         return "deepseek_v3"
-    return "deepseek_v3" if Mixture(config)["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
+    return "deepseek_v3" if MoEOptions(config)["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
 
 
-def import_mixture(external: Mapping[str, Any], *, dense: int, shared: int, layers: int) -> dict[str, Any]:
+def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: int) -> dict[str, Any]:
     """Options of model.moe for both versions; dense, shared, layers: defaults in Hugging Face's format."""
     layers = external.get("num_hidden_layers", layers)
     dense = min(external.get("first_k_dense_replace", dense), layers)
@@ -163,7 +163,7 @@ def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
 def v2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=0, layers=32):
         return import__shared(external)
-    moe = import_mixture(external, dense=0, shared=2, layers=32)
+    moe = import_moe(external, dense=0, shared=2, layers=32)
     moe["moe_router_pre_softmax"] = True
     if external.get("topk_method") == "group_limited_greedy":
         moe |= import_groups(external, score_topk=1)
@@ -176,7 +176,7 @@ def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=3, layers=61):
         return values
     require_normalized(external)
-    moe = import_mixture(external, dense=3, shared=1, layers=61)
+    moe = import_moe(external, dense=3, shared=1, layers=61)
     moe |= {"moe_router_score_function": "sigmoid", **import_bias(external)}
     moe |= import_groups({"n_group": 8, "topk_group": 4, **external}, score_topk=2)
     return {**values, "moe": moe}
@@ -196,19 +196,19 @@ def export__shared(config: DeepseekConfig) -> dict[str, Any]:
     }
 
 
-def export__mixture(config: DeepseekConfig, mixture: Mixture) -> dict[str, Any]:
+def export_moe(config: DeepseekConfig, moe: MoEOptions) -> dict[str, Any]:
     kind = model_type_of(config)
-    dense, shared = first_dense(mixture, kind), shared_experts(mixture, kind)
-    types = mixture.options.get("moe_router_load_balancing_type", ["aux_loss"])
-    coefficients = mixture.options.get("moe_aux_loss_coeff") or [0.01]
+    dense, shared = first_dense(moe, kind), shared_experts(moe, kind)
+    types = moe.options.get("moe_router_load_balancing_type", ["aux_loss"])
+    coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01]
     return {
         **export__shared(config),
-        "n_routed_experts": mixture.num_experts,
+        "n_routed_experts": moe.num_experts,
         "n_shared_experts": shared,
-        "num_experts_per_tok": mixture.topk,
-        "moe_intermediate_size": mixture.ffn_size,
+        "num_experts_per_tok": moe.topk,
+        "moe_intermediate_size": moe.ffn_size,
         "first_k_dense_replace": dense,
-        "routed_scaling_factor": mixture["moe_router_topk_scaling_factor"] or 1.0,
+        "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "aux_loss_alpha": coefficients[0] if types[0].endswith("loss") else 0.0,
         "seq_aux": types[0] == "seq_aux_loss",
     }
@@ -225,19 +225,19 @@ EXPRESSED = dict.fromkeys(
 
 def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
-    mixture = Mixture(config)
-    grouped = mixture["moe_router_num_groups"] is not None
-    scores = group_scores(mixture, 1)
-    mixture.require("deepseek_v2", **EXPRESSED, moe_router_pre_softmax=(True,), moe_router_group_score_topk=scores)
+    moe = MoEOptions(config)
+    grouped = moe["moe_router_num_groups"] is not None
+    scores = group_scores(moe, 1)
+    moe.require("deepseek_v2", **EXPRESSED, moe_router_pre_softmax=(True,), moe_router_group_score_topk=scores)
     if config.mtp_num_layers:
         raise ConfigError(
             f"model.mtp_num_layers={config.mtp_num_layers} cannot be written as a Hugging Face deepseek_v2"
         )
     return {
-        **export__mixture(config, mixture),
+        **export_moe(config, moe),
         "topk_method": "group_limited_greedy" if grouped else "greedy",
-        "n_group": mixture["moe_router_num_groups"],
-        "topk_group": mixture["moe_router_group_topk"],
+        "n_group": moe["moe_router_num_groups"],
+        "topk_group": moe["moe_router_group_topk"],
     }
 
 
@@ -250,9 +250,9 @@ def v3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
             "first_k_dense_replace": counted,
             "num_nextn_predict_layers": config.mtp_num_layers,
         }
-    mixture = Mixture(config)
-    scores = group_scores(mixture, 2)
-    mixture.require(
+    moe = MoEOptions(config)
+    scores = group_scores(moe, 2)
+    moe.require(
         "deepseek_v3",
         **EXPRESSED,
         moe_router_score_function=("sigmoid",),
@@ -260,12 +260,12 @@ def v3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_group_score_topk=scores,
     )
     return {
-        **export__mixture(config, mixture),
-        **export_bias(mixture),
-        "norm_topk_prob": mixture.topk > 1,
+        **export_moe(config, moe),
+        **export_bias(moe),
+        "norm_topk_prob": moe.topk > 1,
         "topk_method": "noaux_tc",
-        "n_group": mixture["moe_router_num_groups"] or 1,
-        "topk_group": mixture["moe_router_group_topk"] or 1,
+        "n_group": moe["moe_router_num_groups"] or 1,
+        "topk_group": moe["moe_router_group_topk"] or 1,
         "num_nextn_predict_layers": config.mtp_num_layers,
     }
 
@@ -280,7 +280,7 @@ FIELDS = (
 FIXED = (SILU, Fixed("attention_bias", (False,)), Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE)
 DERIVED = {
     **dict.fromkeys(("head_dim", "qk_head_dim"), "the sum of other fields, or one of them"),
-    "ep_size": "how experts were divided over ranks; parallel.expert_model_parallel_size says so",
+    "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     "router_aux_loss_coef": "not read by the Python class; aux_loss_alpha is the coefficient",
 }
 V2 = ConfigMap(
@@ -292,7 +292,7 @@ V2 = ConfigMap(
         Fixed("norm_topk_prob", (False,)),
         Fixed("scoring_func", ("softmax",)),
     ),
-    ignored={**IGNORED, **MIXTURE_IGNORED, **DERIVED},
+    ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
     further=v2_to_ours,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
     export_extra=v2_to_theirs,
@@ -305,7 +305,7 @@ V3 = ConfigMap(
         Fixed("scoring_func", ("sigmoid",)),
         Fixed("rope_interleave", (True,)),
     ),
-    ignored={**IGNORED, **MIXTURE_IGNORED, **DERIVED},
+    ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
     further=v3_to_ours,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
     export_extra=v3_to_theirs,

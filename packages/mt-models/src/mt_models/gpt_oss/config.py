@@ -9,7 +9,7 @@ from pydantic import Field
 from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config, PositiveInt
 from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
-from mt_models.blocks.mixture import Mixture
+from mt_models.blocks.moe import MoEOptions
 
 WINDOW_PATTERN = "model.window_attn_skip_freq"
 
@@ -18,7 +18,7 @@ class GptOssConfig(DecoderConfig):
     """gpt-oss-20b and gpt-oss-120b (OpenAI, 2025)."""
 
     moe: dict[str, Any]
-    """Options of the mixtures; num_experts has to be set."""
+    """Options of the MoE layers; num_experts has to be set."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the mean square."""
     rotary_base: Annotated[float, Field(gt=0)] = 150000.0
@@ -66,4 +66,4 @@ def check_gpt_oss(config: Config) -> None:
     model = config.model
     assert isinstance(model, GptOssConfig)
     model.layers_with_window  # noqa: B018  # raises for a text that is no pattern
-    Mixture(model)
+    MoEOptions(model)

@@ -24,8 +24,8 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, export_balance, import_balance
-from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.blocks.hugging_face_moe import MOE_IGNORED, SILU, export_balance, import_balance
+from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.gpt_oss.config import GptOssConfig
 from mt_models.gpt_oss.expert_tensors import (
     InterleavedBias,
@@ -118,15 +118,15 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GptOssConfig.model_validate(model)
-    mixture = Mixture(config)
-    mixture.require("gpt_oss", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_bias=(None, True))
+    moe = MoEOptions(config)
+    moe.require("gpt_oss", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_bias=(None, True))
     return {
         **export_shape(config),
         **export_rope(config),
-        **export_balance(mixture),
-        "intermediate_size": mixture.ffn_size,
-        "num_local_experts": mixture.num_experts,
-        "num_experts_per_tok": mixture.topk,
+        **export_balance(moe),
+        "intermediate_size": moe.ffn_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.topk,
         "layer_types": [SLIDING if window else FULL for window in config.layers_with_window],
     }
 
@@ -148,7 +148,7 @@ GPT_OSS = ConfigMap(
     ),
     ignored={
         **IGNORED,
-        **MIXTURE_IGNORED,
+        **MOE_IGNORED,
         "initial_context_length": "rope_scaling.original_max_position_embeddings says the same",
     },
     further=further,

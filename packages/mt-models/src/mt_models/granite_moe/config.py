@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mt_core.config.schema import Config
 from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
-from mt_models.blocks.mixture import Mixture
+from mt_models.blocks.moe import MoEOptions
 
 Factor = Annotated[float, Field(gt=0)]
 
@@ -17,7 +17,7 @@ class GraniteMoeConfig(DecoderConfig):
     """Granite 3.0 and 3.1 MoE (IBM, 2024)."""
 
     moe: dict[str, Any]
-    """Options of the mixtures; num_experts has to be set."""
+    """Options of the MoE layers; num_experts has to be set."""
     embedding_multiplier: Factor = 1.0
     """Of token embeddings."""
     attention_multiplier: Factor | None = None
@@ -40,4 +40,4 @@ def check_granite_moe(config: Config) -> None:
     check_decoder(config)
     model = config.model
     assert isinstance(model, GraniteMoeConfig)
-    Mixture(model)
+    MoEOptions(model)

@@ -19,8 +19,8 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_mixture import MIXTURE_IGNORED, SILU, export_balance, import_balance
-from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.blocks.hugging_face_moe import MOE_IGNORED, SILU, export_balance, import_balance
+from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.granite_moe.config import GraniteMoeConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 
@@ -48,16 +48,16 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GraniteMoeConfig.model_validate(model)
-    mixture = Mixture(config)
-    mixture.require("granitemoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
+    moe = MoEOptions(config)
+    moe.require("granitemoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
     return {
         **export_rope(config),
-        **export_balance(mixture),
+        **export_balance(moe),
         "num_key_value_heads": config.query_groups,
         "attention_multiplier": config.attention_multiplier or config.head_dim**-0.5,
-        "intermediate_size": mixture.ffn_size,
-        "num_local_experts": mixture.num_experts,
-        "num_experts_per_tok": mixture.topk,
+        "intermediate_size": moe.ffn_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.topk,
     }
 
 
@@ -72,7 +72,7 @@ GRANITE_MOE = ConfigMap(
         Field("logits_scaling", "logits_scaling", import_value=float, default=1.0),
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
-    ignored={**IGNORED, **MIXTURE_IGNORED},
+    ignored={**IGNORED, **MOE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=export_extra,

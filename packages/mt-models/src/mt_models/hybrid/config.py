@@ -51,7 +51,7 @@ class HybridConfig(MambaLayerConfig):
     add_bias_linear: bool = False
     """Biases in the matrices of attention and feed-forward."""
     moe: dict[str, Any] | None = None
-    """Options of the mixtures of experts, the E layers; needs the feed-forward "moe"."""
+    """Options of the MoE layers of experts, the E layers; needs the feed-forward "moe"."""
 
     @property
     def layers(self) -> str:

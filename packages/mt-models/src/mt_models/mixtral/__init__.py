@@ -4,7 +4,7 @@ from mt_core.specs import Lazy, ModelSpec
 
 SPEC = ModelSpec(
     name="mixtral",
-    doc="Mixtral: Mistral with a mixture of 8 experts in every layer",
+    doc="Mixtral: Mistral with 8 experts in every layer",
     config_type=Lazy("mt_models.mixtral.config:MixtralConfig"),
     build=Lazy("mt_models.mixtral.model:build_mixtral"),
     check=Lazy("mt_models.mixtral.config:check_mixtral"),

@@ -21,15 +21,15 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_mixture import (
-    MIXTURE_IGNORED,
+from mt_models.blocks.hugging_face_moe import (
+    MOE_IGNORED,
     SILU,
     ExpertNames,
     export_balance,
     import_balance,
     mixed_feed_forward_rules,
 )
-from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 from mt_models.mixtral.config import MixtralConfig
 from mt_models.qwen_moe.config import QwenMoeConfig
@@ -73,16 +73,16 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = MixtralConfig.model_validate(model)
-    mixture = Mixture(config)
-    mixture.require("mixtral", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
+    moe = MoEOptions(config)
+    moe.require("mixtral", moe_ffn_hidden_size=ANY, moe_router_topk=ANY)
     return {
         **export_shape(config),
         **export_rope(config),
-        **export_balance(mixture),
-        "intermediate_size": mixture.ffn_size,
-        "num_local_experts": mixture.num_experts,
-        "num_experts_per_tok": mixture.topk,
-        "router_jitter_noise": mixture.options.get("moe_input_jitter_eps") or 0.0,
+        **export_balance(moe),
+        "intermediate_size": moe.ffn_size,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.topk,
+        "router_jitter_noise": moe.options.get("moe_input_jitter_eps") or 0.0,
         "sliding_window": config.sliding_window,
     }
 
@@ -95,7 +95,7 @@ MIXTRAL = ConfigMap(
         Field("head_dim", "kv_channels"),
     ),
     fixed=(SILU, *NOT_A_CHOICE),
-    ignored={**IGNORED, **MIXTURE_IGNORED},
+    ignored={**IGNORED, **MOE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, "sliding_window"),
     export_extra=export_extra,

@@ -7,14 +7,14 @@ from typing import Any
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
 from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
-from mt_models.blocks.mixture import Mixture
+from mt_models.blocks.moe import MoEOptions
 
 
 class OlmoeConfig(DecoderConfig):
     """OLMoE-1B-7B (Muennighoff et al., 2024)."""
 
     moe: dict[str, Any]
-    """Options of the mixtures; num_experts has to be set."""
+    """Options of the MoE layers; num_experts has to be set."""
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -30,7 +30,7 @@ def check_olmoe(config: Config) -> None:
     check_decoder(config)
     model = config.model
     assert isinstance(model, OlmoeConfig)
-    Mixture(model)
+    MoEOptions(model)
     # The norm of the keys is sharded as the keys are: whole heads for each rank.
     size = config.parallel.tensor_model_parallel_size
     must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)

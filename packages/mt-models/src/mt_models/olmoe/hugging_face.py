@@ -19,15 +19,15 @@ from mt_models.blocks.hugging_face_decoder import (
     norm_rules,
     require_even_heads,
 )
-from mt_models.blocks.hugging_face_mixture import (
-    MIXTURE_IGNORED,
+from mt_models.blocks.hugging_face_moe import (
+    MOE_IGNORED,
     SILU,
     ExpertNames,
     export_balance,
     import_balance,
     mixed_feed_forward_rules,
 )
-from mt_models.blocks.mixture import ANY, Mixture
+from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.olmoe.config import OlmoeConfig
 
@@ -56,17 +56,17 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = OlmoeConfig.model_validate(model)
-    mixture = Mixture(config)
-    mixture.require("olmoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_pre_softmax=ANY)
+    moe = MoEOptions(config)
+    moe.require("olmoe", moe_ffn_hidden_size=ANY, moe_router_topk=ANY, moe_router_pre_softmax=ANY)
     require_even_heads(config, "olmoe")
     return {
         **export_rope(config),
-        **export_balance(mixture),
+        **export_balance(moe),
         "num_key_value_heads": config.query_groups,
-        "intermediate_size": mixture.ffn_size,
-        "num_experts": mixture.num_experts,
-        "num_experts_per_tok": mixture.topk,
-        "norm_topk_prob": not mixture["moe_router_pre_softmax"],
+        "intermediate_size": moe.ffn_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.topk,
+        "norm_topk_prob": not moe["moe_router_pre_softmax"],
     }
 
 
@@ -77,7 +77,7 @@ OLMOE = ConfigMap(
         Field("num_key_value_heads", "num_query_groups"),
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), Fixed("clip_qkv", (None,)), *NOT_A_CHOICE),
-    ignored={**IGNORED, **MIXTURE_IGNORED},
+    ignored={**IGNORED, **MOE_IGNORED},
     further=further,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=export_extra,

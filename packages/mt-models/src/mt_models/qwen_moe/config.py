@@ -6,7 +6,7 @@ from typing import Any
 
 from mt_core.config.schema import Config
 from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
-from mt_models.blocks.mixture import Mixture
+from mt_models.blocks.moe import MoEOptions
 
 
 class QwenMoeConfig(DecoderConfig):
@@ -17,11 +17,11 @@ class QwenMoeConfig(DecoderConfig):
     qk_layernorm: bool = True
     """Normalize each query and key head before positions are applied: Qwen3."""
     moe: dict[str, Any]
-    """Options of the mixtures; num_experts has to be set."""
+    """Options of the MoE layers; num_experts has to be set."""
 
 
 def check_qwen_moe(config: Config) -> None:
     check_decoder(config)
     model = config.model
     assert isinstance(model, QwenMoeConfig)
-    Mixture(model)
+    MoEOptions(model)

@@ -18,9 +18,9 @@ from mt_models.blocks.hugging_face_decoder import (
     export_shape,
     import_rope,
 )
-from mt_models.blocks.hugging_face_mixture import (
+from mt_models.blocks.hugging_face_moe import (
     BIAS_KEY,
-    MIXTURE_IGNORED,
+    MOE_IGNORED,
     SILU,
     export_bias,
     first_dense,
@@ -30,7 +30,7 @@ from mt_models.blocks.hugging_face_mixture import (
     require_normalized,
     shared_experts,
 )
-from mt_models.blocks.mixture import ANY, Mixture, frequency_of
+from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE
 from mt_models.qwen_moe.config import QwenMoeConfig
 
@@ -67,10 +67,10 @@ def import_value(external: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: external[key] for key in ROPE_KEYS if key in external}
     if given:
         rope["rope_parameters"] = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
-    return {**import_rope(rope), "moe": import__mixture(external)}
+    return {**import_rope(rope), "moe": import_moe(external)}
 
 
-def import__mixture(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
     layers, width = external["num_hidden_layers"], external["moe_intermediate_size"]
     dense = min(external.get("first_k_dense_replace", 1), layers)
     scale = float(external.get("routed_scaling_factor", 1.0))
@@ -89,23 +89,23 @@ def import__mixture(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_value(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
-    mixture = Mixture(config)
-    scores = group_scores(mixture, 2)
-    mixture.require(KIND, **EXPRESSED, moe_router_score_function=("sigmoid",), moe_router_group_score_topk=scores)
+    moe = MoEOptions(config)
+    scores = group_scores(moe, 2)
+    moe.require(KIND, **EXPRESSED, moe_router_score_function=("sigmoid",), moe_router_group_score_topk=scores)
     return {
         **export_shape(config),
         **export_rope(config),
-        **export_bias(mixture),
+        **export_bias(moe),
         "partial_rotary_factor": 1.0,
-        "first_k_dense_replace": first_dense(mixture, KIND),
-        "n_routed_experts": mixture.num_experts,
-        "n_shared_experts": shared_experts(mixture, KIND),
-        "num_experts_per_tok": mixture.topk,
-        "moe_intermediate_size": mixture.ffn_size,
-        "norm_topk_prob": mixture.topk > 1,
-        "routed_scaling_factor": mixture["moe_router_topk_scaling_factor"] or 1.0,
-        "n_group": mixture["moe_router_num_groups"] or 1,
-        "topk_group": mixture["moe_router_group_topk"] or 1,
+        "first_k_dense_replace": first_dense(moe, KIND),
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": shared_experts(moe, KIND),
+        "num_experts_per_tok": moe.topk,
+        "moe_intermediate_size": moe.ffn_size,
+        "norm_topk_prob": moe.topk > 1,
+        "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
+        "n_group": moe["moe_router_num_groups"] or 1,
+        "topk_group": moe["moe_router_group_topk"] or 1,
         "num_nextn_predict_layers": 0,
     }
 
@@ -120,7 +120,7 @@ GLM4_MOE = ConfigMap(
         Field("use_qk_norm", "qk_layernorm", default=False),
     ),
     fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
-    ignored={**IGNORED, **MIXTURE_IGNORED},
+    ignored={**IGNORED, **MOE_IGNORED},
     further=import_value,
     further_keys=(*ROPE_KEYS, *KEYS),
     export_extra=export_value,

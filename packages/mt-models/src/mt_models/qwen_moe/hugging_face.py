@@ -23,15 +23,15 @@ from mt_models.blocks.hugging_face_decoder import (
     norm_rules,
     require_even_heads,
 )
-from mt_models.blocks.hugging_face_mixture import (
-    MIXTURE_IGNORED,
+from mt_models.blocks.hugging_face_moe import (
+    MOE_IGNORED,
     SILU,
     ExpertNames,
     export_balance,
     import_balance,
     mixed_feed_forward_rules,
 )
-from mt_models.blocks.mixture import ANY, Mixture, frequency_of
+from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.qwen_moe.config import QwenMoeConfig
 from mt_models.qwen_moe.glm4_moe import GLM4_MOE, KIND, is_glm4_moe
@@ -77,12 +77,12 @@ def import_layers(external: Mapping[str, Any], num_layers: int) -> int | str:
     return frequency_of([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
 
-def export_layers(mixture: Mixture) -> dict[str, Any]:
-    dense = [number for number, has_experts in enumerate(mixture.layers) if not has_experts]
+def export_layers(moe: MoEOptions) -> dict[str, Any]:
+    dense = [number for number, has_experts in enumerate(moe.layers) if not has_experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def import_mixture(external: Mapping[str, Any], *, topk: int, experts: int, ffn: int) -> dict[str, Any]:
+def import_moe(external: Mapping[str, Any], *, topk: int, experts: int, ffn: int) -> dict[str, Any]:
     """Options of model.moe that both generations have; topk, experts, ffn: defaults there."""
     return {
         "num_experts": external.get("num_experts", external.get("num_local_experts", experts)),
@@ -104,7 +104,7 @@ def qwen2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
         **import_rope(external),
         "add_qkv_bias": external.get("qkv_bias", True),
         "qk_layernorm": False,
-        "moe": {**import_mixture(external, topk=4, experts=60, ffn=1408), **shared},
+        "moe": {**import_moe(external, topk=4, experts=60, ffn=1408), **shared},
     }
 
 
@@ -114,7 +114,7 @@ def qwen3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
         **import_rope(external),
         "add_qkv_bias": False,
         "qk_layernorm": True,
-        "moe": import_mixture(external, topk=8, experts=128, ffn=768),
+        "moe": import_moe(external, topk=8, experts=128, ffn=768),
     }
 
 
@@ -126,16 +126,16 @@ def _require_full_attention(external: Mapping[str, Any]) -> None:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
-    mixture = Mixture(config)
+    moe = MoEOptions(config)
     return {
         **export_shape(config),
         **export_rope(config),
-        **export_balance(mixture),
-        **export_layers(mixture),
-        "num_experts": mixture.num_experts,
-        "num_experts_per_tok": mixture.topk,
-        "norm_topk_prob": not mixture["moe_router_pre_softmax"],
-        "moe_intermediate_size": mixture.ffn_size,
+        **export_balance(moe),
+        **export_layers(moe),
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.topk,
+        "norm_topk_prob": not moe["moe_router_pre_softmax"],
+        "moe_intermediate_size": moe.ffn_size,
     }
 
 
@@ -144,23 +144,23 @@ BOTH = dict.fromkeys(("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"
 
 def qwen2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
-    mixture = Mixture(config)
+    moe = MoEOptions(config)
     allowed = {**BOTH, "moe_shared_expert_intermediate_size": ANY, "moe_shared_expert_gate": (True,)}
-    if mixture.shared_size is None:
+    if moe.shared_size is None:
         raise ConfigError(
             "model.moe.moe_shared_expert_intermediate_size is not set: a Hugging Face qwen2_moe has a shared expert; "
             "model.qk_layernorm=true is written as qwen3_moe, which has none"
         )
-    mixture.require("qwen2_moe", **allowed)
+    moe.require("qwen2_moe", **allowed)
     require_even_heads(config, "qwen2_moe")
     values = export_extra(model)
     del values["head_dim"]
-    return {**values, "qkv_bias": config.add_qkv_bias, "shared_expert_intermediate_size": mixture.shared_size}
+    return {**values, "qkv_bias": config.add_qkv_bias, "shared_expert_intermediate_size": moe.shared_size}
 
 
 def qwen3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
-    Mixture(config).require("qwen3_moe", **BOTH)
+    MoEOptions(config).require("qwen3_moe", **BOTH)
     if config.add_qkv_bias:
         raise ConfigError("model.add_qkv_bias=true cannot be written as a Hugging Face qwen3_moe; it can be false")
     return export_extra(model)
@@ -174,7 +174,7 @@ QWEN2_MOE = ConfigMap(
         Field("num_key_value_heads", "num_query_groups", default=16),
     ),
     fixed=FIXED,
-    ignored={**IGNORED, **MIXTURE_IGNORED, **WINDOWS},
+    ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
     further=qwen2_to_ours,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
     export_extra=qwen2_to_theirs,
@@ -193,7 +193,7 @@ QWEN3_MOE = ConfigMap(
         Fixed("shared_expert_intermediate_size", (0, None), written=False),
         *FIXED,
     ),
-    ignored={**IGNORED, **MIXTURE_IGNORED, **WINDOWS},
+    ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
     further=qwen3_to_ours,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=qwen3_to_theirs,

@@ -69,12 +69,12 @@ class T5Model(Model):
         super().__init__()
         self.config = config
         self.ctx = ctx = environment.parallel
-        held = HeldParts.of(config, environment)
-        self.embedding = T5Embedding(config, ctx) if held.embedding else None
-        self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if held.encoder else None
-        self.encoder = build_encoder(config, environment, held)
-        self.decoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=False) if held.decoder else None
-        self.decoder = build_decoder(config, environment, held)
+        parts = StageParts.of(config, environment)
+        self.embedding = T5Embedding(config, ctx) if parts.embedding else None
+        self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if parts.encoder else None
+        self.encoder = build_encoder(config, environment, parts)
+        self.decoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=False) if parts.decoder else None
+        self.decoder = build_decoder(config, environment, parts)
         self.output_layer = build_output(config, ctx) if environment.has_last else None
         self.encoder_input_dropout = Dropout(config.hidden_dropout, ctx)
         self.encoder_output_dropout = Dropout(config.hidden_dropout, ctx)
@@ -203,7 +203,7 @@ class T5Model(Model):
 
 
 @dataclass(frozen=True)
-class HeldParts:
+class StageParts:
     """A process's part of a model with pipeline stages. encoder, decoder: numbers of layers in their stacks."""
 
     embedding: bool
@@ -213,7 +213,7 @@ class HeldParts:
     """The final norm of the encoder."""
 
     @classmethod
-    def of(cls, config: T5Config, environment: ModelEnvironment) -> HeldParts:
+    def of(cls, config: T5Config, environment: ModelEnvironment) -> StageParts:
         stages = environment.stages or (whole(config.num_layers + config.decoder_layers),)
         parts = [parts_of_stage(stage, config) for stage in stages]
         encoders = [encoder for encoder, _ in parts if encoder is not None]
@@ -277,7 +277,7 @@ def attention_core(config: T5Config, environment: ModelEnvironment, *, causal: b
     )
 
 
-def build_encoder(config: T5Config, environment: ModelEnvironment, held: HeldParts) -> TransformerStack:
+def build_encoder(config: T5Config, environment: ModelEnvironment, parts: StageParts) -> TransformerStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=False, bias=relative)
     layers = {
@@ -288,12 +288,12 @@ def build_encoder(config: T5Config, environment: ModelEnvironment, held: HeldPar
             ctx,
             ScaledQueryAttention(config, core, ctx, config.query_scale),
         )
-        for number in held.encoder
+        for number in parts.encoder
     }
-    return TransformerStack(layers, config, ctx, environment.recompute, has_last=held.encoder_end)
+    return TransformerStack(layers, config, ctx, environment.recompute, has_last=parts.encoder_end)
 
 
-def build_decoder(config: T5Config, environment: ModelEnvironment, held: HeldParts) -> DecoderStack:
+def build_decoder(config: T5Config, environment: ModelEnvironment, parts: StageParts) -> DecoderStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=True, bias=relative)
     cross_core = attention_core(config, environment, causal=False, bias=False)
@@ -301,7 +301,7 @@ def build_decoder(config: T5Config, environment: ModelEnvironment, held: HeldPar
         number: CrossAttentionLayer(
             config, core, cross_core, environment.feed_forward("dense", config, number), ctx, config.query_scale
         )
-        for number in held.decoder
+        for number in parts.decoder
     }
     return DecoderStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
 

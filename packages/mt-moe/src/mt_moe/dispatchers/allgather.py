@@ -26,6 +26,8 @@ class State:
 
 
 class AllGatherDispatcher:
+    """Gathers the tokens of all ranks, keeps those of its experts, and reduce-scatters the outputs."""
+
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self.axes = [axis for axis in (placement.etp, placement.ep) if axis.size > 1]

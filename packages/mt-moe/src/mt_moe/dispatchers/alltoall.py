@@ -51,6 +51,8 @@ class Sending:
 
 
 class AllToAllDispatcher:
+    """Sends each token to the ranks of its experts, and the outputs back, by all-to-alls over ep."""
+
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
 

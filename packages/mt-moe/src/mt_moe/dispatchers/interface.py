@@ -59,6 +59,8 @@ class Dispatched:
 
 @runtime_checkable
 class Dispatcher(Protocol):
+    """Moves tokens to the ranks that hold their experts, and the outputs back."""
+
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched: ...
 
     def combine(self, expert_output: Tensor, state: Any) -> Tensor: ...

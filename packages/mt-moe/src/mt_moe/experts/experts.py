@@ -17,7 +17,7 @@ from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import fp8_grouped_product
 from mt_moe.experts.groups import GroupedProduct, Groups
-from mt_moe.experts.keeping import not_keeping
+from mt_moe.experts.saved_tensors import recompute_saved
 
 
 class ExpertLinear(LayoutModule):
@@ -44,15 +44,15 @@ class ExpertLinear(LayoutModule):
         super().__init__(ctx)
         self.product = product
         by_expert = Split(dim=0, axis="ep")
-        divided_out = split.dim == 1
+        shards_outputs = split.dim == 1
         self.declare(
             "weight",
             ParameterLayout((experts, out_features, in_features), init, (by_expert, split), replicas="edp"),
         )
         # Outputs that are partial sums over etp get their bias from one etp rank only.
-        self.adds_bias = divided_out or ctx.axis("etp").rank == 0
-        partial: tuple[AxisName, ...] = () if divided_out else ("etp",)
-        splits = (by_expert, split) if divided_out else (by_expert,)
+        self.adds_bias = shards_outputs or ctx.axis("etp").rank == 0
+        partial: tuple[AxisName, ...] = () if shards_outputs else ("etp",)
+        splits = (by_expert, split) if shards_outputs else (by_expert,)
         layout = ParameterLayout((experts, out_features), zeros, splits, partial_gradient=partial, replicas="edp")
         self.declare("bias", layout if bias else None)
 
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         if not (self.recompute_activation and self.training):
             return self.linear_fc2(self.activate(inner, weights), groups)
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
-        with not_keeping(activated, partial(self.activate, inner.detach(), weights.detach())):
+        with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
             return self.linear_fc2(activated, groups)
 
     def extra_repr(self) -> str:

@@ -19,7 +19,7 @@ from mt_moe.routing.load import Load, LoadCounter, on_backward
 from mt_moe.routing.result import Routing
 from mt_moe.routing.scores import distribution, expert_weights
 from mt_moe.routing.sinkhorn import sinkhorn, sinkhorn_weights
-from mt_moe.tokens import TokenShare, divided_axes
+from mt_moe.tokens import TokenShare, partial_gradient_axes
 
 if TYPE_CHECKING:
     from mt_core.parallel.context import ParallelContext
@@ -52,7 +52,7 @@ class Router(LayoutModule):
     ) -> None:
         super().__init__(ctx)
         self.config, self.layer = config, layer
-        experts, partial = config.num_experts, divided_axes(ctx)
+        experts, partial = config.num_experts, partial_gradient_axes(ctx)
         self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
@@ -151,11 +151,11 @@ class Router(LayoutModule):
 
     def _scored(self, logits: Tensor, experts: Tensor, share: TokenShare) -> Scored:
         probabilities = distribution(logits, self.config.moe_router_score_function)
-        choices = experts if self._chooses_naturally else probabilities.detach().topk(experts.shape[1]).indices
+        choices = experts if self._is_plain_topk else probabilities.detach().topk(experts.shape[1]).indices
         return Scored(logits, probabilities, choices, share)
 
     @property
-    def _chooses_naturally(self) -> bool:
+    def _is_plain_topk(self) -> bool:
         """Whether a token's experts are the plain top-k of its scores (no bias, no groups, no forced balance)."""
         config = self.config
         return not (

@@ -96,10 +96,10 @@ def bytes_of_optimizer(name: str, settings: tuple[str, ...], host: PluginHost) -
     trainer = run.trainer
     mains = [parameter for _, parameter in trainer.engine.weights.named_parameters()]
     weights = list(trainer.model.parameters())
-    held: list[Tensor] = [*weights, *mains]
-    held += [tensor.grad for tensor in (*weights, *mains) if tensor.grad is not None]
-    held += [x for main in mains for x in trainer.engine.optimizer.state[main].values() if x.ndim]
-    storages = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in held}
+    tensors: list[Tensor] = [*weights, *mains]
+    tensors += [tensor.grad for tensor in (*weights, *mains) if tensor.grad is not None]
+    tensors += [x for main in mains for x in trainer.engine.optimizer.state[main].values() if x.ndim]
+    storages = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
     count = sum(parameter.numel() for parameter in weights)
     return {"name": f"optimizer, {name}", "bytes_a_parameter": sum(storages.values()) / count}
 

@@ -25,7 +25,7 @@ GIB = 2.0**30
 Cells = tuple[str, ...]
 DENSE = ("tp", "cp", "dp", "pp", "ep")
 WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
-HELD = ("weights", "gradients", "main", "state", "activations", "buffers")
+MEMORY_COLUMNS = ("weights", "gradients", "main", "state", "activations", "buffers")
 SEARCHED_AXES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -114,11 +114,13 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     parameters = values["parameters"]
     if parameters["active"] != parameters["total"]:
         console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
-    standing, held = _held_tables(values["ranks"])
-    console.print(standing, "", held, sep="\n")
-    crowded = [rank["crowded_activations"] for rank in values["ranks"] if rank["crowded_activations"] is not None]
-    if crowded:
-        most = max(crowded) / GIB
+    stages, memory = _rank_tables(values["ranks"])
+    console.print(stages, "", memory, sep="\n")
+    imbalanced = [
+        rank["imbalanced_activations"] for rank in values["ranks"] if rank["imbalanced_activations"] is not None
+    ]
+    if imbalanced:
+        most = max(imbalanced) / GIB
         console.print(f"if all tokens chose the same experts, their rank would keep {most:.2f} GiB of activations")
     console.print()
     console.print(_message_table(values["ranks"]))
@@ -134,25 +136,25 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     console.print(f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {limit:.1f} GiB", style="bold")
 
 
-def _held_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
+def _rank_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
     """GiB per rank by kind: two tables, since one would not fit into 80 columns."""
-    standing = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
-    for first, last, count, cells in _joined(ranks, _standing):
-        standing.add_row(_span(first, last), str(count), *cells)
-    held = _table("GiB of a rank", *HELD, "all")
-    for first, last, _, cells in _joined(ranks, _held):
-        held.add_row(_span(first, last), *cells)
-    return standing, held
+    stages = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
+    for first, last, count, cells in _joined(ranks, _stage_cells):
+        stages.add_row(_span(first, last), str(count), *cells)
+    memory = _table("GiB of a rank", *MEMORY_COLUMNS, "all")
+    for first, last, _, cells in _joined(ranks, _memory_cells):
+        memory.add_row(_span(first, last), *cells)
+    return stages, memory
 
 
-def _standing(rank: dict[str, Any]) -> Cells:
+def _stage_cells(rank: dict[str, Any]) -> Cells:
     return f"{rank['parameters']:,}", str(rank["micro_batches_in_flight"])
 
 
-def _held(rank: dict[str, Any]) -> Cells:
-    held = rank["bytes"]
-    kept = sum(held["activations"].values()) + held["recomputed_layer"]
-    parts = (*(held[key] for key in WEIGHTS), kept, held["communication_buffers"], held["total"])
+def _memory_cells(rank: dict[str, Any]) -> Cells:
+    sizes = rank["bytes"]
+    kept = sum(sizes["activations"].values()) + sizes["recomputed_layer"]
+    parts = (*(sizes[key] for key in WEIGHTS), kept, sizes["communication_buffers"], sizes["total"])
     return tuple(_gib(part) for part in parts)
 
 
@@ -194,8 +196,8 @@ def _search(
 ) -> None:
     from rich.console import Console
 
+    from mt_tools.plan.layout_search import QuickPlanner, search
     from mt_tools.plan.report import search_values
-    from mt_tools.plan.search import QuickPlanner, search
 
     values = search_values(search(QuickPlanner(config, host, machine), world, limit), machine, top)
     if as_json:

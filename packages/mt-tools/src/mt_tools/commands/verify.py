@@ -11,7 +11,7 @@ from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
-    from mt_tools.verify.compare import Difference
+    from mt_tools.verify.comparison import Difference
 
 app = typer.Typer(no_args_is_help=True, help="Check that a layout, or a resumed run, computes the same.")
 
@@ -42,7 +42,7 @@ def layout(
     of each step, every gradient of the first one, the weights after the last, and the evaluations. A layout that
     divides nothing is run on two data-parallel processes. Exit code 1 when something differs.
     """
-    from mt_tools.verify.compare import Tolerances, compare
+    from mt_tools.verify.comparison import Tolerances, compare
     from mt_tools.verify.small_runs import in_the_same_rounds, record
 
     host = load_plugins()
@@ -70,7 +70,7 @@ def resume(
 
     Bit for bit under the same layout; within rounding when --then changes it. Exit code 1 when something differs.
     """
-    from mt_tools.verify.compare import Tolerances, compare
+    from mt_tools.verify.comparison import Tolerances, compare
     from mt_tools.verify.small_runs import record, record_resumed
 
     host = load_plugins()
@@ -89,7 +89,7 @@ def _small(
     """The configuration, validated for as many processes as its layout needs, and shrunk; prints what was changed."""
     from mt_core.config.loading import load_config_anywhere
     from mt_tools.verify.changes import describe_changes
-    from mt_tools.verify.shrink import shrink
+    from mt_tools.verify.small_config import shrink
 
     asked = load_config_anywhere(config, preset=preset, overrides=settings, host=host).config
     small = shrink(asked, host, **options)  # type: ignore[arg-type]

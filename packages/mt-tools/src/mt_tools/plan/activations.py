@@ -137,16 +137,16 @@ class KeptStorages:
 
 
 def measure(
-    model: nn.Module, run: Callable[[], Activations], kernels: PlannedKernels, dealt: RoutedTokens
+    model: nn.Module, run: Callable[[], Activations], kernels: PlannedKernels, routed: RoutedTokens
 ) -> tuple[StageCost, ActivationsForm]:
-    """run() returns the output of a stage, or its loss. dealt: the assignment of tokens to experts, for MoE models.
+    """run() returns the output of a stage, or its loss. routed: the assignment of tokens to experts, for MoE models.
 
     Returns the cost, and the form of the output.
     """
     ledger = kernels.ledger
     ledger.take()
     kept = KeptStorages(model, kernels)
-    with kept.following_modules(), dealt:
+    with kept.following_modules(), routed:
         with kept.saving(), kernels.entered():
             output: Activations = run()
         forward = ledger.take()

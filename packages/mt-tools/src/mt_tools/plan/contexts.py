@@ -11,10 +11,10 @@ from mt_tools.plan.ledger import Ledger, RecordingGroup
 
 SHOWN_AS: dict[AxisName, str] = {
     "shard": "dp",
-    "instances": "dp",
+    "replicate": "dp",
     "dp_cp": "dp",
     "expert_shard": "edp",
-    "expert_instances": "edp",
+    "expert_replicate": "edp",
     "cp_inner": "cp",
     "cp_outer": "cp",
 }
@@ -34,10 +34,10 @@ def all_axis_sizes(sizes: AxisSizes, world: int) -> dict[AxisName, int]:
         "edp": edp,
         "dp_cp": dp * sizes.cp,
         "model": sizes.tp * sizes.pp,
-        "shard": dp * sizes.cp // sizes.instances,
-        "instances": sizes.instances,
-        "expert_shard": edp // sizes.instances,
-        "expert_instances": sizes.instances,
+        "shard": dp * sizes.cp // sizes.replicate,
+        "replicate": sizes.replicate,
+        "expert_shard": edp // sizes.replicate,
+        "expert_replicate": sizes.replicate,
         "world": world,
     }
 

@@ -36,8 +36,8 @@ EQUIVALENT_SETTINGS = {"flex": "alltoall"}
 def portable(experts: Mapping[str, Any]) -> dict[str, Any]:
     """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same."""
     found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
-    if stand_in := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
-        found |= {"moe_token_dispatcher_type": stand_in, "moe_dispatcher_options": {}}
+    if planned := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
+        found |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
     return found
 
 
@@ -81,7 +81,7 @@ class PlannedEnvironment(ModelEnvironment):
             return ulysses_attention(context.cp, inside)
         if method == "a2a+p2p":
             outer = context.axis("cp_outer")
-            core = travelling_keys("p2p", outer, ledger) if outer.size > 1 else inside
+            core = communicated_keys("p2p", outer, ledger) if outer.size > 1 else inside
             inner = context.axis("cp_inner")
             return ulysses_attention(inner, core) if inner.size > 1 else core
         if method not in ("p2p", "all_gather"):
@@ -89,7 +89,7 @@ class PlannedEnvironment(ModelEnvironment):
                 f"mt plan does not know what parallel.cp_comm_type={method} sends and keeps; it plans p2p, all_gather, "
                 "a2a and a2a+p2p"
             )
-        return travelling_keys(method, context.cp, ledger)
+        return communicated_keys(method, context.cp, ledger)
 
 
 class _Kept(torch.autograd.Function):
@@ -134,7 +134,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
     return whole / 2 if causal else whole
 
 
-def travelling_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
+def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
     """Context parallelism with communicated keys: packed once, kept by their owner, sent in both passes.
 
     p2p, causal, zig-zag: rank r sends half of its rows to each rank behind it and all to each before it; the gradients

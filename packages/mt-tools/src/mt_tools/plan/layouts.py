@@ -34,7 +34,7 @@ from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.machines import GIB, Machine
 from mt_tools.plan.parameters import ParameterCount, count_parameters
 from mt_tools.plan.result_cache import ResultCache
-from mt_tools.plan.routing import Deal, dealt_in_turn, dealt_to_few
+from mt_tools.plan.routing import Assignment, assign_round_robin, assign_to_few
 from mt_tools.plan.stages import Kind as LayerKind
 from mt_tools.plan.stages import Runs, SharedRuns, StageCosts, build_on_meta, has_experts, layer_kinds, only_stage
 from mt_tools.plan.timing import Clock
@@ -61,7 +61,7 @@ class RankPlan:
     buffers: float
     flow: Flow
     """Messages of a step."""
-    crowded_activations: float | None = None
+    imbalanced_activations: float | None = None
     """Bytes instead of `activation_bytes` if all tokens chose this rank's experts; None: not an MoE model, or not
     computed."""
 
@@ -205,10 +205,13 @@ class Planner:
         weights = self.weights(config, world, stages, own, passes)
         again = [self.recomputed(config, world, stage) for stage in stages]
         ranks = [self._rank(stages, own, order, by_stage, weights, again, rank, passes) for rank in range(pp)]
-        crowded = self.crowded_costs(config, world)
-        if crowded is not None:
-            ranks = [with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, crowded) for rank in ranks]
+        imbalanced = self.imbalanced_costs(config, world)
+        if imbalanced is not None:
+            ranks = [
+                with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
+            ]
         batch = build_batch_size(config)
+        costs_of_ranks = [[by_stage[number] for number in numbers] for numbers in own]
         return LayoutPlan(
             config,
             world,
@@ -218,11 +221,11 @@ class Planner:
             self.flops_per_token,
             self.flops_per_token * batch.full * config.data.seq_length,
             bubble,
-            _step_time(config, clock, [[by_stage[number] for number in held] for held in own], ranks, passes, seconds),
+            _step_time(config, clock, costs_of_ranks, ranks, passes, seconds),
             self.parameters,
         )
 
-    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         """Shared by all layouts that shard a layer in the same way, for any number of stages and ranks."""
         parallel = config.parallel
         dense = (
@@ -234,20 +237,20 @@ class Planner:
             config.train.micro_batch_size,
             repr(config.recompute),
         )
-        experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, deal)
+        experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, assign)
         if (dense, experts) not in self._costs:
             ledger = Ledger()
             ctx = fake_context(config, world, 0, ledger)
             runs = self._runs_without_experts.setdefault(dense, {})
             shared = SharedRuns(partial(has_experts, self.whole_model), runs, self._results)
             self._costs[dense, experts] = StageCosts(
-                config, self.host, ctx, ledger, self.kinds, deal=deal, shared=shared
+                config, self.host, ctx, ledger, self.kinds, assign=assign, shared=shared
             )
         return self._costs[dense, experts]
 
-    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
         """Costs if all tokens chose the same experts; None for a model without experts."""
-        return self.stage_costs(config, world, dealt_to_few) if self.parameters.experts else None
+        return self.stage_costs(config, world, assign_to_few) if self.parameters.experts else None
 
     def _require_pipelined(self, config: Config, pp: int) -> None:
         if pp > 1 and not self.kinds:
@@ -328,9 +331,9 @@ class Planner:
         rank: int,
         passes: int,
     ) -> RankPlan:
-        held = peak_in_flight(order[rank], by_stage)
+        in_flight = peak_in_flight(order[rank], by_stage)
         kept: Counter[str] = Counter()
-        for stage, count in held.items():
+        for stage, count in in_flight.items():
             for part, size in by_stage[stage].kept.items():
                 kept[part] += count * size  # type: ignore[assignment]
         passing = Flow()
@@ -347,7 +350,7 @@ class Planner:
             tuple(stages[number].layers for number in own[rank]),
             cost,
             dict(kept),
-            sum(held.values()),
+            sum(in_flight.values()),
             max((again[number] for number in own[rank]), default=0.0),
             cost.buffers + largest + 2 * boundary,
             flow,
@@ -357,27 +360,27 @@ class Planner:
 def _step_time(
     config: Config,
     clock: Clock,
-    held: Sequence[Sequence[StageCost]],
+    stages: Sequence[Sequence[StageCost]],
     ranks: Sequence[RankPlan],
     passes: int,
-    played: float,
+    simulated: float,
 ) -> StepTime:
-    """held: the stages of each pipeline rank. played: seconds from the first pass to the last."""
-    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in held]
+    """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
+    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
     busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
     products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
     backward = 2 / 3 * (products + messages) / passes
     collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
     end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
-    return StepTime(products, messages + collecting, max(0.0, played - products - messages), end)
+    return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
 
 
 def with_expert_imbalance(
     rank: RankPlan, actions: Sequence[Action], stages: Sequence[Stage], by_stage: Sequence[StageCost], costs: StageCosts
 ) -> RankPlan:
-    held = peak_in_flight(actions, by_stage)
-    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in held.items())
-    return replace(rank, crowded_activations=kept)
+    in_flight = peak_in_flight(actions, by_stage)
+    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in in_flight.items())
+    return replace(rank, imbalanced_activations=kept)
 
 
 def _sizes(flow: Flow) -> list[tuple[float, float]]:
@@ -392,7 +395,7 @@ def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWei
     """Weights that several pipeline ranks hold (tied weights), given those of each rank outside of its layers."""
     axes: dict[str, Axis] = {}
     for name in sorted(names[rank]):
-        holders = [place for place, held in enumerate(names) if name in held]
+        holders = [place for place, of_rank in enumerate(names) if name in of_rank]
         if len(holders) > 1:
             axes[name] = fake_axis("stage_copies", len(holders), holders.index(rank), ledger)  # type: ignore[arg-type]
     return TiedWeights(axes)
@@ -401,18 +404,18 @@ def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWei
 def peak_in_flight(actions: Sequence[Action], by_stage: Sequence[StageCost]) -> dict[int, int]:
     """Stage -> micro-batches in flight at the peak of activation memory."""
     kept = [cost.kept_bytes for cost in by_stage]
-    held: Counter[int] = Counter()
-    peak, most = dict(held), -1.0
+    in_flight: Counter[int] = Counter()
+    peak, most = dict(in_flight), -1.0
     size = 0.0
     for action in actions:
         if action.kind is Kind.FORWARD:
-            held[action.stage] += 1
+            in_flight[action.stage] += 1
             size += kept[action.stage]
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held[action.stage] -= 1
+            in_flight[action.stage] -= 1
             size -= kept[action.stage]
         if size > most:
-            peak, most = dict(held), size
+            peak, most = dict(in_flight), size
     return peak
 
 

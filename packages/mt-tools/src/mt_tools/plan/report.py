@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from mt_tools.plan.layout_search import EXPERT_AXES, Candidate, Found
 from mt_tools.plan.layouts import LayoutPlan, RankPlan
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, Machine
-from mt_tools.plan.search import EXPERT_AXES, Candidate, Found
 from mt_tools.plan.timing import Clock
 
 
@@ -54,7 +54,7 @@ def rank_values(rank: RankPlan, clock: Clock) -> dict[str, Any]:
             "communication_buffers": round(rank.buffers),
             "total": round(rank.total),
         },
-        "crowded_activations": None if rank.crowded_activations is None else round(rank.crowded_activations),
+        "imbalanced_activations": None if rank.imbalanced_activations is None else round(rank.imbalanced_activations),
         "gib": rank.total / GIB,
         "micro_batches_in_flight": rank.in_flight,
         "messages": messages(rank.flow, clock),

@@ -22,31 +22,31 @@ from mt_tools.plan.result_cache import ResultCache, tensors_in
 
 aten = torch.ops.aten
 
-Deal = Callable[[int, int, int], Tensor]
+Assignment = Callable[[int, int, int], Tensor]
 """(rows, k, choices) -> [rows, k] int64: k different numbers below `choices` for each row"""
 
 
-def dealt_in_turn(rows: int, k: int, choices: int) -> Tensor:
+def assign_round_robin(rows: int, k: int, choices: int) -> Tensor:
     """Balanced load: the numbers of tokens of any two experts differ by at most one."""
     return (torch.arange(rows * k) % choices).view(rows, k)
 
 
-def dealt_to_few(rows: int, k: int, choices: int) -> Tensor:
+def assign_to_few(rows: int, k: int, choices: int) -> Tensor:
     """The same k choices for every row: the first rank's experts get as many of the tokens as possible."""
     return torch.arange(k).repeat(rows, 1)
 
 
 class RoutedTokens:
-    """Context in which choices are assigned; to be entered for forward and backward passes alike. remembered: the
+    """Context in which choices are assigned; to be entered for forward and backward passes alike. cache: the
     result cache of other contexts, which run mostly the same operations."""
 
-    def __init__(self, deal: Deal, remembered: ResultCache | None = None) -> None:
-        self.deal, self.remembered = deal, remembered or ResultCache()
+    def __init__(self, assign: Assignment, cache: ResultCache | None = None) -> None:
+        self.assign, self.cache = assign, cache or ResultCache()
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         self._entered.enter_context(_Numbers())
-        self._entered.enter_context(_Choices(self.deal, self.remembered))
+        self._entered.enter_context(_Choices(self.assign, self.cache))
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
@@ -66,21 +66,21 @@ class _Numbers(TorchFunctionMode):
 class _Choices(UncompiledDispatchMode):
     """Assigns experts to tokens, and computes what follows from that."""
 
-    def __init__(self, deal: Deal, remembered: ResultCache) -> None:
+    def __init__(self, assign: Assignment, cache: ResultCache) -> None:
         super().__init__()
-        self.deal, self.remembered = deal, remembered
+        self.assign, self.cache = assign, cache
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in WITHOUT_VALUES and args[0].device.type == "meta":
-            return WITHOUT_VALUES[func](self.deal, func, args, options)
-        if (key := self.remembered.key(func, args, options)) is not None:
-            return self.remembered.of(key, func, args, options)
+            return WITHOUT_VALUES[func](self.assign, func, args, options)
+        if (key := self.cache.key(func, args, options)) is not None:
+            return self.cache.of(key, func, args, options)
         with_values = {_has_values(tensor) for tensor in tensors_in((*args, *options.values()))}
         if len(with_values) < 2:
             return func(*args, **options)
         args, options = tree_map(_forgotten, (_positions(func, args), options))
-        return self.remembered(func, args, options)
+        return self.cache(func, args, options)
 
 
 def _has_values(value: Any) -> bool:
@@ -106,20 +106,20 @@ def _positions(func: Any, args: Any) -> Any:
     return args[0], found
 
 
-def _topk(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _topk(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Values on the meta device and assigned indices; along the last dimension"""
     values, indices = func(*args, **options)
     rows = indices.shape[:-1].numel()
-    return values, deal(rows, indices.shape[-1], args[0].shape[-1]).view(indices.shape)
+    return values, assign(rows, indices.shape[-1], args[0].shape[-1]).view(indices.shape)
 
 
-def _sort(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _sort(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns the identity permutation, as if the input were sorted."""
     values, indices = func(*args, **options)
     return values, torch.arange(indices.shape[-1]).expand(indices.shape)
 
 
-def _bincount(deal: Deal, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
+def _bincount(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
     """Returns the smallest length that was asked for."""
     _, _, length = (*args, None, 0)[:3]
     return torch.empty(options.get("minlength", length), dtype=torch.int64, device="meta")

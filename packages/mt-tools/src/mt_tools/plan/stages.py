@@ -27,7 +27,7 @@ from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, Und
 from mt_tools.plan.fused_kernels import ConfiguredKernels
 from mt_tools.plan.ledger import Ledger
 from mt_tools.plan.result_cache import ResultCache
-from mt_tools.plan.routing import Deal, RoutedTokens, dealt_in_turn
+from mt_tools.plan.routing import Assignment, RoutedTokens, assign_round_robin
 
 Kind = int
 """Layers of one kind have parameters of the same names and shapes, and the same attention window."""
@@ -64,7 +64,7 @@ class StageCosts:
     kinds: Mapping[int, Kind]
     samples: int = 1
     """Factor of the measured costs: a multiple of the samples of the configuration's micro-batch."""
-    deal: Deal = dealt_in_turn
+    assign: Assignment = assign_round_robin
     """Assigns tokens to experts, in MoE models."""
     shared: SharedRuns = field(default_factory=SharedRuns)
     """Shared with other StageCosts."""
@@ -159,7 +159,7 @@ class StageCosts:
         kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
         model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
         use_streams(model, UndrawnStreams())
-        return measure(model, lambda: run(model), kernels, RoutedTokens(self.deal, self.shared.results))
+        return measure(model, lambda: run(model), kernels, RoutedTokens(self.assign, self.shared.results))
 
 
 def build_on_meta(

@@ -22,7 +22,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.schedules import splits_backward
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
-from mt_core.train.build import DTYPES, build_weights, divides_state
+from mt_core.train.build import DTYPES, build_weights, shards_state
 from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
@@ -70,10 +70,10 @@ def weight_cost(
     named = dict(weights.named_parameters())
     ledger.take()
     _exchange(config, weights, layouts, ctx, copies)
-    held, gradients, main, buffers = held_bytes(weights, model)
+    resident, gradients, main, buffers = resident_bytes(weights, model)
     return WeightCost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights=held,
+        weights=resident,
         gradients=gradients,
         main_weights=main,
         optimizer_state=sum(
@@ -114,12 +114,12 @@ def _exchange(
         for parameter in named.values():
             parameter.grad = torch.empty_like(parameter)
     weights.reduce()
-    GradFinalizer(layouts, ctx, copies, divided=divides_state(config)).finalize_model_grads(named.items())
+    GradFinalizer(layouts, ctx, copies, sharded=shards_state(config)).finalize_model_grads(named.items())
     weights.copy_to_model()
     weights.finish_gather()
 
 
-def held_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, float, float, float]:
+def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, float, float, float]:
     """(weights, gradients, master weights, buffers) after `_exchange`."""
     named = dict(weights.named_parameters())
     buckets = weights.buckets if isinstance(weights, ParamAndGradBuffer) else []
@@ -167,14 +167,14 @@ def _fully_sharded_cost(
             share = -(-shape[0] // size) * math.prod(shape[1:])
             own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
             optimizer_state += state.of(len(layouts[name].shape) > 1, share)
-        shard, instances = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
+        shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
         if shard.size > 1:
             gathers.sent("dp", "all_gather", gathered * compute)
             if config.parallel.fsdp_reshard_after_forward:
                 again.sent("dp", "all_gather", gathered * compute)
             ledger.sent("dp", "reduce_scatter", gathered * reduced)
-        if instances.size > 1:
+        if replicate.size > 1:
             ledger.sent("dp", "all_reduce", gathered / shard.size * reduced)
     collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
     return WeightCost(

@@ -12,7 +12,7 @@ from mt_core.config.schema import Config
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.axes import copies, processes
-from mt_tools.verify.record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord, record_run
 from mt_tools.verify.small_training import STEPS
 
 TIMEOUT = 600.0

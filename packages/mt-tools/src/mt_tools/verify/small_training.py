@@ -53,9 +53,9 @@ def batch_size(parallel: ParallelConfig) -> int:
 def keep_dropout(model: dict[str, Any], parallel: ParallelConfig, rate: float | None) -> None:
     """Dropout as configured, or with `rate`. Attention dropout is drawn inside of kernels, for the heads and positions
     of a rank: layouts that shard those differently drop different weights, so there it is disabled."""
-    divided = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    sharded = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
     for key in model:
-        if key.endswith("attention_dropout") and divided:
+        if key.endswith("attention_dropout") and sharded:
             model[key] = 0.0
         elif key.endswith("dropout") and rate is not None:
             model[key] = rate

@@ -114,7 +114,7 @@ def check_pattern(pattern: AttentionPattern) -> None:
     for name, key in UNSHARDED.items():
         if getattr(pattern, name) is not None:
             raise ConfigError(
-                f"attention with {key} cannot be divided over context-parallel ranks; "
+                f"attention with {key} cannot be sharded over context-parallel ranks; "
                 "set parallel.context_parallel_size to 1"
             )
 

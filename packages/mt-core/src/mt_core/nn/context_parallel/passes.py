@@ -17,7 +17,7 @@ from mt_core.nn.context_parallel.masks import BlockMask, ShardedPattern
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k [B, G, T, D] and v [B, G, T, E] -> [T, B, G, D + E]: one message, any run of tokens in one piece."""
+    """k [B, G, T, D] and v [B, G, T, E] -> [T, B, G, D + E]: one message, any run of tokens contiguous."""
     return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=-1)
 
 

@@ -68,21 +68,21 @@ def own_heads(numbers: Tensor | None, axis: Axis) -> Tensor | None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """[CP, ...], one piece for each rank -> [CP, ...], one piece from each. Its own conjugate."""
+    """[CP, ...], one chunk for each rank -> [CP, ...], one chunk from each. Its own conjugate."""
 
     @staticmethod
-    def forward(ctx: Any, pieces: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, chunks: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return all_to_all(pieces, axis)
+        return all_to_all(chunks, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_to_all(grads[0], ctx.axis), None
 
 
-def all_to_all(pieces: Tensor, axis: Axis) -> Tensor:
-    received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, pieces.contiguous(), group=axis.group)
+def all_to_all(chunks: Tensor, axis: Axis) -> Tensor:
+    received = torch.empty_like(chunks, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, chunks.contiguous(), group=axis.group)
     return received
 
 
@@ -90,8 +90,8 @@ def to_heads(tensors: tuple[Tensor, ...], axis: Axis) -> list[Tensor]:
     """Each [B, S / CP, heads, D] -> [B, S, heads / CP, D], all in one all-to-all."""
     shapes = [(x.shape[2] // axis.size, x.shape[3]) for x in tensors]
     # For each rank, per token, the features of its heads of every tensor: [CP, S / CP, B, heads / CP * D]
-    pieces = [x.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4).flatten(3) for x in tensors]
-    received = _AllToAll.apply(torch.cat(pieces, -1), axis).flatten(0, 1)
+    chunks = [x.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4).flatten(3) for x in tensors]
+    received = _AllToAll.apply(torch.cat(chunks, -1), axis).flatten(0, 1)
     whole = in_order(received, 0, axis.size).transpose(0, 1)  # [B, S, features]
     parts = whole.split([math.prod(shape) for shape in shapes], -1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -99,6 +99,6 @@ def to_heads(tensors: tuple[Tensor, ...], axis: Axis) -> list[Tensor]:
 
 def to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """[B, S, heads / CP, D] -> [B, S / CP, heads, D]"""
-    pieces = as_shards(x.transpose(0, 1), 0, axis.size).unflatten(0, (axis.size, -1))  # [CP, S / CP, B, heads, D]
-    received: Tensor = _AllToAll.apply(pieces, axis)
+    chunks = as_shards(x.transpose(0, 1), 0, axis.size).unflatten(0, (axis.size, -1))  # [CP, S / CP, B, heads, D]
+    received: Tensor = _AllToAll.apply(chunks, axis)
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -17,13 +17,13 @@ from mt_core.nn.fp8.products import Product
 from mt_core.nn.fp8.scaling import Map, Operand, Scaling
 from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
-from mt_core.parallel.collectives import all_gather, split_pieces
+from mt_core.parallel.collectives import all_gather, split_shards
 from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
 
 @dataclass(frozen=True)
 class Fp8Multiply:
-    """A `Multiply` in FP8. cut: what of the layer's matrix tensor-parallel ranks have pieces of.
+    """A `Multiply` in FP8. cut: what of the layer's matrix tensor-parallel ranks have shards of.
 
     Forward y = x W^T; backward dx = dy W and dW = dy^T x. The products take their operands in FP8 and give the format
     of x and of W. wgrad_in_fp8=False computes dW from 16 bits, for which x is kept in them, and may add it to a main
@@ -36,7 +36,7 @@ class Fp8Multiply:
     wgrad_in_fp8: bool = True
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
-        """x [..., in] -> [..., out], divided as the layer says."""
+        """x [..., in] -> [..., out], sharded as the layer says."""
         notes, main = torch.is_grad_enabled(), main_gradient_of(weight)
         out = _Fp8Linear.apply(x, weight, LayerCall(self, ctx.tp, ctx.sequence_parallel, notes, main))
         if self.cut == "input" and ctx.tp.size > 1:
@@ -69,21 +69,21 @@ class LayerCall:
         return self.layer.scaling.operand(matrix, role, cut_over=self._cut_over(role), note=self.notes, scale=scale)
 
     def _cut_over(self, role: Role) -> Axis:
-        """The ranks that have the other pieces of a matrix."""
-        cut, divided = self.layer.cut, self.sequence_parallel
+        """The ranks that have the other shards of a matrix."""
+        cut = self.layer.cut
         if role == "weight":
-            in_pieces = cut != "none"
+            is_sharded = cut != "none"
         elif role == "input":
-            in_pieces = divided or cut == "input"
+            is_sharded = self.sequence_parallel or cut == "input"
         else:
-            in_pieces = cut == "output" or (divided and cut == "none")
-        return self.axis if in_pieces else SINGLE
+            is_sharded = cut == "output" or (self.sequence_parallel and cut == "none")
+        return self.axis if is_sharded else SINGLE
 
     def multiply(self, a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         return self.layer.product(a, b, dtype, fast=fast)
 
     def map_rows(self, shape: torch.Size) -> Map | None:
-        """Rows of this rank's piece of a sequence -> those of all. shape: of the piece, [B, S / tp, ...]."""
+        """Rows of this rank's shard of a sequence -> those of all. shape: of the shard, [B, S / tp, ...]."""
         return (lambda rows: gather_rows(rows, shape, self.axis)) if self.gathers else None
 
 
@@ -139,9 +139,9 @@ def _leave(dx: Tensor, call: LayerCall) -> tuple[Tensor, dist.Work | None]:
         return dx, None
     if not call.gathers:
         return dx, dist.all_reduce(dx, group=call.axis.group, async_op=True)
-    pieces = split_pieces(dx, SEQUENCE_DIM, call.axis.size)
-    own = pieces.new_empty(pieces.shape[1:])
-    return own, dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=call.axis.group, async_op=True)
+    shards = split_shards(dx, SEQUENCE_DIM, call.axis.size)
+    own = shards.new_empty(shards.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=call.axis.group, async_op=True)
 
 
 def _gathered_shape(shape: torch.Size, call: LayerCall) -> list[int]:

@@ -103,7 +103,7 @@ class Scaling(Protocol):
     def operand(
         self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
     ) -> Operand:
-        """x: [rows, columns]. cut_over: ranks that hold the other pieces of the matrix, and agree with this one on a
+        """x: [rows, columns]. cut_over: ranks that hold the other shards of the matrix, and agree with this one on a
         scale of the whole. note: count it as one of the step. scale: the one that it got before."""
         ...
 

@@ -134,7 +134,9 @@ def _any_number(num_ranks: int, num_micro_batches: int) -> int:
 
 
 GPIPE = PipelineSchedule("gpipe", "loop", _single(gpipe))
+"""All forward passes, then all backward passes (Huang et al., 2019)."""
 ONE_F_ONE_B = PipelineSchedule("1f1b", "loop", _single(one_forward_one_backward))
+"""1F1B: after a warm-up forward and backward passes alternate (PipeDream-flush; Narayanan et al., 2021)."""
 INTERLEAVED_1F1B = PipelineSchedule(
     "interleaved_1f1b",
     "loop",
@@ -142,6 +144,7 @@ INTERLEAVED_1F1B = PipelineSchedule(
     min_stages_per_rank=2,
     max_stages_per_rank=None,
 )
+"""1F1B with several stages on each rank (Narayanan et al., 2021)."""
 INTERLEAVED_ZERO_BUBBLE = PipelineSchedule(
     "interleaved_zero_bubble",
     "loop",
@@ -149,6 +152,7 @@ INTERLEAVED_ZERO_BUBBLE = PipelineSchedule(
     max_stages_per_rank=None,
     splits_backward=True,
 )
+"""Interleaved 1F1B whose gradients of weights fill bubbles (Qi et al., 2023)."""
 ZBV_ZERO_BUBBLE = PipelineSchedule(
     "zbv_zero_bubble",
     "v",
@@ -157,6 +161,7 @@ ZBV_ZERO_BUBBLE = PipelineSchedule(
     max_stages_per_rank=2,
     splits_backward=True,
 )
+"""ZB-V: two stages on each rank in V order, gradients of weights separate (Qi et al., 2024)."""
 DUALPIPE_V = PipelineSchedule(
     "dualpipe_v",
     "v",
@@ -165,3 +170,4 @@ DUALPIPE_V = PipelineSchedule(
     max_stages_per_rank=2,
     splits_backward=True,
 )
+"""DualPipe cut in half: two stages on each rank in V order (DeepSeek-AI, 2024)."""

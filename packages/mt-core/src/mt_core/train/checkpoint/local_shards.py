@@ -31,16 +31,16 @@ class LocalShard:
 
     def fragments(self, ctx: ParallelContext) -> Iterator[Fragment]:
         """The same as slices of the canonical tensor; those of padding are left out."""
-        patches = self.layout.patches(ctx)
+        regions = self.layout.regions(ctx)
         for number, own in enumerate(self.slices):
-            for patch in patches:
-                common = own.meet(TensorSlice(patch.local, patch.canonical.shape))
+            for region in regions:
+                common = own.meet(TensorSlice(region.local, region.canonical.shape))
                 if common is not None:
                     yield Fragment(
                         name=self.name,
                         shape=self.layout.shape,
                         dtype=self.dtype,
-                        tensor_slice=common.relative_to(patch.local).placed_at(patch.canonical.start),
+                        tensor_slice=common.relative_to(region.local).placed_at(region.canonical.start),
                         tensor=partial(self._cut, number, common.relative_to(own.start)),
                     )
 
@@ -66,11 +66,11 @@ def whole_fragment(name: str, tensor: Tensor) -> Fragment:
 
 
 @torch.no_grad()
-def fill(held: LocalShard, reader: CheckpointReader, ctx: ParallelContext) -> None:
-    """Read this rank's shard of a tensor into `held.part()`, converting dtype and device."""
-    fragments = list(held.fragments(ctx))
+def fill(shard: LocalShard, reader: CheckpointReader, ctx: ParallelContext) -> None:
+    """Read this rank's shard of a tensor into `shard.part()`, converting dtype and device."""
+    fragments = list(shard.fragments(ctx))
     for fragment, values in zip(
-        fragments, read_slices(reader, held.name, [f.tensor_slice for f in fragments]), strict=True
+        fragments, read_slices(reader, shard.name, [f.tensor_slice for f in fragments]), strict=True
     ):
         fragment.tensor().copy_(values)
 

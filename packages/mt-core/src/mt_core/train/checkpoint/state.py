@@ -63,16 +63,16 @@ class Checkpointed:
         layouts = parameter_layouts(self.model)
         for name, parameter in self.model.named_parameters():
             yield from self._weight(name, layouts[name], parameter.dtype).fragments(self.ctx)
-        pieces = dict(self.weights.named_parameters())
+        parameters = dict(self.weights.named_parameters())
         if self._has_copies:
-            for name, piece in pieces.items():
-                main = self._state(MAIN, name, layouts[name], torch.float32, partial(self._main, piece))
+            for name, parameter in parameters.items():
+                main = self._state(MAIN, name, layouts[name], torch.float32, partial(self._main, parameter))
                 yield from main.fragments(self.ctx)
-        for name, piece in pieces.items():
-            for key, value in self.optimizer.state.get(piece, {}).items():
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key == REMAINDER:
                     continue  # a part of the master weight
-                if not isinstance(value, Tensor) or value.shape != piece.shape:
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
                     yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
                 else:
                     state = self._state(key, name, layouts[name], value.dtype, partial(given, value))
@@ -110,12 +110,12 @@ class Checkpointed:
         self.load_model(reader, layouts)
         untrained = untrained_of_all_stages(layouts, self.ctx)
         trained = {name: shape for name, shape in shapes.items() if name not in untrained}
-        pieces = dict(self.weights.named_parameters())
+        parameters = dict(self.weights.named_parameters())
         if self._has_copies:
             require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
-            for name, piece in pieces.items():
-                self._set_main(piece, self._read_state(reader, MAIN, name, layouts[name], piece))
-        self._restore_optimizer(reader, layouts, pieces, trained)
+            for name, parameter in parameters.items():
+                self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
+        self._restore_optimizer(reader, layouts, parameters, trained)
         random_streams.restore_rng(reader, self.ctx)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         for key in asdict(self.state):
@@ -130,31 +130,31 @@ class Checkpointed:
             fill(weight, reader, self.ctx)
 
     def _read_state(
-        self, reader: CheckpointReader, key: str, name: str, layout: ParameterLayout, piece: Tensor
+        self, reader: CheckpointReader, key: str, name: str, layout: ParameterLayout, parameter: Tensor
     ) -> Tensor:
         """This rank's part of a state, in the stored dtype; padding is zero."""
         dtype = reader.dtypes()[f"{OPTIMIZER}{key}.{name}"]
         # Contiguous like the weight: fused optimizers index both by the same offsets.
-        part = torch.zeros(piece.shape, dtype=dtype, device=piece.device)
+        part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         fill(self._state(key, name, layout, dtype, partial(given, part)), reader, self.ctx)
         return part
 
-    def _main(self, piece: nn.Parameter) -> Tensor:
+    def _main(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 weight that the optimizer updates."""
-        return self.optimizer.main(piece) if isinstance(self.optimizer, CompletesWeights) else piece.detach()
+        return self.optimizer.main(parameter) if isinstance(self.optimizer, CompletesWeights) else parameter.detach()
 
     @torch.no_grad()
-    def _set_main(self, piece: nn.Parameter, part: Tensor) -> None:
+    def _set_main(self, parameter: nn.Parameter, part: Tensor) -> None:
         if isinstance(self.optimizer, CompletesWeights):
-            self.optimizer.set_main(piece, part)
+            self.optimizer.set_main(parameter, part)
         else:
-            piece.copy_(part)
+            parameter.copy_(part)
 
     def _restore_optimizer(
         self,
         reader: CheckpointReader,
         layouts: Mapping[str, ParameterLayout],
-        pieces: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         trained: Mapping[str, tuple[int, ...]],
     ) -> None:
         for full_name, shape in reader.shapes().items():
@@ -165,12 +165,12 @@ class Checkpointed:
                 continue
             if name not in trained:
                 raise CheckpointError(f"the checkpoint has optimizer state for {name}, which the model does not have")
-            if name not in pieces:
+            if name not in parameters:
                 continue  # of another pipeline stage
-            layout, piece = layouts[name], pieces[name]
+            layout, parameter = layouts[name], parameters[name]
             is_like_weight = bool(shape) and tuple(shape) == layout.shape
-            state = self._read_state(reader, key, name, layout, piece) if is_like_weight else reader.read(full_name)
-            self.optimizer.state[piece][key] = state
+            state = self._read_state(reader, key, name, layout, parameter) if is_like_weight else reader.read(full_name)
+            self.optimizer.state[parameter][key] = state
 
 
 def shapes_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: ParallelContext) -> dict[str, tuple[int, ...]]:
@@ -188,7 +188,7 @@ def merged_over_stages(own: dict[str, T], ctx: ParallelContext) -> dict[str, T]:
         return own
     everyone: list[dict[str, T] | None] = [None] * ctx.pp.size
     dist.all_gather_object(everyone, own, group=ctx.pp.group)
-    return {name: value for held in everyone for name, value in (held or {}).items()}
+    return {name: value for of_stage in everyone for name, value in (of_stage or {}).items()}
 
 
 def require_fit(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:

@@ -1,1 +1,5 @@
 """Images: with classes, and with texts; made up, and from files."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""`mt moe plot`: the picture has a cell for each layer and step, and colours follow the numbers."""
+"""`mt moe plot`: the plot has a cell for each layer and step, and colours follow the numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mt_core.errors import DataError
 from mt_moe.commands import app
-from mt_moe.picture import MOST_COLUMNS, draw, read_history
+from mt_moe.plot import MOST_COLUMNS, draw, read_history
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,10 +28,10 @@ def write(path: Path, steps: int, layers: int = 2) -> Path:
     return path
 
 
-def cells(picture: str) -> dict[str, str]:
+def cells(plot: str) -> dict[str, str]:
     """ "layer 1, step 2: 2.5" -> colour"""
     found = {}
-    for box in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
+    for box in ElementTree.fromstring(plot).iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")
         if title is not None:
             found[title.text or ""] = box.attrib["fill"]

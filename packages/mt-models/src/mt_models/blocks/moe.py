@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Options that change what a model computes, with their defaults. num_experts has none."""
 
 
-class MixtureShape(Protocol):
+class MoEConfigLike(Protocol):
     """What is read from the configuration of a model."""
 
     @property
@@ -44,10 +44,10 @@ class MixtureShape(Protocol):
     def moe(self) -> dict[str, Any] | None: ...
 
 
-class Mixture:
+class MoEOptions:
     """`model.moe` of a family with MoE layers, as attributes. Raises ConfigError if it is not set."""
 
-    def __init__(self, config: MixtureShape) -> None:
+    def __init__(self, config: MoEConfigLike) -> None:
         if config.moe is None or "num_experts" not in config.moe:
             raise ConfigError("model.moe.num_experts is not set; the layers of this family are mixtures of experts")
         self.options: Mapping[str, Any] = {**DEFAULTS, **config.moe}
@@ -82,7 +82,7 @@ class Mixture:
 
 
 ANY: tuple[Any, ...] = ()
-"""For Mixture.require: every value can be expressed."""
+"""For MoEOptions.require: every value can be expressed."""
 
 
 def frequency_of(layers: list[bool]) -> int | str:

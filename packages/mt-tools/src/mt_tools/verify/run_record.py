@@ -96,14 +96,14 @@ def record_run(
     """
     record = RunRecord()
     # A step is recorded after it is done, and before the next one starts.
-    train = config.config.train.model_copy(update={"late_metrics": "never"})
+    train = config.config.train.model_copy(update={"deferred_metrics": "never"})
     at_once = replace(config, config=config.config.model_copy(update={"train": train}))
     trainer = Trainer(at_once, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
     if adverse:
         make_adverse(trainer)
     trainer.train()
-    held = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
-    record.weights = {name.removeprefix(MODEL): tensor for name, tensor in collect(held, trainer.ctx)}
+    fragments = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
+    record.weights = {name.removeprefix(MODEL): tensor for name, tensor in collect(fragments, trainer.ctx)}
     trainer.evaluate()
     return record
 
@@ -111,12 +111,12 @@ def record_run(
 def gradients(run: Run) -> Iterator[Fragment]:
     """Each parameter's gradient before clipping, as the optimizer sees it, this rank's part."""
     layouts = parameter_layouts(run.model)
-    for name, piece in run.engine.weights.named_parameters():
-        part = partial(_gradient, piece, run.engine.scaler.scale)
-        yield from LocalShard(name, layouts[name], piece.dtype, run.engine.weights.owned_slices(name), part).fragments(
+    for name, shard in run.engine.weights.named_parameters():
+        part = partial(_gradient, shard, run.engine.scaler.scale)
+        yield from LocalShard(name, layouts[name], shard.dtype, run.engine.weights.owned_slices(name), part).fragments(
             run.ctx
         )
 
 
-def _gradient(piece: Tensor, scale: float) -> Tensor:
-    return torch.zeros_like(piece) if piece.grad is None else piece.grad / scale
+def _gradient(shard: Tensor, scale: float) -> Tensor:
+    return torch.zeros_like(shard) if shard.grad is None else shard.grad / scale

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MIXTURE, TP, built, planned, tree
+from cases import EP, ETP, MOE, TP, built, planned, tree
 from fake import host
 
 from mt_tools.plan.layouts import Planner
@@ -48,13 +48,13 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_remembered_result_is_what_torch_gives(name) -> None:
+def test_a_cached_result_is_what_torch_gives(name) -> None:
     func, args, options = OPERATIONS[name]
-    remembered = ResultCache()
+    cache = ResultCache()
     # Arguments that are equal in Python and mean another result.
     for other in OPERATIONS.values():
-        remembered(*other)
-    first, second = (remembered(func, args, options) for _ in range(2))
+        cache(*other)
+    first, second = (cache(func, args, options) for _ in range(2))
     assert form(first) == form(second) == form(func(*args, **options))
 
 
@@ -71,26 +71,26 @@ def test_torch_is_asked_once_for_new_tensors_and_every_time_for_others() -> None
             calls.append(self)
             return self.func(*args, **options)
 
-    remembered, x = ResultCache(), meta(4, 6)
+    cache, x = ResultCache(), meta(4, 6)
     asked = {"mul": Counted(aten.mul.Tensor), "view": Counted(aten.view.default), "add_": Counted(aten.add_.Tensor)}
     split = Counted(aten.unsafe_split.Tensor)  # its parts share memory, which its schema does not say
     for _ in range(3):
-        product = remembered(asked["mul"], (x, x), {})
-        assert remembered(asked["view"], (x, [24]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
-        assert remembered(asked["add_"], (x, 1), {}) is x
-        first, second = remembered(split, (x, 2), {})
+        product = cache(asked["mul"], (x, x), {})
+        assert cache(asked["view"], (x, [24]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert cache(asked["add_"], (x, 1), {}) is x
+        first, second = cache(split, (x, 2), {})
         assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    assert product.untyped_storage()._cdata != remembered(asked["mul"], (x, x), {}).untyped_storage()._cdata
+    assert product.untyped_storage()._cdata != cache(asked["mul"], (x, x), {}).untyped_storage()._cdata
     assert [calls.count(one) for one in (*asked.values(), split)] == [1, 3, 3, 3]
 
 
 def test_results_with_values_are_computed() -> None:
-    remembered = ResultCache()
+    cache = ResultCache()
     for number in (1, 2):
-        assert remembered(aten.mul.Tensor, (torch.tensor([3]), torch.tensor([number])), {}).item() == 3 * number
+        assert cache(aten.mul.Tensor, (torch.tensor([3]), torch.tensor([number])), {}).item() == 3 * number
 
 
-LAYERS = {**MIXTURE, "moe": {**MIXTURE["moe"], "moe_layer_freq": "([0]*2+[1]*2)"}}
+LAYERS = {**MOE, "moe": {**MOE["moe"], "moe_layer_freq": "([0]*2+[1]*2)"}}
 
 
 def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:
@@ -101,7 +101,7 @@ def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:
         assert planner.plan(built(values, 4), 4).ranks == planned(values, 4).ranks
 
 
-def test_layers_without_experts_are_run_once_however_experts_are_divided(monkeypatch) -> None:
+def test_layers_without_experts_are_run_once_however_experts_are_sharded(monkeypatch) -> None:
     ran: list[tuple[int, ...]] = []
     run = StageCosts._run
 
@@ -115,5 +115,5 @@ def test_layers_without_experts_are_run_once_however_experts_are_divided(monkeyp
     ran.clear()
     for size in (1, 2, 4):
         planner.plan(built(tree(LAYERS, parallel={EP: size}), 4), 4)
-    # Balanced and crowded, of each division.
+    # Balanced and imbalanced, of each division.
     assert [ran.count(layers) for layers in ((0,), (0, 1), (1, 2), (2, 3))] == [1, 1, 6, 6]

@@ -15,12 +15,12 @@ from mt_core.parallel.pipeline.schedule_tables import ScheduleTable
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import GIB
-from mt_tools.plan.routing import Deal, dealt_in_turn
+from mt_tools.plan.routing import Assignment, assign_round_robin
 from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
 
 MICRO_BATCHES = (1, 2, 4)
-PLAYED_ROUNDS = 4
+SIMULATED_ROUNDS = 4
 AXES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 RECOMPUTE = ("none", "selective", "full")
@@ -46,25 +46,25 @@ class QuickPlanner(Planner):
     """A planner for many layouts. It measures one sample and scales it to every micro-batch size; of a step with very
     many micro-batches it simulates some, since each further one adds the same time."""
 
-    def stage_costs(self, config: Config, world: int, deal: Deal = dealt_in_turn) -> StageCosts:
+    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
-        costs = super().stage_costs(config.model_copy(update={"train": one}), world, deal)
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign)
         return costs.of_samples(config.train.micro_batch_size)
 
-    def crowded_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
         """Layouts are ranked with a balanced load."""
         return None
 
     def start_times(
         self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
     ) -> tuple[ScheduleTable, float, float]:
-        played = PLAYED_ROUNDS * pp
-        if pp == 1 or passes <= played or config.parallel.pipeline_schedule == "gpipe":
+        simulated = SIMULATED_ROUNDS * pp
+        if pp == 1 or passes <= simulated or config.parallel.pipeline_schedule == "gpipe":
             return super().start_times(config, pp, by_stage, passes, clock)
-        order, bubble, seconds = super().start_times(config, pp, by_stage, played, clock)
-        shorter = super().start_times(config, pp, by_stage, played - pp, clock)[2]
-        whole = seconds + (passes - played) * (seconds - shorter) / pp
-        busy = (1 - bubble) * seconds * passes / played
+        order, bubble, seconds = super().start_times(config, pp, by_stage, simulated, clock)
+        shorter = super().start_times(config, pp, by_stage, simulated - pp, clock)[2]
+        whole = seconds + (passes - simulated) * (seconds - shorter) / pp
+        busy = (1 - bubble) * seconds * passes / simulated
         return order, 1 - busy / whole, whole
 
 
@@ -168,13 +168,13 @@ def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
     fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
     stage = world // parallel["pipeline_model_parallel_size"]
 
-    def held(count: float, shards: int) -> float:
+    def gibibytes(count: float, shards: int) -> float:
         return count * stage / world / shards * (fixed + shared * shards / stage)
 
     tensor = parallel["tensor_model_parallel_size"]
     expert_tensor = parallel["expert_tensor_parallel_size"] or tensor
-    experts = held(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
-    return (held(parameters.total - parameters.experts, tensor) + experts) / GIB
+    experts = gibibytes(parameters.experts, expert_tensor * parallel["expert_model_parallel_size"])
+    return (gibibytes(parameters.total - parameters.experts, tensor) + experts) / GIB
 
 
 def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from itertools import repeat, zip_longest
 
 from torch import Tensor
 
-from mt_tools.verify.record import RunRecord
+from mt_tools.verify.run_record import RunRecord
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import Concatenate, Rule, Same
 from mt_models.blocks.decoder_config import DecoderConfig
 from mt_models.blocks.hugging_face_decoder import OURS, THEIRS, feed_forward_rules
-from mt_models.blocks.mixture import Mixture
+from mt_models.blocks.moe import MoEOptions
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class ExpertNames:
 
 
 def expert_rules(
-    mixture: Mixture, names: ExpertNames, *, ours: str = OURS, theirs: str = THEIRS, always_biased: bool = False
+    moe: MoEOptions, names: ExpertNames, *, ours: str = OURS, theirs: str = THEIRS, always_biased: bool = False
 ) -> list[Rule]:
     """The rules of an MoE layer. ours, theirs: prefixes of the names of a layer. always_biased: the format has an
     expert bias even if the model has none."""
-    experts = range(mixture.num_experts)
+    experts = range(moe.num_experts)
     halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in (names.gate, names.up)]
     downs = [f"{theirs}{names.down}".replace("{e}", str(e)) for e in experts]
     router, fc1, fc2 = (f"{ours}mlp.{name}.weight" for name in ("router", "experts.linear_fc1", "experts.linear_fc2"))
@@ -86,29 +86,29 @@ def expert_rules(
 
     rules: list[Rule] = [
         Same(router, f"{theirs}{names.router}", others=in_memory(router, names.stacked_router)),
-        StackedExperts(fc1, tuple(halves), mixture.num_experts, others=in_memory(fc1, names.stacked_gate_up)),
-        StackedExperts(fc2, tuple(downs), mixture.num_experts, others=in_memory(fc2, names.stacked_down)),
+        StackedExperts(fc1, tuple(halves), moe.num_experts, others=in_memory(fc1, names.stacked_gate_up)),
+        StackedExperts(fc2, tuple(downs), moe.num_experts, others=in_memory(fc2, names.stacked_down)),
     ]
-    if always_biased and not mixture["moe_router_enable_expert_bias"]:
+    if always_biased and not moe["moe_router_enable_expert_bias"]:
         rules[0] = RouterWithoutBias(router, (f"{theirs}{names.router}", f"{theirs}{names.expert_bias}"))
-    if mixture["moe_router_enable_expert_bias"]:
+    if moe["moe_router_enable_expert_bias"]:
         rules.append(Same(f"{ours}mlp.router.expert_bias", f"{theirs}{names.expert_bias}"))
-    if mixture.shared_size is not None:
+    if moe.shared_size is not None:
         shared = tuple(f"{theirs}{names.shared}.{half}_proj.weight" for half in ("gate", "up"))
         rules.append(Concatenate(f"{ours}mlp.shared_experts.linear_fc1.weight", shared))
         rules.append(Same(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{theirs}{names.shared}.down_proj.weight"))
-    if mixture["moe_shared_expert_gate"]:
+    if moe["moe_shared_expert_gate"]:
         rules.append(Same(f"{ours}mlp.shared_experts.gate_weight", f"{theirs}{names.shared_gate}"))
     return rules
 
 
 def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames, *, always_biased: bool = False) -> list[Rule]:
     """The feed-forwards of all layers, MoE or dense, one by one. always_biased: see expert_rules."""
-    mixture = Mixture(config)
-    sparse, dense = expert_rules(mixture, names, always_biased=always_biased), feed_forward_rules()
+    moe = MoEOptions(config)
+    sparse, dense = expert_rules(moe, names, always_biased=always_biased), feed_forward_rules()
     return [
         rule.for_layer(number)
-        for number, has_experts in enumerate(mixture.layers)
+        for number, has_experts in enumerate(moe.layers)
         for rule in (sparse if has_experts else dense)
     ]
 
@@ -124,8 +124,8 @@ def import_bias(external: Mapping[str, Any]) -> dict[str, bool]:
     return {"moe_router_enable_expert_bias": bool(external.get(BIAS_KEY, True))}
 
 
-def export_bias(mixture: Mixture) -> dict[str, bool]:
-    return {} if mixture["moe_router_enable_expert_bias"] else {BIAS_KEY: False}
+def export_bias(moe: MoEOptions) -> dict[str, bool]:
+    return {} if moe["moe_router_enable_expert_bias"] else {BIAS_KEY: False}
 
 
 def require_normalized(external: Mapping[str, Any]) -> None:
@@ -151,41 +151,37 @@ def import_groups(external: Mapping[str, Any], score_topk: int) -> dict[str, int
     }
 
 
-def group_scores(mixture: Mixture, fixed: int) -> tuple[int | None, ...]:
+def group_scores(moe: MoEOptions, fixed: int) -> tuple[int | None, ...]:
     """Values of moe_router_group_score_topk equivalent to the number that the class has fixed, or to no groups."""
-    if mixture["moe_router_num_groups"] is None:
+    if moe["moe_router_num_groups"] is None:
         return (None,)
-    by_default = mixture["moe_router_topk"] // mixture["moe_router_group_topk"]
+    by_default = moe["moe_router_topk"] // moe["moe_router_group_topk"]
     return (fixed, None) if by_default == fixed else (fixed,)
 
 
-def shared_experts(mixture: Mixture, kind: str) -> int:
+def shared_experts(moe: MoEOptions, kind: str) -> int:
     """Width of the shared expert over that of a routed one. Raises ConfigError unless it is a whole number."""
-    shared, uneven = divmod(mixture.shared_size or 0, mixture.ffn_size)
+    shared, uneven = divmod(moe.shared_size or 0, moe.ffn_size)
     if uneven or not shared:
         raise ConfigError(
-            f"model.moe.moe_shared_expert_intermediate_size={mixture.shared_size} cannot be written as a Hugging Face "
-            f"{kind}; it can be a multiple of the experts' width {mixture.ffn_size}"
+            f"model.moe.moe_shared_expert_intermediate_size={moe.shared_size} cannot be written as a Hugging Face "
+            f"{kind}; it can be a multiple of the experts' width {moe.ffn_size}"
         )
     return shared
 
 
-def first_dense(mixture: Mixture, kind: str) -> int:
+def first_dense(moe: MoEOptions, kind: str) -> int:
     """Number of dense layers before the MoE layers. Raises ConfigError for dense layers elsewhere."""
-    if mixture.first_dense is None:
+    if moe.first_dense is None:
         raise ConfigError(
-            f"model.moe.moe_layer_freq={mixture['moe_layer_freq']} cannot be written as a Hugging Face {kind}, whose "
+            f"model.moe.moe_layer_freq={moe['moe_layer_freq']} cannot be written as a Hugging Face {kind}, whose "
             "dense layers come first"
         )
-    return mixture.first_dense
+    return moe.first_dense
 
 
-MIXTURE_IGNORED = {
+MOE_IGNORED = {
     "output_router_logits": "asks the Python class for its logits; training adds the losses of model.moe",
-    **dict.fromkeys(
-        ("experts_implementation", "_experts_implementation"),
-        "which kernel multiplied the experts' matrices; model.moe.moe_grouped_gemm chooses one",
-    ),
 }
 """For ConfigMap.ignored."""
 SILU = Fixed("hidden_act", ("silu", "swish"))
@@ -197,8 +193,8 @@ def import_balance(external: Mapping[str, Any], default: float) -> dict[str, Any
     return {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [coefficient]}
 
 
-def export_balance(mixture: Mixture) -> dict[str, float]:
+def export_balance(moe: MoEOptions) -> dict[str, float]:
     """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none."""
-    losses = [x for x in mixture.options.get("moe_router_load_balancing_type", ["aux_loss"]) if x.endswith("loss")]
-    coefficients = mixture.options.get("moe_aux_loss_coeff") or [0.01] * len(losses)
+    losses = [x for x in moe.options.get("moe_router_load_balancing_type", ["aux_loss"]) if x.endswith("loss")]
+    coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01] * len(losses)
     return {"router_aux_loss_coef": dict(zip(losses, coefficients, strict=True)).get("aux_loss", 0.0)}

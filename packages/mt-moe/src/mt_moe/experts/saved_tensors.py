@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def not_keeping(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+def recompute_saved(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
     """A context in which operations do not save x: their backward passes call `compute` for it, which has to return
     a bitwise equal tensor."""
     memory, shape = x.data_ptr(), x.shape

@@ -166,7 +166,7 @@ def _undivided(size: int) -> int:
 
 def _compute_on_cpu(tree: Tree) -> None:
     """Without GPU-only options, and in fp32, where the order of summation changes little."""
-    tree["train"].update(device="cpu", compile="none", cuda_graphs="none", late_metrics="never")
+    tree["train"].update(device="cpu", compile="none", cuda_graphs="none", deferred_metrics="never")
     tree["kernels"] = {}
     tree["precision"] = {"dtype": "fp32"}
     model, optimizer = tree["model"], tree["optimizer"]

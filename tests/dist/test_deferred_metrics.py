@@ -1,4 +1,4 @@
-"""Several ranks whose loss and norm are read a step late train as ranks do that wait for them."""
+"""Several ranks whose loss and norm are read one step later train as ranks do that wait for them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ BALANCED = (
 TENSOR = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 CONTEXT = ("parallel.context_parallel_size=2",)
 PIPELINE = ("parallel.pipeline_model_parallel_size=2",)
-DIVIDED = ("parallel.use_distributed_optimizer=true", "precision.dtype=bf16")
+DISTRIBUTED = ("parallel.use_distributed_optimizer=true", "precision.dtype=bf16")
 FSDP2 = ("parallel.use_torch_fsdp2=true",)
 LAYOUTS = {
     "data": (2, ()),
     "data, 16-bit moments": (2, ("optimizer.exp_avg_dtype=bf16",)),
-    "distributed optimizer": (2, DIVIDED),
+    "distributed optimizer": (2, DISTRIBUTED),
     "fsdp2": (2, FSDP2),
     "tensor": (2, TENSOR),
     "context": (2, CONTEXT),
@@ -59,7 +59,7 @@ LAYOUTS = {
     "pipeline, multi-token": (2, (*MULTI_TOKEN, *PIPELINE)),
     "data, balanced experts": (2, BALANCED),
     "tensor x pipeline, balanced experts": (4, (*BALANCED, *TENSOR, *PIPELINE)),
-    "data x pipeline": (4, (*PIPELINE, *DIVIDED)),
+    "data x pipeline": (4, (*PIPELINE, *DISTRIBUTED)),
 }
 
 
@@ -78,31 +78,31 @@ class Told(Callback):
         self.steps.append({key: value for key, value in metrics.items() if key != "tokens_per_second"})
 
 
-def training(late: bool, more: tuple[str, ...]) -> tuple[list[dict], dict[str, torch.Tensor]]:
+def training(deferred: bool, more: tuple[str, ...]) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Steps as told, and the weights after them."""
     told = Told()
-    trainer = Trainer(config(f"train.late_metrics={'always' if late else 'never'}", *more), callbacks=[told])
-    assert trainer.engine.step.deferred == late
+    trainer = Trainer(config(f"train.deferred_metrics={'always' if deferred else 'never'}", *more), callbacks=[told])
+    assert trainer.engine.step.deferred == deferred
     trainer.train()
     return told.steps, {name: weights.detach() for name, weights in trainer.engine.weights.named_parameters()}
 
 
 def late_and_at_once(rank: int, world: int, more: tuple[str, ...]) -> tuple[list[dict], list[dict], list[str]]:
-    """Steps told late, steps told at once, and the weights that differ in a bit."""
-    late, after_late = training(True, more)
+    """Steps reported one step later, steps told at once, and the weights that differ in a bit."""
+    deferred, after_deferred = training(True, more)
     at_once, after = training(False, more)
-    return late, at_once, [name for name in after if not torch.equal(after[name], after_late[name])]
+    return deferred, at_once, [name for name in after if not torch.equal(after[name], after_deferred[name])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_told_late_is_what_is_told_at_once_to_the_last_bit(name) -> None:
+def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
     world, more = LAYOUTS[name]
     ranks = run_ranks(world, late_and_at_once, more)
-    for late, at_once, different in ranks:
-        assert [step["iteration"] for step in late] == [1, 2, 3, 4, 5]
-        assert late == at_once
-        assert late == ranks[0][0]
+    for deferred, at_once, different in ranks:
+        assert [step["iteration"] for step in deferred] == [1, 2, 3, 4, 5]
+        assert deferred == at_once
+        assert deferred == ranks[0][0]
         assert not different
 
 
@@ -126,12 +126,12 @@ def test_the_losses_of_layers_are_those_of_one_process() -> None:
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def waits(rank: int, world: int, late: bool, more: tuple[str, ...]) -> int:
-    late_metrics = "always" if late else "never"
-    return spy_on_step(Trainer(config(f"train.late_metrics={late_metrics}", *more))).waits
+def waits(rank: int, world: int, deferred: bool, more: tuple[str, ...]) -> int:
+    deferred_metrics = "always" if deferred else "never"
+    return spy_on_step(Trainer(config(f"train.deferred_metrics={deferred_metrics}", *more))).waits
 
 
-@pytest.mark.parametrize("more", [(), DIVIDED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN])
+@pytest.mark.parametrize("more", [(), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN])
 def test_a_steady_step_of_two_ranks_waits_for_nothing(more) -> None:
     assert run_ranks(2, waits, True, more) == [0, 0]
 
@@ -142,7 +142,7 @@ def test_a_step_of_two_ranks_whose_metrics_are_read_at_once_waits() -> None:
 
 def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, bool]:
     """The second batch of the second rank alone is bad."""
-    saving = ("train.late_metrics=always", "checkpoint.save_interval=2")
+    saving = ("train.deferred_metrics=always", "checkpoint.save_interval=2")
     trainer = Trainer(config(*saving), run_dir=run_dir)
     loss_of = trainer.engine.forward_backward.forward_step
     before: dict[str, torch.Tensor] = {}
@@ -172,13 +172,13 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_before_anything_is_saved
 
 def refused(rank: int, world: int) -> str:
     with pytest.raises(ConfigError) as raised:
-        Trainer(config("train.late_metrics=always", "logging.trace_schedule=trace.json", *PIPELINE))
+        Trainer(config("train.deferred_metrics=always", "logging.trace_schedule=trace.json", *PIPELINE))
     return str(raised.value)
 
 
 def test_a_step_whose_schedule_is_traced_is_refused() -> None:
     for words in run_ranks(2, refused):
-        assert "train.late_metrics=always is not possible: logging.trace_schedule=trace.json measures one step" in words
+        assert "train.deferred_metrics=always is not possible: logging.trace_schedule=trace.json measures one step" in words
 
 
 class Stops(Callback):
@@ -193,7 +193,7 @@ class Stops(Callback):
 
 
 def stopped(rank: int, world: int) -> tuple[int, str | None]:
-    result = Trainer(config("train.late_metrics=always", "train.train_iters=9"), callbacks=[Stops(rank)]).train()
+    result = Trainer(config("train.deferred_metrics=always", "train.train_iters=9"), callbacks=[Stops(rank)]).train()
     return result.state.iteration, result.stopped
 
 
@@ -208,11 +208,11 @@ def agreements(rank: int, world: int) -> tuple[list[bool], int, int]:
     ctx = build_parallel_context(AxisSizes())
     agreed = DelayedAllReduceFlag(ctx, ctx.world)
     answers = [agreed(rank == 1 and number == 2) for number in range(4)]
-    with Spy() as late:
+    with Spy() as deferred:
         answers.append(agreed(False))
     with Spy() as at_once:
         any_over(False, ctx.world, ctx.device)
-    return answers, late.waits, at_once.waits
+    return answers, deferred.waits, at_once.waits
 
 
 def test_ranks_agree_a_call_late_and_wait_for_nothing() -> None:
@@ -220,7 +220,7 @@ def test_ranks_agree_a_call_late_and_wait_for_nothing() -> None:
 
 
 def exits(rank: int, world: int) -> int:
-    return Trainer(config("train.late_metrics=always", "train.exit_iteration=3")).train().state.iteration
+    return Trainer(config("train.deferred_metrics=always", "train.exit_iteration=3")).train().state.iteration
 
 
 def test_an_exit_that_all_ranks_know_of_is_at_its_step() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mt_core.config.layer_pattern import layers_with_experts
-from mt_models.blocks.hugging_face_mixture import StackedExperts
-from mt_models.blocks.mixture import DEFAULTS, Mixture, frequency_of
+from mt_models.blocks.hugging_face_moe import StackedExperts
+from mt_models.blocks.moe import DEFAULTS, MoEOptions, frequency_of
 
 moe_config = pytest.importorskip("mt_moe.config")
 
@@ -25,10 +25,10 @@ def test_a_frequency_is_written_as_it_is_read(layers) -> None:
 
 
 def test_dense_layers_that_do_not_come_first_have_no_number() -> None:
-    def mixture(freq) -> Mixture:
-        return Mixture(SimpleNamespace(moe={"num_experts": 4, "moe_layer_freq": freq}, num_layers=4, ffn_size=8))
+    def moe_options(freq) -> MoEOptions:
+        return MoEOptions(SimpleNamespace(moe={"num_experts": 4, "moe_layer_freq": freq}, num_layers=4, ffn_size=8))
 
-    assert [mixture(freq).first_dense for freq in (1, "[0]*3+[1]", "[0]*4", 2)] == [0, 3, 4, None]
+    assert [moe_options(freq).first_dense for freq in (1, "[0]*3+[1]", "[0]*4", 2)] == [0, 3, 4, None]
 
 
 def test_experts_are_stacked_with_their_gate_rows_first_and_taken_apart_again() -> None:

@@ -1,0 +1,1 @@
+from .reader import open_checkpoint as open_checkpoint

@@ -1,0 +1,11 @@
+from .build import build_initialized_model as build_initialized_model
+from .build import build_model as build_model
+from .callbacks import Callback as Callback
+from .callbacks import Metrics as Metrics
+from .callbacks import Run as Run
+from .engine import Engine as Engine
+from .engine import StepRecord as StepRecord
+from .evaluation import evaluate as evaluate
+from .state import TrainResult as TrainResult
+from .state import TrainState as TrainState
+from .trainer import Trainer as Trainer

@@ -1,0 +1,9 @@
+from .clean_options import CleanOptions as CleanOptions
+from .clean_options import preset as preset
+from .cleaning import clean as clean
+from .decontamination import decontaminate as decontaminate
+from .dedup_options import DedupOptions as DedupOptions
+from .deduplication import dedup as dedup
+from .overlap_options import OverlapOptions as OverlapOptions
+from .report import CorpusReport as CorpusReport
+from .running import RunOptions as RunOptions

@@ -1,0 +1,3 @@
+from .config import SFTDataConfig as SFTDataConfig
+from .dataset import SFTDataset as SFTDataset
+from .dataset import build_sft as build_sft
