@@ -77,7 +77,7 @@ def save_ranks(path: Path, made: Plan, options: ConvertOptions, host: PluginHost
     with closing(ResumableFolder(path, key)) as folder:
         written: set[str] = set()
         for stage in range(made.target.pipeline.stages):
-            files = _stage_files(made, folder_name, stage)
+            files = stage_files(made, folder_name, stage)
             names = {*files, *(optimizer_file(name) for name in files if made.distributed)}
             if not all(folder.finished(name) is not None for name in names):
                 _write_stage(folder, files, made, stage, host, model_value)
@@ -87,7 +87,17 @@ def save_ranks(path: Path, made: Plan, options: ConvertOptions, host: PluginHost
         folder.commit({*written, TRACKER})
 
 
-def _stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[AxisName, int]]:
+def model_key(made: Plan, part: int) -> str:
+    """Under which a rank's file has a model part."""
+    return "model" if made.target.pipeline.parts == 1 else f"model{part}"
+
+
+def is_last(made: Plan, stage: int, part: int) -> bool:
+    """Whether a model part is the last of the whole model."""
+    return stage == made.target.pipeline.stages - 1 and part == made.target.pipeline.parts - 1
+
+
+def stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[AxisName, int]]:
     """File -> the place of its rank."""
     grid, stages = made.target.grid, made.target.pipeline.stages
     return {
@@ -201,9 +211,8 @@ def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model
         "iteration": made.iteration,
     }
     for part in range(parts):
-        last = stage == made.target.pipeline.stages - 1 and part == parts - 1
-        model = model_value(rank.weights(part), rank.parts[part], made, last)
-        value["model" if parts == 1 else f"model{part}"] = model
+        model = model_value(rank.weights(part), rank.parts[part], made, is_last(made, stage, part))
+        value[model_key(made, part)] = model
     if made.states:
         value["optimizer"] = _optimizer(rank, made)
         value["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
@@ -227,8 +236,9 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
     )
 
 
-def core_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
-    """Megatron-Core's state dictionary: parameters, those that have two names, and None for FP8 states."""
+def core_model(weights: Mapping[str, Any], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
+    """Megatron-Core's state dictionary: parameters, those that have two names, and None for FP8 states. weights: stored
+    name -> the tensor, or whatever stands for it."""
     items: dict[str, Any] = dict(weights)
     is_t5 = made.config.model.family == "t5"
     if is_t5:

@@ -47,7 +47,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     model's, and OSError.
     """
     made = plan(source, options, host, "torch_dist")
-    optimizer_format = _optimizer_format(made, options)
+    optimizer_format = chosen_optimizer_format(made, options)
     items = dist_plan(made, optimizer_format)
     groups = split_by_bytes(items.chunks, options.max_shard_size or MAX_FILE_BYTES)
     identity = getattr(source, "identity", None)
@@ -72,7 +72,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
         folder.commit({*small, *(f"{name}/__0_{number}.distcp" for number in range(len(groups)))})
 
 
-def _optimizer_format(made: Plan, options: ConvertOptions) -> str:
+def chosen_optimizer_format(made: Plan, options: ConvertOptions) -> str:
     """Raises ConfigError for a state that the version cannot load."""
     asked = options.target_optimizer_format
     if made.states and not made.version.model_shaped_optimizer:
