@@ -33,6 +33,36 @@ HYBRID = {
     "mamba_num_groups": 4,
 }
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24}
+YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "rope_beta_fast": 1.0,
+    "rope_beta_slow": 0.2,
+    "rope_truncate": False,
+    "max_position_embeddings": 64,
+}
+LATENT = {
+    "family": "deepseek",
+    **SHAPE,
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 64,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+GPT_OSS = {
+    "family": "gpt_oss",
+    **SHAPE,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "ffn_hidden_size": 24,
+    "sliding_window": 3,
+    **YARN,
+    "moe": {"num_experts": 4, "moe_router_topk": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +98,58 @@ CASES = {
     "bert": Case({"family": "bert", **SHAPE, "max_position_embeddings": 16}, "bert", exact=True),
     "t5": Case(T5, "t5", exact=True),
     "hybrid": Case(HYBRID, "hybrid", transformer_impl="transformer_engine"),
+    "hybrid, local layers": Case(HYBRID, "local_hybrid"),
+    "hybrid with experts, local layers": Case(
+        {**HYBRID, "hybrid_layer_pattern": "M*E", "moe": EXPERTS}, "local_hybrid"
+    ),
+    "hybrid, rotary and gated, local layers": Case(
+        {
+            **HYBRID,
+            "hybrid_layer_pattern": "M*E-",
+            "mamba_num_heads": 12,
+            "num_query_groups": 2,
+            "position_embedding_type": "rope",
+            "rotary_percent": 0.5,
+            "activation": "swiglu",
+            "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 16},
+        },
+        "local_hybrid",
+    ),
+    "gpt, partly rotary": Case(
+        {
+            **SHAPE,
+            "family": "gpt",
+            "ffn_hidden_size": 48,
+            "position_embedding_type": "rope",
+            "rotary_percent": 0.5,
+            "kv_channels": 12,
+        },
+        exact=True,
+    ),
+    "qwen2, windows in some layers": Case(
+        {
+            **LLAMA,
+            "family": "qwen",
+            "add_qkv_bias": True,
+            "qk_layernorm": False,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        }
+    ),
+    "shared experts with a gate": Case(
+        {
+            **LLAMA,
+            "family": "qwen_moe",
+            "add_qkv_bias": True,
+            "qk_layernorm": False,
+            "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+        }
+    ),
+    "llama, rope scaling": Case(
+        {**LLAMA, "rope_scaling_type": "llama3", "rope_scaling_factor": 8.0, "original_max_position_embeddings": 8192}
+    ),
+    "llama, YaRN": Case({**LLAMA, **YARN}),
+    "gpt_oss": Case(GPT_OSS),
     "experts": Case({**GPT, "moe": EXPERTS}, exact=True),
     "mixtral": Case({**LLAMA, "family": "mixtral", "moe": EXPERTS}),
     "experts, sigmoid router": Case(
@@ -85,17 +167,25 @@ CASES = {
             "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*3)"},
         }
     ),
-    "latent attention": Case(
+    "latent attention": Case(LATENT),
+    "latent attention, YaRN, groups of experts": Case(
         {
-            "family": "deepseek",
-            **SHAPE,
-            "ffn_hidden_size": 48,
-            "max_position_embeddings": 64,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 12,
-            "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 6,
+            **LATENT,
+            "rope_scaling_type": "yarn",
+            "rope_scaling_factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "rope_mscale": 0.707,
+            "rope_mscale_all_dim": 0.707,
+            "moe": {
+                **EXPERTS,
+                "moe_layer_freq": "([0]*1+[1]*3)",
+                "moe_shared_expert_intermediate_size": 16,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_num_groups": 2,
+                "moe_router_group_topk": 1,
+                "moe_router_topk_scaling_factor": 2.5,
+            },
         }
     ),
 }

@@ -95,11 +95,11 @@ class Megatron:
     ) -> Answer:
         """Build a model, load a checkpoint into it, compute, train and save, in that order, as far as asked for.
 
-        family: gpt (with experts and latent attention too), hybrid, bert or t5. arguments: Megatron's command line;
-        with `load` only the layout over ranks and the training are needed, the model is that of the checkpoint.
+        family: gpt (with experts and latent attention too), hybrid, local_hybrid, bert or t5. arguments: Megatron's
+        command line; with `load` only the layout over ranks and the training are needed, the model is the checkpoint's.
         inputs: tokens and labels [batch, sequence], for bert also types, for t5 decoder_tokens; a row is a micro-batch,
-        and the rows of the batch are divided over data parallel ranks. num_steps: each on all of `inputs`. double: logits
-        are computed in fp64, from the fp32 weights that were loaded.
+        and the rows of the batch are divided over data parallel ranks. num_steps: each on all of `inputs`. double:
+        logits are computed in fp64, from the fp32 weights that were loaded.
 
         Raises MegatronError with the end of the log where any rank fails, and where a strict load does.
         """

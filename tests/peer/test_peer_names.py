@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["local_hybrid"] = ("local_hybrid", MODELS["hybrid"][1])
 """Name -> (Megatron's model, our configuration)."""
 STRICT = {"torch": [], "torch_dist": ["--dist-ckpt-strictness=raise_all"]}
 SAVERS = {"torch": "megatron", "torch_dist": "megatron-dist"}
