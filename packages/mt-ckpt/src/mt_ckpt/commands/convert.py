@@ -89,7 +89,7 @@ def convert(
     granularity: Annotated[
         int, typer.Option(min=1, help="With --upcycle-experts: make each so much narrower, and use as many more.")
     ] = 1,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes that write at the same time (formats hf, mt).")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes that write at the same time (hf, mt, Megatron's).")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the result again; compare tensors, then both models' outputs.")
