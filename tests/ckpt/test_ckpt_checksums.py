@@ -22,6 +22,7 @@ FORMATS = {
     "megatron-legacy": CUT,
     "transformers-megatron": CUT,
     "trtllm": CUT,
+    "meta": ConvertOptions(target_tensor_parallel_size=2),
 }
 
 
@@ -29,8 +30,13 @@ FORMATS = {
 def written(make_model, host, tmp_path: Path):
     def write(saver: str) -> Path:
         keys = GPT2 if saver == "transformers-megatron" else LLAMA
+        even = {"vocab_size": 102} if saver == "meta" else {}  # whose ranks have equal parts without padding
         convert(
-            make_model(**{**keys, "num_layers": 2}), tmp_path / "out", saver=saver, options=FORMATS[saver], host=host
+            make_model(**{**keys, **even, "num_layers": 2}),
+            tmp_path / "out",
+            saver=saver,
+            options=FORMATS[saver],
+            host=host,
         )
         return tmp_path / "out"
 

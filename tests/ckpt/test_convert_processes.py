@@ -13,7 +13,7 @@ from tests.ckpt.convert_cases import LLAMA, MODELS
 from tests.ckpt.test_convert_engine import Killed, shards_of
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.files import _groups
+from mt_ckpt.convert.files import SafetensorsFiles, _groups
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.safetensors_files import TensorInfo
@@ -46,6 +46,48 @@ def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path) -
     once, twice = told[: len(told) // 2], told[len(told) // 2 :]
     assert once[-1] == twice[-1] == (report.num_bytes, report.num_bytes)
     assert [done for done, _ in twice] == sorted(done for done, _ in twice)
+
+
+MEGATRON = {
+    "megatron": ConvertOptions(target_tensor_parallel_size=2, target_pipeline_parallel_size=2),
+    "megatron-dist": ConvertOptions(max_shard_size=60_000),
+    "megatron-legacy": ConvertOptions(target_tensor_parallel_size=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saver", MEGATRON)
+def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_path: Path, saver: str) -> None:
+    """Each by one process: the same bytes, and a tensor is counted once, though several processes read it."""
+    source, told = make_model(**{**LLAMA, "num_layers": 4}), []
+    for nproc in (1, 2):
+        report = convert(
+            source,
+            tmp_path / str(nproc),
+            saver=saver,
+            options=MEGATRON[saver],
+            nproc=nproc,
+            host=host,
+            progress=lambda done, total: told.append((done, total)),
+        )
+    once = contents(tmp_path / "1")
+    assert sum(name.endswith((".pt", ".distcp")) for name in once) > 1
+    assert contents(tmp_path / "2") == once
+    assert told[-1] == (report.num_bytes, report.num_bytes)
+
+
+@pytest.mark.slow
+def test_the_first_process_writes_until_the_others_have_started(make_model, host, tmp_path: Path, monkeypatch) -> None:
+    here: list[str] = []
+    write = SafetensorsFiles.write
+
+    def noted(self, folder, part):
+        here.append(part.file)
+        return write(self, folder, part)
+
+    monkeypatch.setattr(SafetensorsFiles, "write", noted)
+    convert(make_model(**LLAMA), tmp_path / "2", saver="hf", options=IN_SHARDS, nproc=2, host=host)
+    assert here  # workers are other processes, in which nothing is replaced
 
 
 @pytest.mark.slow
@@ -97,8 +139,8 @@ def test_a_process_that_is_killed_is_told(make_model, host, tmp_path: Path) -> N
 
 def test_refusals(make_model, host, tmp_path: Path) -> None:
     source = make_model(**LLAMA)
-    with pytest.raises(ConfigError, match="--nproc 2: one process writes the format megatron; leave it out"):
-        convert(source, tmp_path / "x", saver="megatron", nproc=2, host=host)
+    with pytest.raises(ConfigError, match="--nproc 2: one process writes the format trtllm; leave it out"):
+        convert(source, tmp_path / "x", saver="trtllm", nproc=2, host=host)
     with pytest.raises(ConfigError, match="--nproc 0: at least one process has to write"):
         convert(source, tmp_path / "x", saver="hf", nproc=0, host=host)
 

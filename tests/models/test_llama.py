@@ -6,7 +6,9 @@ import pytest
 import torch
 from tests.models import decoder_reference as ref
 
+from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
+from mt_models.blocks.rotary_scaling import build_rotary
 from mt_models.hugging_face import load_reference
 
 transformers = pytest.importorskip("transformers")
@@ -65,6 +67,27 @@ def test_every_rope_scaling_equals_the_reference(host, randomize, rope) -> None:
     ref.assert_same_function(pair, ref.random_tokens(VOCAB, 37))
     ref.assert_decoding_equals_forward(pair.ours, ref.random_tokens(VOCAB, 28))
     ref.assert_maps_round_trip(pair)
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_are_those_of_the_reference_to_the_last_bit(host, rope, head_dim: int) -> None:
+    """Angles are frequencies times positions: at position 100,000 an ulp is 0.006 of one."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    original = {name: 8192 for name in ROPES[rope] if name == "original_max_position_embeddings"}
+    parameters = {**ROPES[rope], **original, "rope_theta": 500000.0}
+    external = transformers.LlamaConfig(
+        **{**SHAPE, "head_dim": head_dim}, rope_parameters=parameters, max_position_embeddings=8192
+    )
+    positions = torch.tensor([[0, 1, 7, 8191, 100_000]])
+    theirs = LlamaRotaryEmbedding(external)
+    cos, sin = theirs(torch.zeros(1), positions)
+    keys = host.models.get("llama").name_maps["hf"].load().read_config(external.to_dict())
+    ours = build_rotary(config_from_dict({"model": keys}, host).model).angles(positions)
+    half = head_dim // 2
+    assert torch.equal(ours.cos[..., 0, :], cos[..., :half])
+    assert torch.equal(ours.sin[..., 0, :], sin[..., :half])
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -145,6 +145,20 @@ def test_the_chunked_scan_survives_decay_beyond_the_range_of_fp32() -> None:
     assert inputs["dt"].grad.isfinite().all()
 
 
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_long_chunks_are_as_exact_as_the_recurrence_in_fp32(chunk: int) -> None:
+    """Logarithms of decays reach -1000 in a chunk; the decay between two positions must not have the error of those."""
+    inputs = scan_inputs(256, 2)
+    inputs["dt"], inputs["a"] = inputs["dt"] * 2, inputs["a"] * 4
+    expected = written_out(**inputs)[0]
+    state, step_by_step = torch.zeros(2, 4, 3, 5), []
+    for t in range(256):
+        y, state = recurrent_step(state, *(value if n == "a" else value[:, t] for n, value in inputs.items()))
+        step_by_step.append(y)
+    error = (torch.stack(step_by_step, 1) - expected).abs().max()
+    assert (chunked_scan(**inputs, chunk_size=chunk)[0] - expected).abs().max() < 4 * error
+
+
 @pytest.mark.parametrize("lengths", [(13,), (4, 4, 5), (1, 1, 9, 2), (3, 10)])
 def test_the_scan_starts_anew_in_each_document(lengths) -> None:
     inputs, segments = scan_inputs(13, 2), segments_of(*lengths)

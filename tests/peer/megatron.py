@@ -91,13 +91,15 @@ class Megatron:
         save: Path | None = None,
         save_format: str = "torch_dist",
         weights: bool = False,
+        double: bool = False,
     ) -> Answer:
         """Build a model, load a checkpoint into it, compute, train and save, in that order, as far as asked for.
 
-        family: gpt (with experts and latent attention too), hybrid, bert or t5. arguments: Megatron's command line;
-        with `load` only the layout over ranks and the training are needed, the model is that of the checkpoint.
+        family: gpt (with experts and latent attention too), hybrid, local_hybrid, bert or t5. arguments: Megatron's
+        command line; with `load` only the layout over ranks and the training are needed, the model is the checkpoint's.
         inputs: tokens and labels [batch, sequence], for bert also types, for t5 decoder_tokens; a row is a micro-batch,
-        and the rows of the batch are sharded over data parallel ranks. num_steps: each on all of `inputs`.
+        and the rows of the batch are sharded over data parallel ranks. num_steps: each on all of `inputs`. double:
+        logits are computed in fp64, from the fp32 weights that were loaded.
 
         Raises MegatronError with the end of the log where any rank fails, and where a strict load does.
         """
@@ -113,6 +115,7 @@ class Megatron:
             "save": str(save) if save else None,
             "save_format": save_format,
             "weights": weights,
+            "double": double,
         }
         return Answer(**self._run(request))
 

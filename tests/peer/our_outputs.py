@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mt_ckpt.convert.model import build_model, model_config
@@ -31,13 +32,25 @@ def inputs_of(family: str, vocab_size: int) -> dict[str, Tensor]:
     return inputs
 
 
-def logits_of(reader: CheckpointReader, inputs: Mapping[str, Tensor], host: PluginHost) -> Tensor:
-    """[batch, sequence, vocabulary]"""
+def logits_of(
+    reader: CheckpointReader, inputs: Mapping[str, Tensor], host: PluginHost, *, double: bool = False
+) -> Tensor:
+    """[batch, sequence, vocabulary]. double: in fp64, from fp32 weights."""
     config = model_config(reader, host)
     model = build_model(config, host).eval()
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
+    if not double:
+        return _logits(model, config.model.family, inputs)
+    for module in model.modules():
+        if getattr(module, "dtype", None) == torch.float32:  # what a residual stream is cast to
+            module.dtype = torch.float64
+    with patch.object(Tensor, "float", Tensor.double):  # of what is fp32 whatever the weights are
+        return _logits(model.double(), config.model.family, inputs)
+
+
+def _logits(model: nn.Module, family: str, inputs: Mapping[str, Tensor]) -> Tensor:
     given: list[Any] = [inputs["tokens"]]
-    if config.model.family == "t5":
+    if family == "t5":
         given.append(inputs["decoder_tokens"])
     named = {"tokentype_ids": inputs["types"]} if "types" in inputs else {}
     with torch.no_grad():

@@ -130,7 +130,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "qwen3_moe": {**LLAMA, "family": "qwen_moe", "moe": {"num_experts": 4, "moe_latent_size": 12}},
-    "gpt_moe": {**GPT, "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16}},
+    "gpt_moe": {**GPT, "moe": {"num_experts": 4}},
+    "gpt_moe_shared": {
+        **GPT,
+        "add_bias_linear": False,
+        "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+    },
     "deepseek_v2_lite": {
         **LATENT,
         "rope_scaling_type": "yarn",
@@ -182,7 +187,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "activation": "swiglu",
         "add_bias_linear": True,
-        "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+        "moe": {"num_experts": 4},
     },
 }
 UNCUT = ("t5",)

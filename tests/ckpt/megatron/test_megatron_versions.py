@@ -16,7 +16,8 @@ from tests.ckpt.megatron.conftest import RandomCheckpoint, assert_same_tensors
 from tests.ckpt.megatron.test_round_trip import through
 
 from mt_ckpt.megatron.order import in_order
-from mt_ckpt.megatron.save import core_model, part_entries
+from mt_ckpt.megatron.save import part_entries
+from mt_ckpt.megatron.strict_names import wanted_shapes
 from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
@@ -106,9 +107,9 @@ def planned(model: str, implementation: Any, version: str, ckpt_format: str, hos
 @pytest.mark.parametrize(("model", "implementation", "version", "declared"), list(cases()))
 def test_ranks_hold_what_the_models_of_a_version_declare(model, implementation, version, declared, host) -> None:
     made = planned(model, implementation, version, "torch", host)
-    entries = part_entries(made, 0, 0)
-    shapes = {e.stored: list(made.layout_of(e.name).shape[1 if e.expert is not None else 0 :]) for e in entries}
-    assert dict(core_model(shapes, entries, made, last=True).items) == without_attention(declared["torch"])
+    wanted = wanted_shapes(made, 0, 0, made.target.grid.context({"tp": 0, "ep": 0, "etp": 0}))
+    found = {name: shape and list(shape) for name, shape in wanted.items()}
+    assert found == without_attention(declared["torch"])
 
 
 @pytest.mark.parametrize(("model", "implementation", "version", "declared"), list(cases()))

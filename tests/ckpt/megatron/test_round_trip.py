@@ -232,6 +232,10 @@ def test_layouts_that_cannot_be(model, asked, words, tmp_path, host) -> None:
             {**MODELS["deepseek_v2_lite"], "original_max_position_embeddings": 64},
             "model.original_max_position_embeddings=64 cannot be .*, which fix it at 4096 for latent attention",
         ),
+        (
+            {**GPT, "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16}},
+            "moe_shared_expert_intermediate_size=16 of a model with biases in its linear layers: Megatron refuses",
+        ),
         ({**MODELS["mamba"], "mamba_conv_kernel": 3}, "model.mamba_conv_kernel=3 cannot be written"),
         ({**MODELS["mamba"], "norm_epsilon": 1e-6}, "model.norm_epsilon=1e-06 cannot be written .* can be 1e-05"),
         (

@@ -228,7 +228,7 @@ def nested(levels: int) -> bytes:
 
 HOSTILE = {
     "lists": (pickle.dumps({"model": laughs(list)}), r"repeats \d+ entries until they are \d"),
-    "tuples": (pickle.dumps({"model": laughs(tuple)}), "repeats"),
+    "tuples": (pickle.dumps({"model": laughs(tuple)}), "repeat"),
     "dictionaries": (pickle.dumps(laughs(lambda pair: dict(enumerate(pair)))), "repeats"),
     "attributes": (pickle.dumps(argparse.Namespace(model=laughs(list))), "repeats"),
     "a list in itself": (pickle.dumps({"model": inside_itself()}), "contains itself"),
@@ -244,7 +244,41 @@ def test_objects_that_are_endless_to_walk_through_are_refused(case: str) -> None
         SafeUnpickler(io.BytesIO(data), "file.pt").load()
 
 
+TOWER = b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(40))
+"""Pairs of the pair before, 40 levels of them."""
+KEYS = {
+    "of a dictionary": b"}(" + TOWER + b"K\x01u",
+    "of a dictionary, one by one": b"}" + TOWER + b"K\x01s",
+    "of a dictionary that is made at once": b"(" + TOWER + b"K\x01d",
+    "in a set": b"\x8f(" + TOWER + b"\x90",
+    "in a set that is made of a list": b"cbuiltins\nset\n](" + TOWER + b"e\x85R",
+    "in a list that is in a tuple": b"}](" + TOWER + b"e\x85K\x01s",
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_are_endless_to_hash_are_refused_before_they_are_built(case: str) -> None:
+    with pytest.raises(CheckpointError, match="file.pt: refused: .* keys or tuples that repeat .* no checkpoint does"):
+        SafeUnpickler(io.BytesIO(b"\x80\x04" + KEYS[case] + b"."), "file.pt").load()
+
+
+def test_many_keys_that_are_each_just_short_enough() -> None:
+    """A thousand keys of 2^19 entries."""
+    small = b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(19)) + b"q\x70"
+    data = b"\x80\x02}(" + small + b"K\x01" + b"h\x70K\x01" * 1000 + b"u."
+    with pytest.raises(CheckpointError, match="keys or tuples that repeat"):
+        SafeUnpickler(io.BytesIO(data), "file.pt").load()
+
+
+def test_storages_have_names() -> None:
+    """Other objects could be endless to print."""
+    storage = b"X\x07\x00\x00\x00storagectorch\nFloatStorage\n]X\x03\x00\x00\x00cpuK\x01"
+    with pytest.raises(CheckpointError, match=r"it has a storage named \[\]"):
+        SafeUnpickler(io.BytesIO(b"\x80\x02(" + storage + b"tQ."), "file.pt").load()
+
+
 def test_what_checkpoints_share_is_not_refused() -> None:
     common = argparse.Namespace(**{f"key{n}": list(range(50)) for n in range(400)})
     content = {"args": common, "groups": [{"args": common} for _ in range(100)], "deep": deep(150)}
+    content |= {("layer", n, (4, 4)): n for n in range(5000)}
     assert SafeUnpickler(io.BytesIO(pickle.dumps(content)), "file.pt").load()["groups"]

@@ -54,4 +54,10 @@ class EncoderDecoder:
         )
 
 
-BATCHES: dict[str, type[Batch]] = {"gpt": Decoder, "hybrid": Decoder, "bert": Encoder, "t5": EncoderDecoder}
+BATCHES: dict[str, type[Batch]] = {
+    "gpt": Decoder,
+    "hybrid": Decoder,
+    "local_hybrid": Decoder,
+    "bert": Encoder,
+    "t5": EncoderDecoder,
+}

@@ -30,7 +30,7 @@ import packaging.version
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint  # once for all versions, which take seconds to import it
-from local_hybrid_layers import install_kernels
+from local_hybrid_layers import install_kernels, modelopt_hybrid_stack_spec
 from torch import nn
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
@@ -295,7 +295,7 @@ def _hybrid(pattern: str, values: dict[str, Any], local: bool) -> Any:
             **values,
         }
     )
-    spec = _local_hybrid_spec() if local else _hybrid_spec()
+    spec = modelopt_hybrid_stack_spec() if local else _hybrid_spec()
     known = inspect.signature(Model).parameters
     argument = "hybrid_layer_pattern" if "hybrid_layer_pattern" in known else "hybrid_override_pattern"
     return _call(
@@ -317,21 +317,6 @@ def _hybrid_spec() -> Any:
     except ImportError:
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
     return spec
-
-
-def _local_hybrid_spec() -> Any:
-    """The one that ModelOpt takes, of Megatron's own layers, with torch's norms for Transformer Engine's."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    try:
-        from megatron.core.models.hybrid import hybrid_block as block
-        from megatron.core.post_training.modelopt.hybrid import model_specs
-    except ImportError:
-        from megatron.core.post_training.modelopt.mamba import model_specs
-        from megatron.core.ssm import mamba_block as block
-    block.TENorm = model_specs.Norm = WrappedTorchNorm
-    make = getattr(model_specs, "get_hybrid_stack_modelopt_spec", None) or model_specs.get_mamba_stack_modelopt_spec
-    return _call(make, local_core_attention=True, remap_te_layernorm=False)
 
 
 def _accept_latent_attention() -> None:

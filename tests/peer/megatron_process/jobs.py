@@ -128,6 +128,8 @@ def _evaluate(args: Namespace, request: dict[str, Any], chunks: list[Any]) -> di
     """logits [batch, sequence, padded vocabulary], token_losses [batch, sequence], of BERT binary_logits [batch, 2]."""
     for chunk in chunks:
         chunk.eval()
+        if request["double"]:
+            _compute_in_double(chunk)
     with torch.no_grad():
         with_labels = _passes(args, request, chunks, labels=True)
         without = _passes(args, request, chunks, labels=False)
@@ -138,6 +140,14 @@ def _evaluate(args: Namespace, request: dict[str, Any], chunks: list[Any]) -> di
         binary = [scores for _, scores in without if scores is not None]
         answer |= {"binary_logits": torch.cat(binary)} if binary else {}
     return {name: _of_all_replicas(tensor) for name, tensor in answer.items()}
+
+
+def _compute_in_double(chunk: Any) -> None:
+    """Weights, the dtype that layers cast their inputs to, and what is fp32 whatever the weights are. The process ends
+    with the job."""
+    chunk.module.double()
+    get_model_config(chunk).params_dtype = torch.float64
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
 def _passes(args: Namespace, request: dict[str, Any], chunks: list[Any], *, labels: bool) -> list[Any]:

@@ -6,6 +6,7 @@ the kernels of `mamba_ssm` and `causal_conv1d`. Both are replaced by what they c
 
 from __future__ import annotations
 
+import inspect
 import sys
 from functools import partial
 from types import ModuleType
@@ -136,6 +137,23 @@ def local_hybrid_stack_spec() -> Any:
     }
     submodules = hybrid_block.HybridStackSubmodules(**layers)
     return ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules)
+
+
+def modelopt_hybrid_stack_spec() -> Any:
+    """Megatron's own layers, which it has for ModelOpt, with torch's norms for Transformer Engine's. Of any version."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.post_training.modelopt.hybrid import model_specs
+    except ImportError:
+        from megatron.core.post_training.modelopt.mamba import model_specs
+        from megatron.core.ssm import mamba_block as block
+    block.TENorm = model_specs.Norm = WrappedTorchNorm
+    make = getattr(model_specs, "get_hybrid_stack_modelopt_spec", None) or model_specs.get_mamba_stack_modelopt_spec
+    known = inspect.signature(make).parameters
+    given = {"local_core_attention": True, "remap_te_layernorm": False}
+    return make(**{name: value for name, value in given.items() if name in known})
 
 
 def _norm_linear() -> type:

@@ -54,7 +54,13 @@ NOT_OF_THE_MODEL = {
 }
 """Fields of the transformer's configuration that say how it is computed, not what; and num_layers, which a pattern of
 layers replaces. Layout sizes end in `_size` and are never taken."""
-OTHERS = ("multi_latent_attention", "bert_binary_head")
+OTHERS = (
+    *("multi_latent_attention", "bert_binary_head", "quick_geglu"),
+    *("use_rope_scaling", "rope_scaling_factor", "position_embedding_type", "rotary_base"),
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
+)
+"""Arguments of the model that no field of the transformer's configuration is called."""
 
 
 def parse(request: dict[str, Any]) -> Namespace:
@@ -117,11 +123,22 @@ def _gpt(args: Namespace, pre_process: bool, post_process: bool, vp_stage: int |
 
 def _hybrid(args: Namespace, pre_process: bool, post_process: bool, vp_stage: int | None, pg: Any) -> Any:
     from local_hybrid_layers import local_hybrid_stack_spec
+
+    return _hybrid_of(local_hybrid_stack_spec(), args, pre_process, post_process, vp_stage, pg)
+
+
+def _local_hybrid(args: Namespace, pre_process: bool, post_process: bool, vp_stage: int | None, pg: Any) -> Any:
+    from local_hybrid_layers import modelopt_hybrid_stack_spec
+
+    return _hybrid_of(modelopt_hybrid_stack_spec(), args, pre_process, post_process, vp_stage, pg)
+
+
+def _hybrid_of(spec: Any, args: Namespace, pre_process: bool, post_process: bool, vp_stage: int | None, pg: Any) -> Any:
     from megatron.training.argument_utils import hybrid_config_from_args
     from megatron.training.models.hybrid import HybridModelBuilder
 
     config = _plain(hybrid_config_from_args(args))
-    config.hybrid_stack_spec = local_hybrid_stack_spec()
+    config.hybrid_stack_spec = spec
     config.use_mamba_mem_eff_path = False
     return HybridModelBuilder(config).build_model(pg, pre_process, post_process, vp_stage)
 
@@ -185,4 +202,4 @@ def _plain(config: Any) -> Any:
     return config
 
 
-BUILDERS = {"gpt": _gpt, "hybrid": _hybrid, "bert": _bert, "t5": _t5}
+BUILDERS = {"gpt": _gpt, "hybrid": _hybrid, "local_hybrid": _local_hybrid, "bert": _bert, "t5": _t5}

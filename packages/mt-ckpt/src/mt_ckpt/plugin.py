@@ -128,18 +128,23 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             ),
             doc="Megatron-Core, torch format, for any tensor, pipeline and expert parallel sizes",
             convert=Lazy("mt_ckpt.megatron.save:convert_checkpoint"),
+            plan=Lazy("mt_ckpt.megatron.save:plan_files"),
+            require_strict_names=Lazy("mt_ckpt.megatron.strict_names:require_strict_names"),
         ),
         CheckpointSaverSpec(
             name="megatron-dist",
             aliases=("torch_dist",),
             doc="Megatron-Core, torch_dist format, with an optimizer for any layout or in flat buckets",
             convert=Lazy("mt_ckpt.megatron_dist.save:convert_checkpoint"),
+            plan=Lazy("mt_ckpt.megatron_dist.save:plan_files"),
+            require_strict_names=Lazy("mt_ckpt.megatron_dist.strict_names:require_strict_names"),
         ),
         CheckpointSaverSpec(
             name="megatron-legacy",
             aliases=("legacy",),
             doc="Megatron-LM's names from before Megatron-Core",
             convert=Lazy("mt_ckpt.megatron_legacy.save:convert_checkpoint"),
+            plan=Lazy("mt_ckpt.megatron_legacy.save:plan_files"),
         ),
     ]
 

@@ -378,6 +378,9 @@ class CheckpointSaverSpec(Spec):
     """Writes an open checkpoint in this format, a tensor at a time; None: not a target of conversion."""
     plan: Lazy[PlanFiles] | None = None
     """The files of `convert` in parts that several processes write at the same time; None: one process does."""
+    require_strict_names: Lazy[RequireStrictNames] | None = None
+    """Compares the names in what `convert` wrote with those that a strict load of the format's program wants; None: it
+    has no strict load."""
     converts_to_addresses: bool = False
     """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 
@@ -389,6 +392,26 @@ class ConvertCheckpoint(Protocol):
     """
 
     def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class StrictNames:
+    """Names that a strict load wants, all of which are in the files that it reads them from, and no other.
+
+    reader: the program, with its version. number: of names, in all files together.
+    """
+
+    reader: str
+    number: int
+
+
+class RequireStrictNames(Protocol):
+    """Arguments as of ConvertCheckpoint, which wrote `path` from them. Tensors are not read.
+
+    Raises CheckpointError that names what is missing, what nobody wants, and what has another shape.
+    """
+
+    def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: Any) -> StrictNames: ...
 
 
 @dataclass(frozen=True)

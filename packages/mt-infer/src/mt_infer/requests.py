@@ -14,6 +14,8 @@ from mt_infer.sampling.parameters import SamplingParameters
 
 
 class FinishReason(StrEnum):
+    """Why a sequence has ended."""
+
     STOP = "stop"
     """A stop token, a stop text, or the end of the document."""
     LENGTH = "length"

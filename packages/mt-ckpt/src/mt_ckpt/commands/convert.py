@@ -89,7 +89,7 @@ def convert(
     granularity: Annotated[
         int, typer.Option(min=1, help="With --upcycle-experts: make each so much narrower, and use as many more.")
     ] = 1,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes that write at the same time (formats hf, mt).")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes that write at the same time (hf, mt, Megatron's).")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read the result again; compare tensors, then both models' outputs.")
@@ -170,6 +170,8 @@ def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> lis
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
         lines += _loss(checked)
+        if names := checked.strict_names:
+            lines.append(f"a strict load of {names.reader} finds each of its {names.number} names, and no other")
         lines += [f"  model.{key}: {change}" for key, change in checked.changed_settings.items()]
     if not report.has_tokenizer:
         lines.append("without a tokenizer, since the source has none that can be read; --tokenizer DIR adds one")

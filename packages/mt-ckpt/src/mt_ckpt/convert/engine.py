@@ -90,7 +90,7 @@ def convert(
     spec = host.checkpoint_savers.get(saver, key="--saver")
     write, target = _writer(spec, nproc), target_path(save_dir, spec)
     if verify:
-        host.checkpoint_loaders.get(saver, asker=f"--verify after --saver {saver}")
+        host.checkpoint_loaders.get(spec.name, asker=f"--verify after --saver {saver}")
     path = resolve_run(absolute(as_path(load_dir)))
     described = None if config is None else absolute(Path(config))
     chosen = None if tokenizer is None else absolute(as_path(tokenizer))
@@ -102,11 +102,9 @@ def convert(
         return _report(prepared)
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
-    written = _written_names(target, saver, prepared, host)
+    written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
-    checked = open_named(target, saver, host) if verify else None
-    verification = None if checked is None else verify_conversion(source, checked, target, saver, host)
-    return _report(prepared, left_out, verification)
+    return _report(prepared, left_out, verify_conversion(source, target, spec, options, host) if verify else None)
 
 
 def _report(prepared: Prepared, left_out: Iterable[str] = (), verification: Verification | None = None) -> Report:

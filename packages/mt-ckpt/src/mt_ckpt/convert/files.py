@@ -80,7 +80,7 @@ def _share(
     tasks = list(_parts_of(plan, files, headers, workers.count))
     left = {file: [task for task in tasks if task.file == file] for file in files}
     results: dict[FilePart, list[Part]] = {}
-    for task, parts in workers.write(folder.content, tasks, source.note_read):
+    for task, parts in workers.write(folder.content, tasks, plan, source.note_read):
         results[task] = parts
         if all(other in results for other in left[task.file]):
             sync_file(folder.content / task.file)

@@ -14,7 +14,7 @@ from mt_ckpt.convert.resumable import work_key
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import CheckpointReader, FilePart
+from mt_core.specs import CheckpointReader, FilePart, FilePlan
 
 MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +28,7 @@ class PartWriter(Protocol):
     """Processes that write parts of the files at the same time (`mt_ckpt.convert.workers.Workers`)."""
 
     def write(
-        self, folder: Path, parts: Sequence[FilePart], note_read: Callable[[str, int], None]
+        self, folder: Path, parts: Sequence[FilePart], plan: FilePlan, note_read: Callable[[str, int], None]
     ) -> Iterator[tuple[FilePart, Any]]:
         """Gives each part with what its writer returned, as they are written."""
         ...
@@ -89,7 +89,9 @@ class Source:
         return stored if info is None else _as(name, stored, info.dtype)
 
     def note_read(self, name: str, num_bytes: int) -> None:
-        """Count a tensor as read, here or in another process."""
+        """Count a tensor as read, here or in another process; once, though it goes into files of several processes."""
+        if name in self.read_names:
+            return
         self.read_names.add(name)
         self._done += num_bytes
         if not name.startswith(MODEL):  # a saver reads the model, or everything

@@ -1,4 +1,5 @@
-"""Compares two checkpoints: every tensor bit for bit, then what their models compute, then the loss of the reader."""
+"""Compares two checkpoints: every tensor bit for bit, what their models compute, the loss of the program that reads the
+result, and the names that its strict load wants."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.prepare import open_named
 from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss
 from mt_ckpt.convert.source import MODEL
 from mt_ckpt.convert.token_inputs import token_inputs
@@ -20,7 +22,7 @@ from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
+from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions, StrictNames
 from mt_core.train.checkpoint.state import load_parameters
 
 BLOCK_BYTES = 1 << 24
@@ -33,27 +35,33 @@ class Verification:
     outputs: module outputs that are equal bit for bit; 0 for a model that takes something else than rows of token ids.
     changed_settings: keys of [model] that both families have and that differ in value, as "old -> new".
     loss: None for a model whose output is no distribution over the vocabulary, and without the reader's program.
+    strict_names: None for a format whose program has no strict load that is known here.
     """
 
     num_tensors: int
     num_outputs: int
     changed_settings: Mapping[str, str]
     loss: ReaderLoss | None
+    strict_names: StrictNames | None
 
 
 def verify_conversion(
-    source: CheckpointReader, written: CheckpointReader, path: Path, saver: str, host: PluginHost
+    source: CheckpointReader, path: Path, spec: CheckpointSaverSpec, options: ConvertOptions, host: PluginHost
 ) -> Verification:
-    """path, saver: where and in which format `written` is.
+    """path: what the saver `spec` has written from `source`, with `options`.
 
-    Raises CheckpointError that names the first tensors that differ, or the first module whose output does, and for a
-    loss that the program computes otherwise that reads the format.
+    Raises CheckpointError that names the first tensors that differ, or the first module whose output does; for a
+    loss that the program computes otherwise that reads the format; and for names that its strict load does not want.
     """
+    written = open_named(path, spec.name, host)
     num_tensors = _require_same_tensors(source, written)
     first, second = model_config(source, host), model_config(written, host)
     settings = changed_settings(first.model, second.model)
     num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
-    return Verification(num_tensors, num_outputs, settings, reader_loss(source, written, path, saver, host))
+    loss = reader_loss(source, written, path, spec.name, host)
+    require_names = spec.require_strict_names and spec.require_strict_names.load()
+    names = require_names(path, source, options, host) if require_names else None
+    return Verification(num_tensors, num_outputs, settings, loss, names)
 
 
 WHEN_UNSET = {"num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}

@@ -1,7 +1,8 @@
 """Processes that write parts of a conversion's files at the same time.
 
 Each opens the source and plans the files as the first process did; then it receives one part after another
-and reports what it wrote. Only the first process creates, finishes and records files.
+and reports what it wrote. Only the first process creates, finishes and records files; it writes parts too until the
+others have started, which takes them seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pickle
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -23,7 +25,7 @@ from mt_ckpt.convert.prepare import Request, prepare
 from mt_ckpt.convert.source import Source
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
-from mt_core.specs import FilePart
+from mt_core.specs import FilePart, FilePlan
 
 READ, WRITTEN, FAILED = "read", "written", "failed"
 """What a worker reports: a tensor that it read, a part that it wrote, the error by which it ended."""
@@ -36,16 +38,23 @@ class Workers:
     def __init__(self, count: int, request: Request, saver: str) -> None:
         self.count, self._request, self._saver = count, request, saver
 
-    def write(self, folder: Path, parts: Sequence[FilePart], note_read: NoteRead) -> Iterator[tuple[FilePart, Any]]:
+    def write(
+        self, folder: Path, parts: Sequence[FilePart], plan: FilePlan, note_read: NoteRead
+    ) -> Iterator[tuple[FilePart, Any]]:
         """Have `parts` of the files in `folder` written; gives each with what the writer returned, as they are done.
 
-        note_read: called with each tensor that is read, and its bytes. Raises what a worker raises, and CheckpointError
-        for one that ended without a report. All processes are ended.
+        plan: writes those parts that this process writes. note_read: called with each tensor that another one reads,
+        and its bytes. Raises what a worker raises, and CheckpointError for one that ended without a report. All
+        processes are ended.
         """
         context = multiprocessing.get_context("spawn")  # a fork would take locks of torch's threads along
         team = [_Worker(context, self, folder) for _ in range(min(self.count, len(parts)))]
         try:
-            yield from _distribute(team, list(parts), note_read)
+            left = deque(parts)
+            for worker in team:
+                worker.hand(left.popleft())
+            yield from _write_meanwhile(team, left, plan, folder)
+            yield from _distribute(team, left, note_read)
         finally:
             for worker in team:
                 worker.close()
@@ -101,10 +110,17 @@ class _Worker:
         self.connection.close()
 
 
-def _distribute(team: Sequence[_Worker], parts: list[FilePart], note_read: NoteRead) -> Iterator[tuple[FilePart, Any]]:
-    left, at_work = iter(parts), {worker.connection: worker for worker in team}
-    for worker in team:
-        worker.hand(next(left))
+def _write_meanwhile(
+    team: Sequence[_Worker], left: deque[FilePart], plan: FilePlan, folder: Path
+) -> Iterator[tuple[FilePart, Any]]:
+    """Parts that are written here until the first worker reports something."""
+    while left and not wait([worker.connection for worker in team], timeout=0):
+        part = left.popleft()
+        yield part, plan.write(folder, part)
+
+
+def _distribute(team: Sequence[_Worker], left: deque[FilePart], note_read: NoteRead) -> Iterator[tuple[FilePart, Any]]:
+    at_work = {worker.connection: worker for worker in team}
     while at_work:
         for connection in wait(list(at_work)):
             worker = at_work[connection]  # type: ignore[index]
@@ -114,7 +130,7 @@ def _distribute(team: Sequence[_Worker], parts: list[FilePart], note_read: NoteR
             elif kind == FAILED:
                 raise content
             else:
-                done, following = worker.part, next(left, None)
+                done, following = worker.part, left.popleft() if left else None
                 worker.hand(following)
                 if following is None:
                     del at_work[worker.connection]

@@ -6,7 +6,7 @@ loaded with --no-load-optim (or both by --finetune).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from mt_ckpt.convert.checksums import Parts
 from mt_ckpt.convert.options import refuse
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
 from mt_ckpt.megatron.folder import OPTIMIZER_FILE, RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.names import EXPERTS, duplicates
@@ -29,7 +31,7 @@ from mt_ckpt.pickles.encode import Call, OrderedItems, namespace
 from mt_ckpt.pickles.torch_writer import TorchWriter
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import CheckpointReader, ConvertOptions, FilePart
 
 CHECKPOINT_VERSION = 3.0
 
@@ -41,11 +43,14 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     its optimizer as flat buffers beside it. Raises ConfigError for options and models that
     Megatron cannot have, CheckpointError for tensors that are not the model's, and OSError.
     """
+    save_ranks(path, plan_files(source, options, host), options)
+
+
+def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> Plan:
     if options.target_optimizer_format not in (None, NO_OPTIMIZER):
         why = "the optimizer's state is in files of ranks"
         refuse("megatron", options, "target_optimizer_format", why=f"{why}; only none is an option of it")
-    made = plan(source, options, host, "torch")
-    save_ranks(path, made, options, host, core_model)
+    return plan(source, options, host, "torch")
 
 
 @dataclass
@@ -69,25 +74,62 @@ class MakeModel(Protocol):
     def __call__(self, weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> Any: ...
 
 
-def save_ranks(path: Path, made: Plan, options: ConvertOptions, host: PluginHost, model_value: MakeModel) -> None:
-    """Write the files of all ranks, a pipeline stage at a time, and the tracker; see `convert_checkpoint`."""
+@dataclass(frozen=True)
+class RankFiles:
+    """A `WholeFiles`: a file for each rank, and of a distributed optimizer one beside it."""
+
+    made: Plan
+    host: PluginHost
+    model_value: MakeModel = field(default_factory=lambda: core_model)
+
+    def stages(self) -> list[dict[str, Mapping[AxisName, int]]]:
+        """Of each pipeline stage, file -> the place of its rank."""
+        name = iteration_name(self.made.iteration)
+        return [stage_files(self.made, name, stage) for stage in range(self.made.target.pipeline.stages)]
+
+    def parts(self, *, by_rank: bool) -> list[FilePart]:
+        """Those of a stage together, so that a tensor is read once and cut into all of them, or one by one."""
+        groups = [[name] for files in self.stages() for name in files] if by_rank else [list(f) for f in self.stages()]
+        beside = optimizer_file if self.made.distributed else None
+        return [files_together([*group, *(map(beside, group) if beside else ())]) for group in groups]
+
+    def write(self, folder: Path, part: FilePart) -> FinishedFiles:
+        for stage, places in enumerate(self.stages()):
+            if files := {name: place for name, place in places.items() if name in part.names}:
+                return dict(_write_ranks(folder, files, self, stage))
+        raise AssertionError(f"no rank has {part.file}")
+
+
+def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> RankFiles:
+    """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
+    return RankFiles(_plan(source, options, host), host)
+
+
+def save_ranks(path: Path, ranks: RankFiles, options: ConvertOptions) -> None:
+    """Write the files of all ranks, and the tracker; see `convert_checkpoint`."""
+    made = ranks.made
     identity = getattr(made.source, "identity", None)
     key = work_key("megatron", made.args["ckpt_format"], identity, repr(options)) if identity else None
     folder_name = iteration_name(made.iteration)
     with closing(ResumableFolder(path, key)) as folder:
-        written: set[str] = set()
-        for stage in range(made.target.pipeline.stages):
-            files = _stage_files(made, folder_name, stage)
-            names = {*files, *(optimizer_file(name) for name in files if made.distributed)}
-            if not all(folder.finished(name) is not None for name in names):
-                _write_stage(folder, files, made, stage, host, model_value)
-            written |= names
+        parts = ranks.parts(by_rank=getattr(made.source, "workers", None) is not None)
+        written = write_whole_files(folder, ranks, parts, made.source)
         text = str(made.iteration) if folder_name != RELEASE else RELEASE
         folder.write_small(TRACKER, text.encode())
         folder.commit({*written, TRACKER})
 
 
-def _stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[AxisName, int]]:
+def model_key(made: Plan, part: int) -> str:
+    """Under which a rank's file has a model part."""
+    return "model" if made.target.pipeline.parts == 1 else f"model{part}"
+
+
+def is_last(made: Plan, stage: int, part: int) -> bool:
+    """Whether a model part is the last of the whole model."""
+    return stage == made.target.pipeline.stages - 1 and part == made.target.pipeline.parts - 1
+
+
+def stage_files(made: Plan, folder_name: str, stage: int) -> dict[str, Mapping[AxisName, int]]:
     """File -> the place of its rank."""
     grid, stages = made.target.grid, made.target.pipeline.stages
     return {
@@ -102,17 +144,13 @@ def optimizer_file(rank_file: str) -> str:
     return f"{rank_file.removesuffix(RANK_FILE)}{OPTIMIZER_FILE}"
 
 
-def _write_stage(
-    folder: ResumableFolder,
-    files: Mapping[str, Mapping[AxisName, int]],
-    made: Plan,
-    stage: int,
-    host: PluginHost,
-    model_value: MakeModel,
-) -> None:
-    """Every tensor of the stage is read once, and cut into all its files."""
+def _write_ranks(
+    folder: Path, files: Mapping[str, Mapping[AxisName, int]], plan: RankFiles, stage: int
+) -> Iterator[tuple[str, tuple[Parts, Mapping[str, Any]]]]:
+    """Every tensor of the stage is read once, and cut into all these files of it."""
+    made = plan.made
     with ExitStack() as stack:
-        streams = [stack.enter_context(WrittenFile(folder.content / name)) for name in files]
+        streams = [stack.enter_context(WrittenFile(folder / name)) for name in files]
         ranks = [
             RankParts(TorchWriter(stream, Path(RANK_FILE).stem), made.target.grid.context(place))
             for stream, place in zip(streams, files.values(), strict=True)
@@ -120,26 +158,26 @@ def _write_stage(
         for part in range(made.target.pipeline.parts):
             _write_part(ranks, made, stage, part)
         for rank in ranks:
-            rank.writer.finish(_rank_value(rank, made, stage, host, model_value))
+            rank.writer.finish(_rank_value(rank, made, stage, plan.host, plan.model_value))
         for name, stream in zip(files, streams, strict=True):
-            folder.finish(name, stream.sync())
+            yield name, (stream.sync(), {})
         if made.distributed:
-            _write_optimizers(folder, list(files), ranks, made, stage)
+            yield from _write_optimizers(folder, list(files), ranks, made, stage)
 
 
 def _write_optimizers(
-    folder: ResumableFolder, files: Sequence[str], ranks: Sequence[RankParts], made: Plan, stage: int
-) -> None:
+    folder: Path, files: Sequence[str], ranks: Sequence[RankParts], made: Plan, stage: int
+) -> Iterator[tuple[str, tuple[Parts, Mapping[str, Any]]]]:
     with ExitStack() as stack:
         names = [optimizer_file(name) for name in files]
-        streams = [stack.enter_context(WrittenFile(folder.content / name)) for name in names]
+        streams = [stack.enter_context(WrittenFile(folder / name)) for name in names]
         flat = [
             FlatRank(TorchWriter(stream, Path(OPTIMIZER_FILE).stem), rank.ctx)
             for stream, rank in zip(streams, ranks, strict=True)
         ]
         write_flat(made, flat, stage, ranks[0].parts)
         for name, stream in zip(names, streams, strict=True):
-            folder.finish(name, stream.sync())
+            yield name, (stream.sync(), {})
 
 
 def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -> None:
@@ -201,9 +239,8 @@ def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model
         "iteration": made.iteration,
     }
     for part in range(parts):
-        last = stage == made.target.pipeline.stages - 1 and part == parts - 1
-        model = model_value(rank.weights(part), rank.parts[part], made, last)
-        value["model" if parts == 1 else f"model{part}"] = model
+        model = model_value(rank.weights(part), rank.parts[part], made, is_last(made, stage, part))
+        value[model_key(made, part)] = model
     if made.states:
         value["optimizer"] = _optimizer(rank, made)
         value["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
@@ -227,8 +264,9 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
     )
 
 
-def core_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
-    """Megatron-Core's state dictionary: parameters, those that have two names, and None for FP8 states."""
+def core_model(weights: Mapping[str, Any], entries: Sequence[RankEntry], made: Plan, last: bool) -> OrderedItems:
+    """Megatron-Core's state dictionary: parameters, those that have two names, and None for FP8 states. weights: stored
+    name -> the tensor, or whatever stands for it."""
     items: dict[str, Any] = dict(weights)
     is_t5 = made.config.model.family == "t5"
     if is_t5:

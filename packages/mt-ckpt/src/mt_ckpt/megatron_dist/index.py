@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.megatron_dist.tiling import tiles
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.storages import Extent
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
@@ -151,6 +152,11 @@ def _tensor(
         raise CheckpointError(
             f"{folder / METADATA_FILE}: the chunks of {key} have {covered} elements, the tensor {math.prod(shape)}: a "
             "part was not saved"
+        )
+    if not tiles(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise CheckpointError(
+            f"{folder / METADATA_FILE}: the chunks of {key} do not tile {list(shape)}: some elements are in "
+            "none of them, or in several"
         )
     return ChunkedTensor(key, shape, _dtype(entry["properties"]), chunks)
 

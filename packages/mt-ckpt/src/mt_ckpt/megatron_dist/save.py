@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
 from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.save import CHECKPOINT_VERSION
@@ -30,12 +32,12 @@ from mt_ckpt.megatron_dist.common import BACKEND, COMMON_FILE, COMMON_KEY, MARK_
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
 from mt_ckpt.megatron_dist.index import METADATA_FILE
-from mt_ckpt.megatron_dist.write_index import WrittenBlob, encode_index
+from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
 from mt_ckpt.pickles.encode import namespace
 from mt_ckpt.pickles.torch_writer import TorchWriter, write_object
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import CheckpointReader, ConvertOptions, FilePart
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -46,33 +48,62 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
     model's, and OSError.
     """
-    made = plan(source, options, host, "torch_dist")
-    optimizer_format = _optimizer_format(made, options)
-    items = dist_plan(made, optimizer_format)
-    groups = split_by_bytes(items.chunks, options.max_shard_size or MAX_FILE_BYTES)
+    files = plan_files(source, options, host)
+    made, name = files.made, files.folder_name
     identity = getattr(source, "identity", None)
     key = work_key("megatron-dist", identity, repr(options)) if identity else None
-    name = iteration_name(made.iteration)
-    common = _common_state(made, host, optimizer_format)
-    objects = {} if made.version.common_file else {COMMON_KEY: [common]}
-    objects |= {key: [value] for key, value in items.objects.items()}
     with closing(ResumableFolder(path, key)) as folder:
-        blobs: list[WrittenBlob] = []
-        for number, group in enumerate(groups):
-            blobs += _data_file(folder, f"{name}/__0_{number}.distcp", made, group, objects if number == 0 else {})
+        written = write_whole_files(folder, files, [files_together([file]) for file in files.groups], source)
+        blobs = [_from_json(entry) for about in written.values() for entry in about["blobs"]]
         small = {
-            f"{name}/{METADATA_FILE}": encode_index(items.tensors, blobs),
+            f"{name}/{METADATA_FILE}": encode_index(files.tensors, blobs),
             f"{name}/{MARK_FILE}": json.dumps(BACKEND).encode(),
             TRACKER: (str(made.iteration) if name != RELEASE else RELEASE).encode(),
         }
         if made.version.common_file:
-            small = {f"{name}/{COMMON_FILE}": _pickled(common), **small}
+            small = {f"{name}/{COMMON_FILE}": _pickled(files.common), **small}
         for file, data in small.items():
             folder.write_small(file, data)
-        folder.commit({*small, *(f"{name}/__0_{number}.distcp" for number in range(len(groups)))})
+        folder.commit({*small, *written})
 
 
-def _optimizer_format(made: Plan, options: ConvertOptions) -> str:
+@dataclass(frozen=True)
+class DataFiles:
+    """A `WholeFiles`. groups: the chunks in each data file. objects: by key, in the first one. common: what is neither
+    a tensor nor belongs to one rank."""
+
+    made: Plan
+    tensors: Mapping[str, WrittenTensor]
+    groups: Mapping[str, Sequence[ChunkItem]]
+    objects: Mapping[str, Any]
+    common: Mapping[str, Any]
+
+    @property
+    def folder_name(self) -> str:
+        return iteration_name(self.made.iteration)
+
+    def write(self, folder: Path, part: FilePart) -> FinishedFiles:
+        objects = self.objects if part.file == next(iter(self.groups)) else {}
+        with WrittenFile(folder / part.file) as stream:
+            name, group = Path(part.file).name, self.groups[part.file]
+            blobs = [_as_json(blob) for blob in _write_data(stream, name, self.made, group, objects)]
+            return {part.file: (stream.sync(), {"blobs": blobs})}
+
+
+def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> DataFiles:
+    """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
+    made = plan(source, options, host, "torch_dist")
+    optimizer_format = chosen_optimizer_format(made, options)
+    items = dist_plan(made, optimizer_format)
+    groups = split_by_bytes(items.chunks, options.max_shard_size or MAX_FILE_BYTES)
+    common = _common_state(made, host, optimizer_format)
+    objects = {} if made.version.common_file else {COMMON_KEY: [common]}
+    objects |= {key: [value] for key, value in items.objects.items()}
+    names = (f"{iteration_name(made.iteration)}/__0_{number}.distcp" for number in range(len(groups)))
+    return DataFiles(made, items.tensors, dict(zip(names, groups, strict=True)), objects, common)
+
+
+def chosen_optimizer_format(made: Plan, options: ConvertOptions) -> str:
     """Raises ConfigError for a state that the version cannot load."""
     asked = options.target_optimizer_format
     if made.states and not made.version.model_shaped_optimizer:
@@ -88,19 +119,6 @@ def _pickled(value: Any) -> bytes:
     stream = io.BytesIO()
     write_object(stream, value)
     return stream.getvalue()
-
-
-def _data_file(
-    folder: ResumableFolder, name: str, made: Plan, group: Sequence[ChunkItem], objects: dict[str, Any]
-) -> list[WrittenBlob]:
-    """Write one data file, or find what a process that was killed finished."""
-    done = folder.finished(name)
-    if done is None:
-        with WrittenFile(folder.content / name) as stream:
-            blobs = list(_write_data(stream, Path(name).name, made, group, objects))
-            folder.finish(name, stream.sync(), {"blobs": [_as_json(blob) for blob in blobs]})
-        return blobs
-    return [_from_json(entry) for entry in done["blobs"]]
 
 
 def _write_data(

@@ -14,7 +14,7 @@ from typing import Any
 from mt_ckpt.convert.options import refuse_megatron
 from mt_ckpt.megatron.names import OUTPUT
 from mt_ckpt.megatron.rank_plan import RankEntry
-from mt_ckpt.megatron.save import save_ranks
+from mt_ckpt.megatron.save import RankFiles, save_ranks
 from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.write_arguments import LOCAL
 from mt_ckpt.megatron_legacy.names import is_bert, nested, to_old
@@ -30,6 +30,11 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     Raises ConfigError for options and models that Megatron cannot have, CheckpointError for parameters that its old
     models did not have, and OSError.
     """
+    save_ranks(path, plan_files(source, options, host), options)
+
+
+def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> RankFiles:
+    """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
     refuse_megatron("megatron-legacy", options, "its names are those from before Megatron-Core")
     made = plan(source, options, host, "torch")
     for name in made.layouts:
@@ -39,7 +44,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
             "a BERT without token types and heads has the names of a GPT in the format megatron-legacy; use megatron"
         )
     old_args = {**made.args, "transformer_impl": LOCAL, "use_legacy_models": True}
-    save_ranks(path, replace(made, args=old_args, states=()), options, host, _old_model)
+    return RankFiles(replace(made, args=old_args, states=()), host, _old_model)
 
 
 def _old_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> dict[str, Any]:

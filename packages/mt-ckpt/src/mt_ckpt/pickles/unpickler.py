@@ -8,6 +8,7 @@ and is raised before the object that it would belong to is made.
 from __future__ import annotations
 
 import pickle
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from mt_ckpt.pickles.hash_costs import check_hash_costs
 from mt_ckpt.pickles.inert_objects import Inert, stand_in
 from mt_ckpt.pickles.structure import check_structure
 from mt_core.errors import CheckpointError
@@ -120,7 +122,7 @@ class SafeUnpickler(pickle.Unpickler):
 
     def __init__(self, stream: BinaryIO, origin: str) -> None:
         super().__init__(stream, encoding="utf-8")
-        self._origin = origin
+        self._stream, self._origin = stream, origin
         self._builders: Mapping[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor,
@@ -132,6 +134,7 @@ class SafeUnpickler(pickle.Unpickler):
         }
 
     def load(self) -> Any:
+        check_hash_costs(self._stream, self._origin)
         try:
             value = super().load()
         except CheckpointError:
@@ -161,10 +164,12 @@ class SafeUnpickler(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> StorageReference:
         """("storage", its class, key, device, number of elements[, view: (key, first element, size)])"""
         if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] != "storage":
-            raise self._refusal(f"it refers to the outside by {reference!r}")
+            raise self._refusal(f"it refers to the outside by {reprlib.repr(reference)}")
         kind, key = reference[1], reference[2]
         if not isinstance(kind, StorageType):
-            raise self._refusal(f"it has a storage of the kind {kind!r}")
+            raise self._refusal(f"it has a storage of the kind {reprlib.repr(kind)}")
+        if not isinstance(key, str | int):
+            raise self._refusal(f"it has a storage named {reprlib.repr(key)}")
         view = reference[5] if len(reference) > 5 else None
         return StorageReference(str(key), kind.dtype, int(view[1]) if view else 0)
 

@@ -16,8 +16,8 @@ class SamplingParameters:
     the likeliest tokens up to this probability. max_tokens: generated at most. stop: texts before which the text ends.
     stop_token_ids: tokens before which it ends, beside the tokenizer's end of document (unless ignore_eod). seed: the
     same seed gives the same tokens, whatever else runs; None: another each time. n: number of sequences. logprobs: how
-    many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs: the same of the
-    prompt's tokens.
+    many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs: the same of
+    the prompt's tokens.
     """
 
     temperature: float = 1.0

@@ -9,8 +9,16 @@ from mt_core.nn.kernels.request import Feature
 
 
 def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
-    """[rotary_dim / 2] angles per position, in fp32: base^(-2i / rotary_dim)."""
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    """[rotary_dim / 2] angles per position, in fp32: base^(-2i / rotary_dim).
+
+    Rounded as in Megatron and transformers: at position 100,000 an ulp of a frequency is 0.006 of an angle.
+    """
+    return 1.0 / wavelengths(rotary_dim, base)
+
+
+def wavelengths(rotary_dim: int, base: float | Tensor, device: torch.device | None = None) -> Tensor:
+    """[rotary_dim / 2] positions per radian, in fp32: base^(2i / rotary_dim)."""
+    return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim)
 
 
 class RotaryAngles:

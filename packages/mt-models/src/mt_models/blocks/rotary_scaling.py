@@ -7,6 +7,8 @@ linear   w / s (Chen et al., Position Interpolation, 2023)
 dynamic  the base times (s n / L - (s - 1))^(D / (D - 2)) for a sequence of n > L positions (NTK-aware scaling)
 llama3   w / s where it turns fewer than `low` times, w where more than `high` times, blended between (Llama 3.1)
 yarn     the same with a ramp over channels, and queries and keys lengthened (Peng et al., YaRN, 2023)
+
+Each is rounded in the order of Megatron and transformers, see `inverse_frequencies`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mt_models.blocks.decoder_config import DecoderConfig
-from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies, wavelengths
 
 
 class Rotary(Protocol):
@@ -58,8 +60,7 @@ class DynamicRotary:
         """[D / 2] for a sequence of `length` (a scalar tensor) positions; [1, S, 1, D / 2] for lengths [1, S, 1, 1]."""
         stretch = (self.factor * length / self.original - (self.factor - 1)).clamp(min=1.0)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=length.device) / self.rotary_dim
-        return base ** (-exponents)
+        return 1.0 / wavelengths(self.rotary_dim, base, length.device)
 
 
 def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
@@ -84,9 +85,9 @@ def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
 
 def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:
     """[D / 2] -> [D / 2]"""
-    turns = original * frequencies / (2 * math.pi)
+    turns = original / (2 * math.pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / factor)
+    return (1.0 - kept) * frequencies / factor + kept * frequencies
 
 
 def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original: int) -> Tensor:
@@ -99,8 +100,8 @@ def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original
     start, end = max(start, 0), min(end, size - 1)
     width = end - start or 0.001  # a step instead of a ramp
     divided = ((torch.arange(size // 2, dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
-    frequencies = inverse_frequencies(size, base)
-    return frequencies * (1.0 - divided) + frequencies / factor * divided
+    positions, kept = wavelengths(size, base), 1.0 - divided
+    return (1.0 / (factor * positions)) * (1.0 - kept) + (1.0 / positions) * kept
 
 
 def _channel_of(turns: float, size: int, base: float, original: int) -> float:

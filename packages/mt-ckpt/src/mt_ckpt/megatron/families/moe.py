@@ -94,6 +94,12 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
                 f"model.moe.{key}={options[key]} cannot be written as Megatron's arguments, which mean {meant}; "
                 "leave it out"
             )
+    shared = options.get("moe_shared_expert_intermediate_size")
+    if shared and model.add_bias_linear:
+        raise ConfigError(
+            f"model.moe.moe_shared_expert_intermediate_size={shared} of a model with biases in its linear layers: "
+            "Megatron refuses to build it; its shared experts have no biases"
+        )
 
 
 def _pattern(model: Any, parameters: Collection[str]) -> int | list[int]:

@@ -1,0 +1,41 @@
+"""Whether slices of a tensor tile it: each element in one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, in elements."""
+MAX_CUT_DIMS = 8
+"""Of a tensor whose slices are looked at; checkpoints cut two or three dimensions."""
+
+
+def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether every element of a tensor is in one of the boxes, and only in one.
+
+    A function on the grid is known by its mixed differences. Those of a box are 1 and -1 at its corners, so that boxes
+    add up to the whole tensor just when their corners, with these signs, add up to its. That takes one pass, however
+    irregular the boxes are. False for slices that cut more than MAX_CUT_DIMS dimensions.
+    """
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        return False
+    cut = [d for d, size in enumerate(shape) if any((o[d], s[d]) != (0, size) for o, s in boxes)]
+    if len(cut) > MAX_CUT_DIMS or any(min((*offsets, *sizes), default=0) < 0 for offsets, sizes in boxes):
+        return False
+    if 0 in shape and all(0 in sizes for _, sizes in boxes):
+        return True
+    found: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        _add_corners(found, [offsets[d] for d in cut], [sizes[d] for d in cut])
+    whole: Counter[tuple[int, ...]] = Counter()
+    _add_corners(whole, [0] * len(cut), [shape[d] for d in cut])
+    found.subtract(whole)
+    return not any(found.values())
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    for ends in product((0, 1), repeat=len(offsets)):
+        corner = tuple(offset + size * end for offset, size, end in zip(offsets, sizes, ends, strict=True))
+        corners[corner] += -1 if sum(ends) % 2 else 1

@@ -1,0 +1,109 @@
+"""A limit on what the keys in a pickle cost to hash and to compare, checked before anything in it is built.
+
+The hash of a tuple is that of all within it, each time that it is asked for (before Python 3.14), and two equal tuples
+are compared throughout (in every version). Forty tuples, each holding the one before it twice, are a few hundred bytes;
+as a key, loading them would not end.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from mt_ckpt.pickles.structure import ENTRIES_PER_ENTRY, FREE_ENTRIES
+from mt_core.errors import CheckpointError
+
+_CONSTANT = 0
+"""The number of every object that holds no others."""
+_TUPLES = ("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE")
+_FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+_KEYS = {
+    "SETITEM": slice(1, None, 2),
+    "SETITEMS": slice(1, None, 2),
+    "DICT": slice(0, None, 2),
+    "ADDITEMS": slice(1, None),
+    "FROZENSET": slice(0, None),
+    "REDUCE": slice(1, None),
+}
+"""Opcode -> which of the objects that it takes are hashed. What a call makes may be a set of its arguments."""
+
+
+def check_hash_costs(stream: BinaryIO, origin: str) -> None:
+    """Look through the pickle at the position of `stream`, which stays there.
+
+    Raises CheckpointError when a tuple, or all keys together, have far more entries within them than the pickle has
+    opcodes. A damaged pickle is left to the unpickler, which says what is wrong.
+    """
+    machine, begin = _CostMachine(), stream.tell()
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+            machine.run(opcode, argument)
+            if machine.largest > FREE_ENTRIES + ENTRIES_PER_ENTRY * count:
+                raise CheckpointError(
+                    f"{origin}: refused: the object in it has keys or tuples that repeat {count} entries until they "
+                    f"are {machine.largest:.2g}, which no checkpoint does"
+                )
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError):
+        pass
+    finally:
+        stream.seek(begin)
+
+
+@dataclass
+class _CostMachine:
+    """The stack machine of pickle, with entries to walk through in the place of objects.
+
+    stack, memo: numbers of objects, whose costs are in `costs`, so that what is put into a list later counts wherever
+    the list is named. marks: lengths of the stack. largest: of a tuple, or of all keys so far.
+    """
+
+    largest: int = 0
+    hashed: int = 0
+    costs: list[int] = field(default_factory=lambda: [1])
+    stack: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, int] = field(default_factory=dict)
+
+    def run(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
+        name = opcode.name
+        if name.endswith("GET"):
+            self.stack.append(self.memo[int(argument)])
+        elif name.endswith("PUT"):
+            self.memo[int(argument)] = self.stack[-1]
+        elif name == "MEMOIZE":
+            self.memo[len(self.memo)] = self.stack[-1]
+        elif name == "DUP":
+            self.stack.append(self.stack[-1])
+        elif name == "MARK":
+            self.marks.append(len(self.stack))
+        elif name == "POP" and self.marks[-1:] == [len(self.stack)]:
+            self.marks.pop()
+        elif opcode.stack_before or name.startswith("EMPTY_"):
+            self._make(opcode, self._pop(opcode))
+        else:
+            self.stack.extend(_CONSTANT for _ in opcode.stack_after)
+
+    def _make(self, opcode: pickletools.OpcodeInfo, taken: list[int]) -> None:
+        cost = 1 + sum(self.costs[number] for number in taken)
+        if opcode.name in _TUPLES:
+            self.largest = max(self.largest, cost)
+        if opcode.name in _KEYS:
+            self.hashed += sum(self.costs[number] for number in taken[_KEYS[opcode.name]])
+            self.largest = max(self.largest, self.hashed)
+        if opcode.name in _FILLS:
+            self.costs[taken[0]] = cost
+            self.stack.append(taken[0])
+        elif opcode.stack_after:
+            self.stack.append(len(self.costs))
+            self.costs.append(cost)
+
+    def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
+        """The objects that an opcode takes; what stands above the last mark is one of its operands."""
+        before = opcode.stack_before
+        first = len(self.stack) - len(before)
+        if pickletools.markobject in before:
+            first = self.marks.pop() - before.index(pickletools.markobject)
+        taken = self.stack[first:]
+        del self.stack[first:]
+        return taken
