@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_core.config.checks import MODEL_AXES
 from mt_core.errors import ConfigError, Problems
 from mt_core.plugins import PluginHost
 from mt_tools.config_import.result import ImportResult, Processes, result_of
@@ -14,7 +15,7 @@ from mt_tools.launch_scripts.variables import Unknowns
 from mt_tools.megatron_arguments.command_line import parse_arguments
 from mt_tools.megatron_arguments.entry_scripts import ENTRY_SCRIPTS, EntryScript, entry_of_file, entry_script
 from mt_tools.megatron_arguments.table import Version, by_option
-from mt_tools.megatron_arguments.translation import translate
+from mt_tools.megatron_arguments.translation import Translation, translate
 
 DEFAULT_ENTRY = "gpt"
 
@@ -39,8 +40,13 @@ def import_words(words: Sequence[str], host: PluginHost, options: MegatronOption
         version=options.version,
         world_size=options.world_size,
     )
-    processes = Processes(options.world_size or 1)
+    processes = Processes(options.world_size or _one_process(translation))
     return result_of(translation, f"{len(translation.accounts)} arguments", processes)
+
+
+def _one_process(translation: Translation) -> int | None:
+    """1 for a layout of one process; a list of arguments does not say how many others have."""
+    return 1 if all(translation.values[size] == 1 for size in MODEL_AXES) else None
 
 
 def import_script(
@@ -98,6 +104,9 @@ def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
             with problems.collect():
                 raise ConfigError(f"{unknowns.readable(' '.join(group))}: {reason}")
         found += group
+    for absent in unknowns.absent_files if problems.errors else ():
+        with problems.collect():
+            raise ConfigError(absent)
     problems.stop_if_any()
     return found
 

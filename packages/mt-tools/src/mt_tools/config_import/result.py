@@ -72,7 +72,7 @@ def _notes(translation: Translation) -> list[str]:
     """What a user should know of the run beside its configuration."""
     found = []
     load, save = translation.values["load"], translation.values["save"]
-    if load is not None and load == save:
+    if load is not None and load == save and translation.sections["checkpoint"].get("load") is None:
         found.append(
             f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from Megatron's, "
             f"set checkpoint.resume_from={load} and another checkpoint.save"

@@ -68,7 +68,7 @@ def _part(part: Text | Parameter | Arithmetic | Substitution, variables: Variabl
 
 
 def _substitution(command: str, variables: Variables) -> str:
-    if _SCRIPT_FOLDER.search(command):
+    if _SCRIPT_FOLDER.search(command) or command.strip() == "pwd":
         return "."
     shown = f"$({command.strip()})"
     return variables.unknowns.mark(
@@ -77,7 +77,7 @@ def _substitution(command: str, variables: Variables) -> str:
 
 
 def _parameter(part: Parameter, variables: Variables) -> Value:
-    value = variables.get(part.name)
+    value = "." if part.name == "PWD" else variables.get(part.name)
     if part.operator in _DEFAULTS:
         return _with_default(part, value, variables)
     if value is None:

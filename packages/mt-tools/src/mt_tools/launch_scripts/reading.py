@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -205,12 +205,16 @@ class _Reader:
 
     def source(self, command: Simple, words: Sequence[str]) -> None:
         """A file beside the script, if it is there; what another one would set is not known."""
-        path = self.folder / words[0] if words else self.folder
-        if words and is_known(words[0]) and path.is_file():
+        name = words[0] if words else ""
+        path = self.folder / name
+        if is_known(name) and path.is_file():
             self.nested(_text_of(path), path.name)
+        else:
+            shown = self.variables.unknowns.readable(name)
+            self.variables.unknowns.absent_files.append(f"{shown}, which line {command.line} reads, is not there")
 
     def eval(self, command: Simple, words: Sequence[str]) -> None:
-        self.nested(" ".join(words), f"eval in line {command.line}")
+        self.inner_script(" ".join(words), f"eval in line {command.line}", command.line)
 
     def exit(self, command: Simple, words: Sequence[str]) -> None:
         raise _Exit(command.line)
@@ -239,17 +243,23 @@ class _Reader:
 
     def other(self, command: Simple, words: list[str]) -> None:
         if command.heredoc and words[0] in _BATCH:
-            return self.nested(expand_text(command.heredoc, self.variables), f"the text of {words[0]}")
+            text = expand_text(command.heredoc, self.variables)
+            return self.inner_script(text, f"the text of {words[0]}", command.line)
         shell = next((place for place, word in enumerate(words) if word in _SHELLS), None)
         if shell is not None and "-c" in words[shell:-1]:
-            before = len(self.commands)
-            self.nested(words[words.index("-c", shell) + 1], f"{words[shell]} -c in line {command.line}")
-            outer = words[:shell]
-            self.commands[before:] = [_within(outer, found, command.line) for found in self.commands[before:]]
-            return None
+            text = words[words.index("-c", shell) + 1]
+            return self.inner_script(text, f"{words[shell]} -c in line {command.line}", command.line, words[:shell])
         if any(word.endswith(".py") for word in words):
             self.commands.append(Command(words, dict(self.environment(command)), command.line, self.undecided))
         return None
+
+    def inner_script(self, text: str, origin: str, line: int, outer: Sequence[str] = ()) -> None:
+        """The text of another shell. outer: what stands before it, such as srun with its options."""
+        before = len(self.commands)
+        self.nested(text, origin)
+        self.commands[before:] = [
+            replace(found, words=[*outer, *found.words], line=line) for found in self.commands[before:]
+        ]
 
     def environment(self, command: Simple) -> Iterator[tuple[str, str]]:
         for name in sorted(self.variables.exported):
@@ -259,11 +269,6 @@ class _Reader:
         for assignment in command.assignments:
             if not isinstance(assignment.value, list):
                 yield assignment.name, expand_text(assignment.value, self.variables)
-
-
-def _within(outer: list[str], inner: Command, line: int) -> Command:
-    """srun ... bash -c "torchrun ...": what stands before the shell belongs to the command."""
-    return Command([*outer, *inner.words], inner.environment, line, inner.undecided)
 
 
 def _line_of(statement: Statement) -> int:

@@ -16,6 +16,8 @@ class Unknowns:
 
     shown: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    absent_files: list[str] = field(default_factory=list)
+    """What the script reads and is not there, whose variables are not known either."""
 
     def mark(self, shown: str, reason: str) -> str:
         """shown: how the script writes it, such as $NODE_RANK."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from mt_core.config.schema import SECTIONS, Section
 from mt_core.config.sections import section_type
 from mt_core.plugins import PluginHost
@@ -37,12 +39,24 @@ def remove_defaults(tree: Tree, host: PluginHost) -> dict[str, Any]:
     """Take keys out of the tree that say what would be so without them. Returns them, dotted, with their values."""
     removed: dict[str, Any] = {}
     for name, values in tree.items():
-        fields = _type_of(name, values, host).model_fields
-        selector = SECTIONS[name].selector
-        for key in [key for key in values if key != selector and not fields[key].is_required()]:
-            if _plain(values[key]) == _plain(fields[key].get_default(call_default_factory=True)):
-                removed[f"{name}.{key}"] = values.pop(key)
+        base, type_ = SECTIONS[name], _type_of(name, values, host)
+        # A type names itself in its selector, which is no default of the section.
+        fields = {**type_.model_fields, **{key: base.model_fields[key] for key in [base.selector] if key is not None}}
+        removed |= _take_defaults(f"{name}.", values, fields)
+    if moe := tree.get("model", {}).get("moe"):
+        fields = host.feed_forwards.get("moe", key="model.moe").config_type.load().model_fields
+        removed |= _take_defaults("model.moe.", moe, fields)
     return removed
+
+
+def _take_defaults(prefix: str, values: dict[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    same = [
+        key
+        for key, value in values.items()
+        if not fields[key].is_required()
+        and _plain(value) == _plain(fields[key].get_default(call_default_factory=True))
+    ]
+    return {f"{prefix}{key}": values.pop(key) for key in same}
 
 
 def _type_of(name: str, values: Mapping[str, Any], host: PluginHost) -> type[Section]:

@@ -10,6 +10,7 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.choice import model_section as checkpoint_model_section
 from mt_ckpt.megatron.families.encoders import bert_section
 from mt_ckpt.megatron.families.gpt import gpt_section
+from mt_core.config.layer_pattern import pattern_of
 from mt_core.plugins import PluginHost
 from mt_tools.megatron_arguments.entry_scripts import EntryScript
 
@@ -17,6 +18,8 @@ MOE_TRAINING = ("moe_shared_expert_overlap", "moe_router_force_load_balancing")
 """Options of a mixture that concern training alone."""
 DISPATCHERS: Mapping[str, str] = {"alltoall_seq": "alltoall"}
 """Megatron's name for a dispatcher -> ours, where it is another."""
+SAME_MODEL: Mapping[str, Any] = {"apply_layernorm_1p": False}
+"""Arguments that change what a checkpoint holds, and no number that is computed."""
 RETRO: Mapping[str, str] = {
     "retro_num_neighbors": "retro_num_neighbors",
     "retro_num_retrieved_chunks": "retro_num_retrieved_chunks",
@@ -32,10 +35,12 @@ def model_section(values: Mapping[str, Any], entry: EntryScript, source: str, ho
 
     Raises ConfigError, naming the argument, for a model that no installed family is.
     """
-    section = _section(Arguments(values, Path(source)), entry, host)
+    section = _section(Arguments({**values, **SAME_MODEL}, Path(source)), entry, host)
     section.pop("vocab_size", None)
     if "moe" in section:
         section["moe"] = section["moe"] | _moe_training(values)
+        if isinstance(layers := values["moe_layer_freq"], list) and "moe_layer_freq" in section["moe"]:
+            section["moe"]["moe_layer_freq"] = pattern_of(list(map(bool, layers)))
     return section
 
 

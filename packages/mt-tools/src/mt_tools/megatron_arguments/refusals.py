@@ -102,7 +102,20 @@ def _flex_backend(value: str, given: Mapping[str, Any], host: PluginHost) -> Ite
         yield "this backend; the dispatcher flex has deepep and hybridep"
 
 
+def _random_streams(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("load") and not (given.get("finetune") or given.get("no_load_optim")):
+        yield "random streams that start anew when a run goes on with its optimizer"
+
+
+def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not given.get("hybrid_override_pattern"):
+        yield "layers chosen by a ratio; give the pattern that Megatron prints as --hybrid-override-pattern"
+
+
 _CHECKS: Mapping[str, Check] = {
+    "no_load_rng": _random_streams,
+    "hybrid_attention_ratio": _ratio,
+    "hybrid_mlp_ratio": _ratio,
     "optimizer": _optimizer,
     "tokenizer_type": _tokenizer,
     "recompute_modules": _modules,

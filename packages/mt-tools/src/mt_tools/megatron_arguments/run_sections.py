@@ -97,9 +97,13 @@ def _checkpoint(values: Values) -> Keys:
 def _start(values: Values) -> Keys:
     """Where weights come from. A run that loads what it saves goes on by itself."""
     found: Keys = {}
-    load, weights_alone = values["load"], values["finetune"] or values["no_load_optim"]
-    if load is not None and load != values["save"]:
-        found["checkpoint.load" if weights_alone else "checkpoint.resume_from"] = load
+    load = values["load"]
+    if load is not None and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.load"] = load
+        if load == values["save"]:  # mt's checkpoints do not go where Megatron's are
+            found["checkpoint.save"] = None
+    elif load is not None and load != values["save"]:
+        found["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
         found["checkpoint.resume"] = "required"
     if values["pretrained_checkpoint"] is not None:
@@ -109,7 +113,11 @@ def _start(values: Values) -> Keys:
 
 def _train(values: Values) -> Keys:
     graphs = values["enable_cuda_graph"] or values["external_cuda_graph"] or values["cuda_graph_impl"] != "none"
-    return {"train.eval_interval": values["eval_interval"], "train.cuda_graphs": "blocks" if graphs else "none"}
+    return {
+        "train.eval_interval": values["eval_interval"],
+        "train.cuda_graphs": "blocks" if graphs else "none",
+        "train.sample_prompt": "",  # Megatron generates no text at the end
+    }
 
 
 def _data(values: Values, entry: EntryScript) -> Keys:
@@ -150,9 +158,11 @@ def _is_number(text: str) -> bool:
 
 
 def _tokenizer(values: Values, version: Version) -> Keys:
-    size, kind = values["vocab_size"], values["tokenizer_type"]
-    if size is None or kind not in COUNTED_VOCABULARY:
-        return {}
-    # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was told.
-    added = kind == "NullTokenizer" and version == "0.12"
-    return {"tokenizer.vocab_size": size + added}
+    found: Keys = {}
+    size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
+    if size is not None and kind in COUNTED_VOCABULARY:
+        # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was told.
+        found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
+    if pad >= 0:  # Megatron's -1 is no id
+        found["tokenizer.null_tokenizer_pad_id"] = pad
+    return found

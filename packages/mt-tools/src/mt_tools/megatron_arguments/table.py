@@ -7,7 +7,7 @@ The data is in arguments.csv, with these columns:
                         number of values, with a digit so many; true, false: it takes no value and sets this;
                         pair: --x and --no-x
     choices             separated by |
-    default             of Megatron's main branch; empty: None, False of `true`, True of `false`
+    default             of Megatron's main branch; empty: None, False of `true`, True of `false`; none: None of these
     default_0_12        where core_v0.12 has another one
     versions            empty: main branch; 0.12: up to 0.12 or so; between: after 0.12, gone since; older: before 0.12;
                         vlm: of pretrain_vlm.py
@@ -39,6 +39,7 @@ REASONS: Mapping[str, str] = {
     "kernels": "another implementation of the same computation; [kernels] and model.attention_backend choose",
     "memory": "how memory is reused changes no result",
     "models": "counts for models only that Megatron no longer has",
+    "norms": "norm weights are kept as they are, not less one, which computes the same",
     "noop": "Megatron ignores it, too, or it is always so",
     "parent": "counts only together with an option that is refused, or changes no result",
     "quantile": "counts only with quantile_balancing, which is refused",
@@ -166,7 +167,7 @@ def _argument(row: Mapping[str, str]) -> Argument:
 
 def _value(takes: str, text: str) -> Any:
     if takes in FLAGS:
-        return FLAGS[takes]
+        return None if text == "none" else FLAGS[takes]
     if not text:
         return None
     kind = takes.rstrip("*+23")
