@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,17 +31,14 @@ def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:
 def expand_word(word: Word, variables: Variables) -> list[str]:
     """One argument or several, or none: what is not quoted is split at blanks."""
     fields: list[str] = []
-    open_: str | None = None
+    open_: str | None = None  # the argument that the next part goes on with
     for part in word:
-        value = _part(part, variables)
-        quoted = not isinstance(part, Text) and part.quoted
-        pieces = _pieces(value, quoted or isinstance(part, Text))
-        if not pieces:
-            continue
-        open_ = (open_ or "") + pieces[0]
-        for piece in pieces[1:]:
-            fields.append(open_)
-            open_ = piece
+        for piece in _pieces(part, variables):
+            if piece is not None:
+                open_ = (open_ or "") + piece
+            elif open_ is not None:
+                fields.append(open_)
+                open_ = None
     return fields if open_ is None else [*fields, open_]
 
 
@@ -51,10 +48,19 @@ def expand_text(word: Word, variables: Variables) -> str:
     return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
 
 
-def _pieces(value: Value, quoted: bool) -> list[str]:
-    if quoted:
-        return value if isinstance(value, list) else [value]
-    return [piece for text in (value if isinstance(value, list) else [value]) for piece in text.split()]
+def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Iterator[str | None]:
+    """Texts with None where one argument ends and another one begins."""
+    value = _part(part, variables)
+    texts = value if isinstance(value, list) else [value]
+    if isinstance(part, Parameter) and part.quoted and part.joined:
+        texts = [" ".join(texts)]
+    for position, text in enumerate(texts):
+        if position:
+            yield None
+        if part.quoted or isinstance(part, Text):
+            yield text
+        else:
+            yield from (None if piece.isspace() else piece for piece in re.split(r"(\s+)", text) if piece)
 
 
 def _part(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Value:
@@ -170,6 +176,6 @@ def _number_of(name: str, variables: Variables) -> int:
         raise _NotKnown(variables.missing(name))
     if not is_known(value):
         raise _NotKnown(value)
-    return int(value)
+    return _number(ast.parse(value.strip() or "0", mode="eval").body, variables)
 
 

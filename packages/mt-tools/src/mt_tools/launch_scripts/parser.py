@@ -179,7 +179,10 @@ class _Parser:
                 return self.redirected(read())
         if self.peek() == "{" and self.peek(2)[1:] in (" ", "\n", "\t"):
             return self.redirected(Group(self.enclosed("{", "}")))
-        if self.peek() == "(" and self.peek(2) != "((":
+        if self.peek(2) == "((":
+            line, _ = self.line, self.balanced("((", "))", sign="")
+            return Simple((), ((Text("(("),),), line)
+        if self.peek() == "(":
             return self.redirected(Group(self.enclosed("(", ")")))
         if found := self.take(_FUNCTION):
             self.skip_lines()
@@ -414,11 +417,11 @@ class _Parser:
         found = self.take(_SPECIAL)
         if found is None:
             return Text("$", quoted)
-        return Parameter(found[0], every=found[0] in "@*", quoted=quoted)
+        return Parameter(found[0], every=found[0] in "@*", joined=found[0] == "*", quoted=quoted)
 
-    def balanced(self, opening: str, closing: str) -> str:
+    def balanced(self, opening: str, closing: str, sign: str = "$") -> str:
         """The text between $( and ), which may contain others and quotes."""
-        start = self.at = self.at + 1 + len(opening)
+        start = self.at = self.at + len(sign) + len(opening)
         level = 1
         while self.at < len(self.text):
             if self.peek() == "\\":
@@ -433,7 +436,7 @@ class _Parser:
                 level += (self.peek() == opening[0]) - (self.peek() == closing[0])
                 self.at += 1
         self.at = start
-        raise self.error(f"${opening} has no {closing}")
+        raise self.error(f"{sign}{opening} has no {closing}")
 
     def parameter(self, quoted: bool) -> Parameter:
         """The text between ${ and }."""
@@ -443,12 +446,13 @@ class _Parser:
         if found is None:
             raise self.error(f"${{{self.text}}} is not read")
         index = self.take(re.compile(r"\[([^]]*)\]"))
-        every = found[0] in "@*" or (index is not None and index[1] in "@*")
+        elements = found[0] if index is None else index[1]
         operator = self.take(_OPERATOR)
         if operator is None and self.at < len(self.text):
             raise self.error(f"${{{self.text}}} is not read")
         argument = self.word(ends=()) if operator else ()
-        return Parameter(found[0], operator[0] if operator else "", argument, every, quoted)
+        sign = operator[0] if operator else ""
+        return Parameter(found[0], sign, argument, elements in ("@", "*"), elements == "*", quoted)
 
 
 _DECLARING = tuple((Text(word),) for word in _DECLARES)

@@ -18,13 +18,14 @@ class Parameter:
     """$name, ${name}, ${name:-word}, ${name[@]}, ${#name}.
 
     operator: what stands between the name and `argument`, such as `:-`; `#` alone with no argument: the length.
-    every: of an array, all of its elements.
+    every: of an array, all of its elements; joined: as one text, where it is quoted.
     """
 
     name: str
     operator: str = ""
     argument: Word = ()
     every: bool = False
+    joined: bool = False
     quoted: bool = False
 
 
