@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,6 +41,9 @@ def import_config(
         Literal["main", "0.12"] | None, typer.Option(help="Whose defaults count. Default: by the arguments.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="Processes. Default: as the source says.", min=1)] = None,
+    accelerate_env: Annotated[
+        bool, typer.Option("--accelerate-env", help="Read the variables of accelerate launch: MEGATRON_LM_*.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report and the configuration as JSON.")] = False,
     megatron_args: Annotated[
         list[str] | None,
@@ -47,14 +51,19 @@ def import_config(
     ] = None,
 ) -> None:
     """Translate a run of Megatron-LM, Megatron-Bridge, NeMo or Accelerate. Scripts are read, never executed."""
+    from mt_tools.config_import.accelerate import import_environment
     from mt_tools.config_import.megatron import MegatronOptions, import_words
     from mt_tools.config_import.sources import import_file
 
     host = host_of(context)
     options = MegatronOptions(entry, megatron_version, world_size)
-    if (source is None) == (megatron_args is None):
-        raise ConfigError("give mt import a file or folder, or --megatron-args and Megatron's arguments behind it")
-    if source is None:
+    if [source is not None, megatron_args is not None, accelerate_env].count(True) != 1:
+        raise ConfigError(
+            "give mt import one thing: a file or folder, --accelerate-env, or --megatron-args and arguments behind it"
+        )
+    if accelerate_env:
+        result = import_environment(os.environ)
+    elif source is None:
         result = import_words(megatron_args or [], host, options)
     else:
         result = import_file(source, host, define=_definitions(define or []), arguments=arg or (), options=options)

@@ -89,6 +89,8 @@ def _read(argument: Argument, option: str, text: str) -> Any:
         raise ConfigError(f"{option} {text}: it can be {', '.join(argument.choices)}{did_you_mean(text, argument.choices)}")
     try:
         return _READERS.get(argument.kind, _text)(option, text)
+    except ConfigError:  # of a pattern, which says what is wrong with it
+        raise
     except ValueError:
         expected = {"int": "an integer", "float": "a number", "window": "two integers such as 4095,0"}[argument.kind]
         raise ConfigError(f"{option} {text}: expected {expected}") from None
