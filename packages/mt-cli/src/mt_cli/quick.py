@@ -1,4 +1,4 @@
-"""Parameters that cost nothing when they are not given.
+"""Parameters that cost nothing when they are not given, and options that take the rest of the line.
 
 typer converts also a value that is missing, and imports pydantic to do so, even for --help: a third of the
 time of `mt --help`.
@@ -6,11 +6,14 @@ time of `mt --help`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from typer.core import TyperCommand
+
+REST_OF_LINE = "ARGUMENTS..."
+"""Metavar of an option that takes the rest of the line, of any command that is made of a function."""
 
 
 class QuickParameters:
@@ -26,6 +29,18 @@ class QuickParameters:
 
 class QuickCommand(QuickParameters, TyperCommand):
     """A command made of a function."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = next((name for p in self.params if getattr(p, "metavar", None) == REST_OF_LINE for name in p.opts), None)
+        return super().parse_args(ctx, args if rest is None else one_by_one(args, rest))
+
+
+def one_by_one(arguments: Sequence[str], option: str) -> list[str]:
+    """`option` takes every word behind it, options of other programs included: each becomes a value of its own."""
+    if option not in arguments:
+        return list(arguments)
+    place = arguments.index(option)
+    return [*arguments[:place], *(f"{option}={word}" for word in arguments[place + 1 :])]
 
 
 def may_be_none(parameter: Any) -> bool:

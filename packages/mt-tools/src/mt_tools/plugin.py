@@ -15,5 +15,10 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("verify", "app", "Check that a layout, or a resumed run, computes the same"),
         _command("plan", "plan", "Report what each rank of a layout holds and sends; find layouts that fit"),
+        CommandSpec(
+            name="import",
+            doc="Translate a launch script or configuration of Megatron-LM, Bridge, NeMo or Accelerate",
+            app=Lazy("mt_tools.commands.import_config:import_config"),
+        ),
         _command("bench", "app", "Measure speed and memory; compare and plot measurements"),
     ]

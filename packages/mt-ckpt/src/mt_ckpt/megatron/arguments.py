@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mt_core.errors import CheckpointError
 
 
@@ -54,11 +52,3 @@ class Arguments:
     @property
     def untied(self) -> bool:
         return bool(self.get("untie_embeddings_and_output_weights", False))
-
-
-def params_dtype(args: Arguments) -> torch.dtype:
-    """The dtype of the weights in training."""
-    given = args.values.get("params_dtype")
-    if isinstance(given, torch.dtype):
-        return given
-    return torch.bfloat16 if args.get("bf16", False) else torch.float16 if args.get("fp16", False) else torch.float32

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from mt_ckpt.megatron.arguments import Arguments
 
-from mt_ckpt.megatron.arguments import Arguments, params_dtype
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+"""Name of a torch.dtype -> ours, so that a configuration is translated without torch."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 LION = ("lion_beta1", "lion_beta2")
 MUON = (
@@ -107,9 +106,15 @@ def _train(args: Arguments) -> dict[str, Any]:
     return section
 
 
+def dtype_name(args: Arguments) -> str:
+    """precision.dtype: that of the weights in training."""
+    by_flag = "bf16" if args.get("bf16", False) else "fp16" if args.get("fp16", False) else "fp32"
+    return DTYPE_NAMES.get(str(args.values.get("params_dtype")), by_flag)
+
+
 def _precision(args: Arguments) -> dict[str, Any]:
     """Keys that the dtype makes use of."""
-    dtype = DTYPE_NAMES.get(params_dtype(args), "fp32")
+    dtype = dtype_name(args)
     section: dict[str, Any] = {"dtype": dtype}
     if dtype != "fp32":
         section |= _given(args, ("accumulate_allreduce_grads_in_fp32",))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.toml import shown, to_toml
+from mt_core.config.toml_text import shown, to_toml
 from mt_core.commands import host_of
 from mt_core.errors import ConfigError
 

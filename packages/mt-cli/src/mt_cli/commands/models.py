@@ -150,7 +150,7 @@ def _print_training(preset: Preset, host: PluginHost, console: Console) -> None:
 def _values_table(preset: Preset) -> Table:
     from rich.text import Text
 
-    from mt_cli.toml import shown
+    from mt_core.config.toml_text import shown
 
     table = _grid()
     for section, values in preset.values.items():

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
-from mt_core.commands import need
+from mt_cli.quick import REST_OF_LINE
+from mt_core.commands import host_of, need
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost, load_plugins
 
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "gpt-tiny"
 
 
+TRANSLATED = "from-megatron.json"
+"""File of the run directory with the configuration that --megatron-args stands for."""
 MACHINES = "Several processes"
 CONVERSION = "Converting instead of training"
 
 
 def train(
+    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="TOML, YAML or JSON file.", show_default=False)] = None,
     preset: Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")] = None,
     set_: Annotated[
@@ -64,6 +68,14 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the ranks and each machine's command.", rich_help_panel=MACHINES)
     ] = False,
+    megatron_args: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--megatron-args",
+            metavar=REST_OF_LINE,
+            help="Train what these arguments of Megatron-LM say, as mt import translates them: the rest of the line.",
+        ),
+    ] = None,
     ckpt_convert_format: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +91,10 @@ def train(
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
+    host = load_plugins()
+    if megatron_args is not None:
+        run_dir = run_dir or Path("runs/megatron")
+        config = translate_arguments(context, megatron_args, config, preset, run_dir)
     if not dry_run:
         _announce(config, preset)
     from mt_core.config.checks import as_world
@@ -89,7 +105,6 @@ def train(
     if trace_schedule is not None:
         set_.append(f"logging.trace_schedule={json.dumps(str(trace_schedule))}")
     launched = nproc is not None or dry_run
-    host = load_plugins()
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
         loaded = load_config(config, preset=preset, overrides=set_, host=host, default_preset=DEFAULT_PRESET)
         directory = run_dir or Path("runs") / _name_of_run(loaded, config)
@@ -117,6 +132,19 @@ def train(
             run_dir=directory,
         )
     )
+
+
+def translate_arguments(
+    context: typer.Context, words: list[str], config: Path | None, preset: str | None, directory: Path
+) -> Path:
+    """What `mt import` makes of Megatron's arguments: a file in the run directory. Raises ConfigError."""
+    if config is not None or preset is not None:
+        given = "--preset" if config is None else str(config)
+        raise ConfigError(f"{given} and --megatron-args both say what to train; keep one of them")
+    path = directory / TRANSLATED
+    translate = host_of(context).commands.get("import", key="--megatron-args").app.load()
+    translate(context, output=path, megatron_args=words)
+    return path
 
 
 def _announce(config: Path | None, preset: str | None) -> None:
@@ -219,7 +247,7 @@ _LN2 = 0.6931471805599453
 def _sample(trainer: Trainer) -> None:
     """A text from the model, printed as it comes; nothing where mt-infer is not installed."""
     prompt = trainer.config.train.sample_prompt
-    if prompt is None or find_spec("mt_infer") is None:
+    if not prompt or find_spec("mt_infer") is None:
         return
     from mt_infer.sampling.parameters import SamplingParameters
 

@@ -19,20 +19,25 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".yaml": par
 
 def read_config_file(path: Path) -> tuple[str | None, Layer]:
     """The preset that the file names, if it does, and its values. Raises ConfigError for a file that cannot be read."""
-    try:
-        values = _decode(path)
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from error
-    except ValueError as error:  # UnicodeDecodeError and the parsers' errors are ValueErrors
-        raise ConfigError(f"config file {path}: {str(error) or type(error).__name__}") from error
-    except RecursionError:
-        raise ConfigError(f"config file {path}: {TOO_DEEP}") from None
+    values = read_values(path)
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path}: got a {type(values).__name__}, expected sections with keys")
     preset = values.pop("preset", None)
     if preset is not None and not isinstance(preset, str):
         raise ConfigError(f"config file {path}: preset is {preset!r}, expected the name of a preset")
     return preset, Layer(f"file {path.name}", values)
+
+
+def read_values(path: Path) -> Any:
+    """What a file holds, by the ending of its name. Raises ConfigError for one that cannot be read."""
+    try:
+        return _decode(path)
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from error
+    except ValueError as error:  # UnicodeDecodeError and the parsers' errors are ValueErrors
+        raise ConfigError(f"config file {path}: {str(error) or type(error).__name__}") from error
+    except RecursionError:
+        raise ConfigError(f"config file {path}: {TOO_DEEP}") from None
 
 
 def _decode(path: Path) -> Any:

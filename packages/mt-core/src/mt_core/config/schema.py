@@ -210,7 +210,7 @@ class TrainConfig(Section):
     callbacks: list[str] = Field(default_factory=list)
     """Names of callbacks to add to those that are always on."""
     sample_prompt: str | None = "def "
-    """A text is generated from this prompt at the end; null generates none."""
+    """A text is generated from this prompt at the end; null or an empty text generates none."""
     sample_tokens: PositiveInt = 200
     """Tokens of that text."""
 

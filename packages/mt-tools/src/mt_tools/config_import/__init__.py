@@ -1,0 +1,1 @@
+"""Configurations of Megatron-LM, Megatron-Bridge, NeMo and Accelerate as ours, with an account of each argument."""

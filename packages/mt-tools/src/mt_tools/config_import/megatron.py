@@ -1,0 +1,122 @@
+"""Megatron-LM's arguments: from a launch script, a list of words, or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_core.config.checks import MODEL_AXES
+from mt_core.errors import ConfigError, Problems
+from mt_core.plugins import PluginHost
+from mt_tools.config_import.result import ImportResult, Processes, result_of
+from mt_tools.launch_scripts.launches import Launch, read_launch
+from mt_tools.launch_scripts.variables import Unknowns
+from mt_tools.megatron_arguments.command_line import parse_arguments
+from mt_tools.megatron_arguments.entry_scripts import ENTRY_SCRIPTS, EntryScript, entry_of_file, entry_script
+from mt_tools.megatron_arguments.table import Version, by_option
+from mt_tools.megatron_arguments.translation import Translation, translate
+
+DEFAULT_ENTRY = "gpt"
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """entry: name of a kind of model; None: the script's. version: None: by the arguments. world_size: None: the
+    script's."""
+
+    entry: str | None = None
+    version: Version | None = None
+    world_size: int | None = None
+
+
+def import_words(words: Sequence[str], host: PluginHost, options: MegatronOptions | None = None) -> ImportResult:
+    """A list of arguments as Megatron's command line has it. Raises ConfigError."""
+    options = options or MegatronOptions()
+    translation = translate(
+        parse_arguments(words),
+        entry_script(options.entry or DEFAULT_ENTRY),
+        host,
+        version=options.version,
+        world_size=options.world_size,
+    )
+    processes = Processes(options.world_size or _one_process(translation))
+    return result_of(translation, f"{len(translation.accounts)} arguments", processes)
+
+
+def _one_process(translation: Translation) -> int | None:
+    """1 for a layout of one process; a list of arguments does not say how many others have."""
+    return 1 if all(translation.values[size] == 1 for size in MODEL_AXES) else None
+
+
+def import_script(
+    path: Path,
+    host: PluginHost,
+    *,
+    define: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+    options: MegatronOptions | None = None,
+) -> ImportResult:
+    """A bash script. define: values of its variables. arguments: its $1, $2, ... Nothing is executed.
+
+    Raises ConfigError, with the line, for what cannot be read, and for a value that only running it would give.
+    """
+    options = options or MegatronOptions()
+    scripts = [name for entry in ENTRY_SCRIPTS for name in entry.scripts]
+    launch, unknowns = read_launch(path, define or {}, arguments, scripts)
+    words = _known_words(launch.arguments, unknowns)
+    entry, notes = _entry(launch, options)
+    world = options.world_size or launch.world_size
+    translation = translate(
+        parse_arguments(words), entry, host, source=path.name, version=options.version, world_size=world
+    )
+    number = len(translation.accounts)
+    source = f"{path.name}, line {launch.line}: {launch.script} with {number} arguments"
+    return result_of(translation, source, _processes(launch, options), notes)
+
+
+def _entry(launch: Launch, options: MegatronOptions) -> tuple[EntryScript, list[str]]:
+    found = entry_of_file(launch.script)
+    if options.entry is not None:
+        return entry_script(options.entry), []
+    if found is not None:
+        return found, []
+    note = f"{launch.script} is none of Megatron's scripts, and is read as pretrain_gpt.py; --entry names another"
+    return entry_script(DEFAULT_ENTRY), [note]
+
+
+def _processes(launch: Launch, options: MegatronOptions) -> Processes:
+    if options.world_size is not None and options.world_size != launch.world_size:
+        return Processes(options.world_size)
+    return Processes(launch.nproc, launch.nnodes, launch.node_rank, launch.master_addr, launch.master_port)
+
+
+def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
+    """The words with every value that counts. Raises one ConfigError that names each that is not known."""
+    problems, found = Problems(), list[str]()
+    for option, values in _by_option(words):
+        group = [option, *values] if option else values
+        argument = by_option().get(option)
+        if argument is not None and argument.outcome == "none":
+            found += [unknowns.readable(word) for word in group]
+            continue
+        for reason in unknowns.reasons_in(group):
+            with problems.collect():
+                raise ConfigError(f"{unknowns.readable(' '.join(group))}: {reason}")
+        found += group
+    for absent in unknowns.absent_files if problems.errors else ():
+        with problems.collect():
+            raise ConfigError(absent)
+    problems.stop_if_any()
+    return found
+
+
+def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    option, values = "", list[str]()
+    for word in words:
+        if word.startswith("--"):
+            yield option, values
+            option, values = word, []
+        else:
+            values.append(word)
+    yield option, values

@@ -1,0 +1,1 @@
+"""Reads bash scripts that launch training, without executing anything in them."""

@@ -1,0 +1,120 @@
+"""The training that a launch script starts: script, arguments, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_core.errors import ConfigError
+from mt_tools.launch_scripts.reading import Command, ReadScript, read_script
+from mt_tools.launch_scripts.variables import Unknowns, is_known
+
+PROCESSES = ("nproc-per-node", "ntasks-per-node", "gpus-per-node")
+NODES = ("nnodes", "nodes", "N", "num-machines")
+TOTAL = ("ntasks", "n", "num-processes")
+NODE_RANK = ("node-rank", "machine-rank")
+ADDRESS = ("master-addr", "main-process-ip")
+PORT = ("master-port", "main-process-port")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """script: the Python file. arguments: its words; values that are not known are marks. nproc: processes of a machine.
+
+    Numbers and addresses that the script does not decide are None.
+    """
+
+    script: str
+    arguments: list[str]
+    nproc: int | None = None
+    nnodes: int | None = None
+    node_rank: str | None = None
+    master_addr: str | None = None
+    master_port: str | None = None
+    environment: Mapping[str, str] | None = None
+    line: int = 0
+
+    @property
+    def world_size(self) -> int | None:
+        return self.nproc * self.nnodes if self.nproc is not None and self.nnodes is not None else None
+
+
+def read_launch(
+    path: Path, define: Mapping[str, str], arguments: Sequence[str], known_scripts: Sequence[str]
+) -> tuple[Launch, Unknowns]:
+    """The one launch of a script that is not of a tool. known_scripts: names of training scripts, which are preferred.
+
+    Raises ConfigError when there is none, or several, or a condition that the text does not decide leads to it.
+    """
+    read = read_script(path, define, arguments)
+    command = _the_command(path, read, known_scripts)
+    if command.undecided is not None:
+        raise ConfigError(
+            f"{path}, line {command.line}: whether this command runs is decided by {command.undecided}; give --define "
+            "for the variable that it asks for"
+        )
+    return launch_of(command, read.unknowns), read.unknowns
+
+
+def _the_command(path: Path, read: ReadScript, known_scripts: Sequence[str]) -> Command:
+    known = [command for command in read.commands if _script(command).rpartition("/")[2] in known_scripts]
+    found = known or read.commands
+    if not found:
+        ended = f"; it ends with the exit in line {read.ended}" if read.ended is not None else ""
+        raise ConfigError(f"{path} starts no Python script that ends in .py{ended}")
+    if len(found) > 1:
+        lines = ", ".join(f"{_script(command)} in line {command.line}" for command in found)
+        raise ConfigError(f"{path} starts {len(found)} scripts: {lines}; leave one of them in a copy of it")
+    return found[0]
+
+
+def _script(command: Command) -> str:
+    return next(word for word in command.words if word.endswith(".py"))
+
+
+def launch_of(command: Command, unknowns: Unknowns) -> Launch:
+    place = command.words.index(_script(command))
+    options = _options(command.words[:place])
+    environment = command.environment
+    nnodes = _integer(_first(options, NODES))
+    total = _integer(_first(options, TOTAL)) or _integer(environment.get("WORLD_SIZE"))
+    nproc = _integer(_first(options, PROCESSES))
+    if nnodes is None and not _first(options, NODES):
+        nnodes = 1
+    if nproc is None and total is not None and nnodes:
+        nproc = total // nnodes
+    if nproc is None and not _first(options, PROCESSES) and total is None:
+        nproc = 1
+    return Launch(
+        command.words[place],
+        command.words[place + 1 :],
+        nproc,
+        nnodes,
+        *(_readable(_first(options, names), unknowns) for names in (NODE_RANK, ADDRESS, PORT)),
+        environment,
+        command.line,
+    )
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """--a-b c, --a_b=c and -N 2 of a launcher, with hyphens."""
+    found: dict[str, str] = {}
+    for place, word in enumerate(words):
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            follows = words[place + 1] if place + 1 < len(words) else ""
+            found[name.replace("_", "-")] = value if equals else follows
+    return found
+
+
+def _first(options: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((options[name] for name in names if name in options), None)
+
+
+def _integer(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _readable(text: str | None, unknowns: Unknowns) -> str | None:
+    return unknowns.readable(text) if text is not None and is_known(text) else None

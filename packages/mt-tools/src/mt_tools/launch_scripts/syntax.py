@@ -1,0 +1,118 @@
+"""The parts of a bash script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Text:
+    """Characters that stand for themselves."""
+
+    text: str
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """$name, ${name}, ${name:-word}, ${name[@]}, ${#name}.
+
+    operator: what stands between the name and `argument`, such as `:-`; `#` alone with no argument: the length.
+    every: of an array, all of its elements; joined: as one text, where it is quoted.
+    """
+
+    name: str
+    operator: str = ""
+    argument: Word = ()
+    every: bool = False
+    joined: bool = False
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """$((expression))"""
+
+    expression: Word
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """$(command) and `command`"""
+
+    command: str
+    quoted: bool = False
+
+
+Word = tuple[Text | Parameter | Arithmetic | Substitution, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """name=value, name+=value, name=(values)"""
+
+    name: str
+    value: Word | list[Word]
+    append: bool = False
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A command with the assignments before it (or after export). heredoc: the text that it reads."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+    line: int
+    heredoc: Word = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Commands with && and || between them: (operator before it, command)."""
+
+    parts: tuple[tuple[str, Statement], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """{ }, ( ) and the commands of a pipeline."""
+
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class If:
+    """branches: (condition, body); that of else has no condition. source: the first line, for messages."""
+
+    branches: tuple[tuple[tuple[Statement, ...], tuple[Statement, ...]], ...]
+    line: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """branches: (patterns, body)"""
+
+    word: Word
+    branches: tuple[tuple[tuple[Word, ...], tuple[Statement, ...]], ...]
+    line: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Loop:
+    """for, while and until, whose body may run any number of times."""
+
+    body: tuple[Statement, ...]
+    line: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    body: tuple[Statement, ...]
+
+
+Statement = Simple | Chain | Group | If | Case | Loop | Function

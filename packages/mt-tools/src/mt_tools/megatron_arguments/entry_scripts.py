@@ -1,0 +1,94 @@
+"""Megatron's training scripts, and what each adds to the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from mt_core.errors import ConfigError, did_you_mean
+
+GPT_TOKENIZER = "GPT2BPETokenizer"
+BERT_TOKENIZER = "BertWordPieceLowerCase"
+
+
+@dataclass(frozen=True)
+class EntryScript:
+    """A kind of model that Megatron has a script for.
+
+    presets: arguments that it sets where they were not given. dataset_type, loss: ours. parameters: canonical names
+    that tell what its model consists of, where no argument does. unsupported: why its runs cannot be translated.
+    """
+
+    name: str
+    scripts: tuple[str, ...]
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    dataset_type: str = "gpt"
+    loss: str = "cross_entropy"
+    parameters: tuple[str, ...] = ()
+    unsupported: str | None = None
+
+
+_BERT_PARAMETERS = ("encoder.layers.0.mlp.linear_fc1.weight", "embedding.tokentype_embeddings.weight")
+ENTRY_SCRIPTS = (
+    EntryScript("gpt", ("pretrain_gpt.py", "pretrain_gpt_core.py"), {"tokenizer_type": GPT_TOKENIZER}),
+    EntryScript(
+        "bert",
+        ("pretrain_bert.py", "pretrain_bert_core.py"),
+        {"tokenizer_type": BERT_TOKENIZER},
+        dataset_type="bert",
+        loss="bert",
+        parameters=(*_BERT_PARAMETERS, "lm_head.dense.weight"),
+    ),
+    EntryScript(
+        "t5",
+        ("pretrain_t5.py", "pretrain_t5_core.py"),
+        {"tokenizer_type": BERT_TOKENIZER},
+        dataset_type="t5",
+        parameters=("encoder.layers.0", "decoder.layers.0", "output_layer.bias"),
+    ),
+    EntryScript(
+        "hybrid",
+        ("pretrain_mamba.py", "pretrain_hybrid.py"),
+        {"tokenizer_type": GPT_TOKENIZER, "is_hybrid_model": True},
+    ),
+    EntryScript("retro", ("pretrain_retro.py",), {"tokenizer_type": GPT_TOKENIZER}, dataset_type="retro"),
+    EntryScript(
+        "ict",
+        ("pretrain_ict.py",),
+        {"tokenizer_type": BERT_TOKENIZER},
+        dataset_type="ict",
+        loss="retrieval",
+        parameters=_BERT_PARAMETERS,
+    ),
+    EntryScript(
+        "vlm",
+        ("pretrain_vlm.py", "train.py"),
+        unsupported="its vision tower and projection are fixed in the script, by names that no argument gives; write "
+        "model.family=llava with the sizes of both, see docs/models/llava.md",
+    ),
+    EntryScript(
+        "rl", ("train_rl.py",), unsupported="it trains by reinforcement learning, which mt train does not"
+    ),
+    EntryScript(
+        "vision",
+        ("pretrain_vision_classify.py", "pretrain_vision_dino.py", "pretrain_vision_inpaint.py"),
+        unsupported="its image folders and augmentations are fixed in the script; write model.family=vision with "
+        "data.dataset_type=image_folder, see docs/models/vision.md",
+    ),
+)
+
+
+def entry_script(name: str) -> EntryScript:
+    """By its name here (gpt, bert, ...). Raises ConfigError."""
+    known = {entry.name: entry for entry in ENTRY_SCRIPTS}
+    if name not in known:
+        raise ConfigError(f"--entry {name}: it can be {', '.join(known)}{did_you_mean(name, known)}")
+    return known[name]
+
+
+def entry_of_file(path: str) -> EntryScript | None:
+    """Of the script that a launcher starts; None for one that is not Megatron's."""
+    name = PurePosixPath(path).name
+    return next((entry for entry in ENTRY_SCRIPTS if name in entry.scripts), None)

@@ -1,0 +1,130 @@
+"""What a run of Megatron's asks for and cannot be done here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.plugins import PluginHost
+from mt_tools.megatron_arguments.command_line import Given
+from mt_tools.megatron_arguments.table import Version
+
+OPTIMIZERS: Mapping[str, str] = {"adam": "adam", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
+"""Megatron's name -> ours."""
+RECOMPUTED = ("core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
+MOMENTS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument that is left out, and why."""
+
+    given: Given
+    reason: str
+
+
+def find_refusals(given: Mapping[str, Given], version: Version, host: PluginHost) -> dict[str, Refusal]:
+    """Attribute -> why it cannot be done, of those that were given."""
+    found = {}
+    for dest, one in given.items():
+        reason = _reason(one, given, version, host)
+        if reason is not None:
+            found[dest] = Refusal(one, reason)
+    return found
+
+
+def _reason(one: Given, given: Mapping[str, Given], version: Version, host: PluginHost) -> str | None:
+    if one.value is None or one.value == one.argument.default_of(version):
+        return None
+    if one.argument.outcome == "refused":
+        return one.argument.reason
+    if check := _CHECKS.get(one.argument.dest):
+        return next(check(one.value, {dest: other.value for dest, other in given.items()}, host), None)
+    return None
+
+
+Check = Callable[[Any, Mapping[str, Any], PluginHost], Iterator[str]]
+
+
+def _optimizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in OPTIMIZERS:
+        yield f"this optimizer; optimizer.optimizer can be {', '.join(host.optimizers.names())}"
+
+
+def _tokenizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in host.tokenizers.names():
+        yield f"this tokenizer; tokenizer.tokenizer_type can be {', '.join(host.tokenizers.names())}"
+
+
+def _modules(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if unknown := [module for module in value if module not in RECOMPUTED]:
+        yield f"recomputation of {', '.join(unknown)}; recompute.recompute_modules can have {', '.join(RECOMPUTED)}"
+
+
+def _fp8_recipe(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in FP8_RECIPES and given.get("fp8"):
+        yield f"this recipe; precision.fp8_recipe can be {', '.join(FP8_RECIPES)}, or rowwise"
+
+
+def _loader(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value != "single":
+        yield "a loader that orders samples by itself; the order follows from train.seed and the samples consumed"
+
+
+def _moments(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not given.get("use_precision_aware_optimizer"):
+        return
+    if value not in MOMENTS:
+        yield f"moments in {value}; optimizer.exp_avg_dtype can be {' or '.join(MOMENTS)}"
+    elif given.get("exp_avg_dtype", "fp32") != given.get("exp_avg_sq_dtype", "fp32"):
+        yield "moments of two dtypes; optimizer.exp_avg_dtype is that of both"
+
+
+def _balancing(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if "quantile_balancing" in value:
+        yield "quantile balancing of experts"
+
+
+def _cp_comm(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if len(set(value)) > 1:
+        yield "another way to exchange keys in each layer; parallel.cp_comm_type is that of all"
+
+
+def _graphs(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value == "full_iteration":
+        yield "one CUDA graph for a whole step; train.cuda_graphs=blocks has one for each layer"
+
+
+def _flex_backend(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in ("deepep", "hybridep") and given.get("moe_token_dispatcher_type") == "flex":
+        yield "this backend; the dispatcher flex has deepep and hybridep"
+
+
+def _random_streams(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("load") and not (given.get("finetune") or given.get("no_load_optim")):
+        yield "random streams that start anew when a run goes on with its optimizer"
+
+
+def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not given.get("hybrid_override_pattern"):
+        yield "layers chosen by a ratio; give the pattern that Megatron prints as --hybrid-override-pattern"
+
+
+_CHECKS: Mapping[str, Check] = {
+    "no_load_rng": _random_streams,
+    "hybrid_attention_ratio": _ratio,
+    "hybrid_mlp_ratio": _ratio,
+    "optimizer": _optimizer,
+    "tokenizer_type": _tokenizer,
+    "recompute_modules": _modules,
+    "fp8_recipe": _fp8_recipe,
+    "dataloader_type": _loader,
+    "exp_avg_dtype": _moments,
+    "exp_avg_sq_dtype": _moments,
+    "moe_router_load_balancing_type": _balancing,
+    "cp_comm_type": _cp_comm,
+    "cuda_graph_impl": _graphs,
+    "moe_flex_dispatcher_backend": _flex_backend,
+}

@@ -1,0 +1,168 @@
+"""Sections beside [model], from Megatron's arguments after its validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mt_tools.megatron_arguments.entry_scripts import EntryScript
+from mt_tools.megatron_arguments.refusals import OPTIMIZERS
+from mt_tools.megatron_arguments.table import Version, arguments
+
+Values = Mapping[str, Any]
+Keys = dict[str, Any]
+"""Dotted key -> value; None is null."""
+BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
+"""Tokenizers that are told the size of their vocabulary."""
+
+
+def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
+    """Dotted key -> value, those that do not count included."""
+    found = copied_keys(values)
+    for rule in (_parallel, _optimizer, _schedule, _precision, _recompute, _checkpoint, _train):
+        found |= rule(values)
+    return {**found, **_data(values, entry), **_tokenizer(values, version), "train.loss": entry.loss}
+
+
+def copied_keys(values: Values) -> Keys:
+    """Arguments that are keys of the same meaning."""
+    return {
+        argument.keys[0]: values[argument.dest]
+        for argument in arguments()
+        if argument.outcome == "copy" and values.get(argument.dest) is not None
+    }
+
+
+def _parallel(values: Values) -> Keys:
+    found: Keys = _sharding(values)
+    if (stages := values["virtual_pipeline_model_parallel_size"] or 1) > 1:
+        found["parallel.virtual_pipeline_model_parallel_size"] = stages
+        found["parallel.pipeline_schedule"] = "interleaved_1f1b"
+    if values["context_parallel_size"] > 1:
+        found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
+    if values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
+        found["parallel.expert_tensor_parallel_size"] = None
+    return found
+
+
+def _sharding(values: Values) -> Keys:
+    """Megatron's FSDP shards what torch's does."""
+    if values["use_torch_fsdp2"]:
+        return {"parallel.use_torch_fsdp2": True}
+    if not (values["use_megatron_fsdp"] or values["use_custom_fsdp"]):
+        return {"parallel.use_distributed_optimizer": values["use_distributed_optimizer"]}
+    strategy = values["data_parallel_sharding_strategy"]
+    if strategy == "optim":
+        return {"parallel.use_distributed_optimizer": True}
+    if strategy == "no_shard":
+        return {}
+    return {
+        "parallel.use_torch_fsdp2": True,
+        "parallel.fsdp_reshard_after_forward": strategy == "optim_grads_params",
+    }
+
+
+def _optimizer(values: Values) -> Keys:
+    found: Keys = {"optimizer.optimizer": OPTIMIZERS[values["optimizer"]]}
+    if values["use_precision_aware_optimizer"]:
+        found["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
+    return found
+
+
+def _schedule(values: Values) -> Keys:
+    counts = ("lr_warmup_iters", "lr_warmup_samples")
+    return {f"lr_schedule.{dest}": values[dest] for dest in counts if values[dest]}
+
+
+def _precision(values: Values) -> Keys:
+    dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+    return {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+
+
+def _recompute(values: Values) -> Keys:
+    found: Keys = {"recompute.recompute_granularity": values["recompute_granularity"] or "none"}
+    if values["recompute_modules"] is not None:
+        found["recompute.recompute_modules"] = values["recompute_modules"]
+    return found
+
+
+def _checkpoint(values: Values) -> Keys:
+    found: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
+    if values["save_retain_interval"] is not None:  # Megatron keeps the newest, and those that it divides
+        found |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
+    return found | _start(values)
+
+
+def _start(values: Values) -> Keys:
+    """Where weights come from. A run that loads what it saves goes on by itself."""
+    found: Keys = {}
+    load = values["load"]
+    if load is not None and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.load"] = load
+        if load == values["save"]:  # mt's checkpoints do not go where Megatron's are
+            found["checkpoint.save"] = None
+    elif load is not None and load != values["save"]:
+        found["checkpoint.resume_from"] = load
+    elif load is not None and values["exit_on_missing_checkpoint"]:
+        found["checkpoint.resume"] = "required"
+    if values["pretrained_checkpoint"] is not None:
+        found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
+    return found
+
+
+def _train(values: Values) -> Keys:
+    graphs = values["enable_cuda_graph"] or values["external_cuda_graph"] or values["cuda_graph_impl"] != "none"
+    return {
+        "train.eval_interval": values["eval_interval"],
+        "train.cuda_graphs": "blocks" if graphs else "none",
+        "train.sample_prompt": "",  # Megatron generates no text at the end
+    }
+
+
+def _data(values: Values, entry: EntryScript) -> Keys:
+    found: Keys = {"data.dataset_type": _dataset(values, entry)}
+    for dest in BLENDS:
+        if values.get(dest) is not None:
+            found[f"data.{dest}"] = blend(values[dest])
+    if entry.name == "retro":
+        found |= {f"data.{dest}": values[dest] for dest in ("retro_num_neighbors", "retro_num_retrieved_chunks")}
+    if entry.name == "bert":
+        found["data.bert_binary_head"] = values["bert_binary_head"]
+    return found
+
+
+def _dataset(values: Values, entry: EntryScript) -> str:
+    sources = (*BLENDS, "data_args_path", "per_split_data_args_path")
+    if entry.dataset_type != "gpt":
+        return entry.dataset_type
+    if values["mock_data"] or not any(values[dest] for dest in sources):  # Megatron makes data up, too
+        return "mock"
+    return "sft" if values["sft"] else "fim" if values["fim_data"] else "gpt"
+
+
+def blend(words: Sequence[str]) -> list[Any]:
+    """--data-path: prefixes, or weights and prefixes in turns."""
+    weights, prefixes = words[::2], words[1::2]
+    if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
+        return list(words)
+    return [{"prefix": prefix, "weight": float(weight)} for weight, prefix in zip(weights, prefixes, strict=True)]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer(values: Values, version: Version) -> Keys:
+    found: Keys = {}
+    size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
+    if size is not None and kind in COUNTED_VOCABULARY:
+        # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was told.
+        found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
+    if pad >= 0:  # Megatron's -1 is no id
+        found["tokenizer.null_tokenizer_pad_id"] = pad
+    return found

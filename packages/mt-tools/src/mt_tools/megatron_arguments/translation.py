@@ -1,0 +1,124 @@
+"""Megatron's arguments as a configuration, with an account of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mt_core.config.schema import SECTIONS
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_tools.megatron_arguments.command_line import Given
+from mt_tools.megatron_arguments.counting_keys import Tree, as_tree, remove_defaults, remove_idle_keys
+from mt_tools.megatron_arguments.derived import derive_values, padded_vocab_size
+from mt_tools.megatron_arguments.entry_scripts import EntryScript
+from mt_tools.megatron_arguments.model_section import model_section
+from mt_tools.megatron_arguments.refusals import Refusal, find_refusals
+from mt_tools.megatron_arguments.run_sections import run_keys
+from mt_tools.megatron_arguments.table import REASONS, Version
+
+Status = Literal["translated", "default", "no effect", "refused"]
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of one argument. keys: dotted, with the values that it decides, among others."""
+
+    words: str
+    status: Status
+    keys: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Translation:
+    """sections: the configuration, of keys that differ from our defaults or were given; None is null.
+
+    accounts: of each argument that was given. written_out: keys that no given argument names: Megatron's defaults where
+    ours are others, and values that Megatron derives. values: its attributes after validation.
+    """
+
+    sections: Tree
+    accounts: tuple[Account, ...]
+    written_out: Mapping[str, Any]
+    values: Mapping[str, Any]
+    entry: EntryScript
+    version: Version
+
+    @property
+    def padded_vocab_size(self) -> int | None:
+        """Rows of Megatron's table of token embeddings, where the arguments say how many ids there are."""
+        size = self.sections.get("tokenizer", {}).get("vocab_size")
+        multiple, ranks = self.values["make_vocab_size_divisible_by"], self.values["tensor_model_parallel_size"]
+        return padded_vocab_size(size, multiple, ranks) if size is not None else None
+
+
+def version_of(given: Mapping[str, Given]) -> Version:
+    """Megatron's main branch, unless an argument is only older versions'."""
+    return "0.12" if any(one.argument.versions in ("0.12", "older") for one in given.values()) else "main"
+
+
+def translate(
+    given: Mapping[str, Given],
+    entry: EntryScript,
+    host: PluginHost,
+    *,
+    source: str = "arguments",
+    version: Version | None = None,
+    world_size: int | None = None,
+) -> Translation:
+    """given: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
+
+    Arguments that cannot be done are left out and accounted for as refused. Raises ConfigError for arguments that
+    contradict one another, and for a model that no family is.
+    """
+    if entry.unsupported is not None:
+        raise ConfigError(f"{entry.scripts[0]}: {entry.unsupported}")
+    version = version or version_of(given)
+    refusals = find_refusals(given, version, host)
+    kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
+    values = derive_values(kept, entry, version, world_size)
+    tree = as_tree(run_keys(values, entry, version))
+    tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
+    idle = remove_idle_keys(tree, host)
+    same = remove_defaults(tree, host)
+    accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
+    named = {key for account in accounts for key in account.keys}
+    written = {key: value for key, value in dotted(tree).items() if key not in named}
+    return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
+
+
+def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Sections as dotted keys, options of mixtures one by one."""
+    found = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+    moe = found.pop("model.moe", None) or {}
+    return found | {f"model.moe.{key}": value for key, value in moe.items()}
+
+
+def _account(
+    dest: str,
+    one: Given,
+    refusals: Mapping[str, Refusal],
+    tree: Tree,
+    idle: Mapping[str, str],
+    same: Mapping[str, Any],
+) -> Account:
+    argument = one.argument
+    if dest in refusals:
+        return Account(one.words, "refused", {}, refusals[dest].reason)
+    if argument.outcome == "none":
+        return Account(one.words, "no effect", {}, REASONS[argument.reason])
+    flat = dotted(tree)
+    if found := {key: flat[key] for key in argument.keys if key in flat}:
+        own = {key: value for key, value in found.items() if key != "model.family"}
+        return Account(one.words, "translated", own or found, "")
+    if equal := {key: same[key] for key in argument.keys if key in same}:
+        return Account(one.words, "default", equal, "")
+    reason = next((idle[key] for key in argument.keys if key in idle), "says what is so without it, or does not count with the other arguments")
+    return Account(one.words, "no effect", {}, reason)
+
+
+def _ordered(tree: Tree) -> Tree:
+    """In the order of the schema, without empty sections."""
+    return {name: tree[name] for name in SECTIONS if tree.get(name)}
