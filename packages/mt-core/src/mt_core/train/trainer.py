@@ -284,9 +284,7 @@ class Trainer:
     def _report_committed(self, checkpoints: Iterable[Committed]) -> None:
         for committed in checkpoints:
             if self.config.checkpoint.async_save:
-                self.message(
-                    f"committed {committed.path.name}, written in {committed.seconds:.1f} s"
-                )
+                self.message(f"committed {committed.path.name}, written in {committed.seconds:.1f} s")
             self.callbacks.on_checkpoint(self, committed.path)
             if committed.removed:
                 self.message(f"removed {', '.join(path.name for path in committed.removed)}")

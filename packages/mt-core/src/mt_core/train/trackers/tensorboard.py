@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
