@@ -19,7 +19,7 @@ from mt_core.train import Callback, Trainer
 from mt_core.train.device_peaks import peak_of_name
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs
-    r"^ \[(?P<time>[\d-]+ [\d:.]+)\] iteration +(?P<iteration>\d+)/ +(?P<last>\d+) \| consumed samples: +(?P<samples>\d+)"
+    r"^ \[[\d-]+ [\d:.]+\] iteration +(?P<iteration>\d+)/ +(?P<last>\d+) \| consumed samples: +(?P<samples>\d+)"
     r" \| elapsed time per iteration \(ms\): (?P<ms>[\d.]+) \| throughput per GPU \(TFLOP/s/GPU\): [\d.]+"
     r" \| learning rate: (?P<lr>\d\.\d{6}E[+-]\d\d) \| global batch size: +(?P<batch>\d+)"
     r" \| lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d) \| loss scale: 1\.0 \| grad norm: (?P<norm>\d+\.\d{3})"

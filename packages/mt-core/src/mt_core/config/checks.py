@@ -78,8 +78,8 @@ def check_exports(config: Config) -> None:
     if save is not None and export is not None and export % save:
         near = max(export - export % save, save)
         raise ConfigError(
-            f"checkpoint.save_hf_interval={export} is no multiple of checkpoint.save_interval={save}, and is made from a "
-            f"checkpoint; use {near}, or change checkpoint.save_interval"
+            f"checkpoint.save_hf_interval={export} is no multiple of checkpoint.save_interval={save}: a folder is made "
+            f"from a checkpoint; use {near}, or change checkpoint.save_interval"
         )
 
 

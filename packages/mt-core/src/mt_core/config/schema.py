@@ -417,8 +417,8 @@ class LoggingConfig(Section):
     log_format: Literal["mt", "megatron"] = "mt"
     """Form of the lines about steps and evaluations; `megatron` is that of Megatron-LM, for programs that read it."""
     device_peak_tflops: PositiveFloat | None = None
-    """TFLOP/s of a device, of which MFU is the fraction that training reaches. Default: the dense bf16 peak of GPUs that
-    are known."""
+    """TFLOP/s of a device, of which MFU is the fraction that training reaches. Default: the dense bf16 peak, of known
+    GPUs."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
     trackers: list[str] = Field(default_factory=list)

@@ -138,7 +138,7 @@ class GuardedTracker(CallbackList):
             raise
         except Exception as error:
             raise PluginError(
-                f"logging.trackers: {self.name} does not start: {error}; correct its settings, or take it out of the list"
+                f"logging.trackers: {self.name} does not start: {error}; correct its settings, or take it out"
             ) from error
         self._run = run
 
