@@ -25,12 +25,12 @@ def training_command(name: str, host: PluginHost) -> tuple[str, list[str]]:
             config = load_config_anywhere(preset=name, overrides=[STEPS], host=host).config
         except MtError as error:
             return command, str(error).splitlines()
-    return command, _lacks(config, host)
+    return command, lacks(config, host)
 
 
-def _lacks(config: Config, host: PluginHost) -> list[str]:
+def lacks(config: Config, host: PluginHost) -> list[str]:
     """What the data would have to be."""
-    missing = _missing_inputs(config, host)
+    missing = missing_inputs(config, host)
     if missing:
         given_by = sorted(spec.name for spec in host.datasets if set(missing) <= {entry.name for entry in spec.sample})
         others = f"; {', '.join(given_by)} do" if given_by else ""
@@ -41,7 +41,7 @@ def _lacks(config: Config, host: PluginHost) -> list[str]:
     return [] if config.data.dataset_type in CARRIED else _missing_files(config, host)
 
 
-def _missing_inputs(config: Config, host: PluginHost) -> Sequence[str]:
+def missing_inputs(config: Config, host: PluginHost) -> Sequence[str]:
     """Arrays that the model takes, that some data set gives, and the configured one does not."""
     import torch
 
