@@ -15,5 +15,8 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("verify", "app", "Check that a layout, or a resumed run, computes the same"),
         _command("plan", "plan", "Report what each rank of a layout holds and sends; find layouts that fit"),
+        _command(
+            "estimate", "estimate", "Estimate the memory of a model by dtype, as Accelerate does, and of a layout"
+        ),
         _command("bench", "app", "Measure speed and memory; compare and plot measurements"),
     ]

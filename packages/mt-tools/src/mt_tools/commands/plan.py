@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mt_core.commands import host_of
+from mt_tools.commands.tables import GIB, gib, number_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,11 +22,10 @@ if TYPE_CHECKING:
     from mt_tools.plan.layouts import LayoutPlan
     from mt_tools.plan.machines import Machine
 
-GIB = 2.0**30
 Cells = tuple[str, ...]
 DENSE = ("tp", "cp", "dp", "pp", "ep")
-WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
 HELD = ("weights", "gradients", "main", "state", "activations", "buffers")
+WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
 SEARCHED_AXES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -136,10 +136,10 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
 
 def _held_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
     """GiB per rank by kind: two tables, since one would not fit into 80 columns."""
-    standing = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
+    standing = number_table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
     for first, last, count, cells in _joined(ranks, _standing):
         standing.add_row(_span(first, last), str(count), *cells)
-    held = _table("GiB of a rank", *HELD, "all")
+    held = number_table("GiB of a rank", *HELD, "all")
     for first, last, _, cells in _joined(ranks, _held):
         held.add_row(_span(first, last), *cells)
     return standing, held
@@ -153,7 +153,7 @@ def _held(rank: dict[str, Any]) -> Cells:
     held = rank["bytes"]
     kept = sum(held["activations"].values()) + held["recomputed_layer"]
     parts = (*(held[key] for key in WEIGHTS), kept, held["communication_buffers"], held["total"])
-    return tuple(_gib(part) for part in parts)
+    return tuple(gib(part) for part in parts)
 
 
 def _message_table(ranks: list[dict[str, Any]]) -> Table:
@@ -161,9 +161,9 @@ def _message_table(ranks: list[dict[str, Any]]) -> Table:
     axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["messages"]))
 
     def sent(rank: dict[str, Any]) -> Cells:
-        return tuple(_gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
+        return tuple(gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
 
-    table = _table("GiB sent", *axes)
+    table = number_table("GiB sent", *axes)
     for first, last, _, cells in _joined(ranks, sent):
         table.add_row(_span(first, last), *cells)
     return table
@@ -181,12 +181,6 @@ def _joined(
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _gib(size: float) -> str:
-    """Two decimals while they are significant."""
-    gib = size / GIB
-    return f"{gib:.2f}" if gib < 1000 else f"{gib:,.0f}"
 
 
 def _search(
@@ -219,8 +213,8 @@ def _search(
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    found = _table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
-    spent = _table("seconds of #", *STEP_PARTS)
+    found = number_table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
+    spent = number_table("seconds of #", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
         found.add_row(
             str(number),
@@ -237,12 +231,3 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 def _divides_experts(layout: dict[str, Any]) -> bool:
     return any((layout.get(key) or 1) > 1 for key in EXPERT_AXES.values())
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
