@@ -23,6 +23,8 @@ Settings = dict[str, Any]
 CARRIED = ("builtin", "mock")
 """Data sets without files."""
 STEPS = 1000
+LONGEST = 4096
+"""Sequence that is proposed for a Hugging Face model which can take longer ones."""
 UNANSWERED: Settings = {"train.train_iters": STEPS, "train.global_batch_size": None}
 """What a draft is checked with until there are answers: a preset's batch need not suit the processes."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -105,28 +107,37 @@ def _take_model(draft: Draft, answer: str) -> None:
         draft.settings["checkpoint.load"] = str(folder)
     else:
         draft.settings.update({f"model.{key}": value for key, value in section.items() if value is not None})
+    draft.settings["data.seq_length"] = min(section.get("max_position_embeddings") or LONGEST, LONGEST)
     draft.folder = folder
 
 
 # -- data and tokenizer -----------------------------------------------------------------------------
 
 
-def _default_data(draft: Draft) -> str:
-    return "builtin"
-
-
 def _take_data(draft: Draft, answer: str) -> None:
-    if answer in CARRIED:
-        draft.settings["data.dataset_type"] = answer
+    if answer in draft.host.datasets.names():
+        _accept_data(draft, {"data.dataset_type": answer})
         return
     parts = answer.split()
     missing = [part for part in parts if not _is_number(part) and not _is_data(part)]
     if missing:
         raise ConfigError(
             f"{missing[0]}: no such text file, and no {missing[0]}.bin with {missing[0]}.idx (mt data preprocess makes "
-            f"them); give paths, {' or '.join(CARRIED)}"
+            "them); give paths, builtin or mock"
         )
-    draft.settings.update({"data.dataset_type": _type_of_files(draft), "data.data_path": parts})
+    draft.accept({"data.dataset_type": _type_of_files(draft), "data.data_path": parts})
+
+
+def _accept_data(draft: Draft, settings: Settings) -> None:
+    """Raises ConfigError for data that do not suit the model, where torch can build it."""
+    config = draft.config(settings)
+    if find_spec("torch") is not None:
+        from mt_cli.training_hint import unsuitable_data_of
+
+        problem = unsuitable_data_of(config, draft.host)
+        if problem is not None:
+            raise ConfigError(problem)
+    draft.settings.update(settings)
 
 
 def _is_number(part: str) -> bool:
@@ -195,22 +206,8 @@ def _take_tokenizer(draft: Draft, answer: str) -> None:
 
 
 def _take_dataset(draft: Draft, answer: str) -> None:
-    """Checked against what the model reads, where torch can build it."""
     draft.host.datasets.get(answer, key="data.dataset_type")
-    config = draft.config(settings={"data.dataset_type": answer})
-    if find_spec("torch") is not None:
-        from mt_cli.training_hint import missing_inputs
-
-        missing = missing_inputs(config, draft.host)
-        if missing:
-            fitting = [
-                spec.name for spec in draft.host.datasets if set(missing) <= {entry.name for entry in spec.sample}
-            ]
-            raise ConfigError(
-                f"{answer} gives no {' and '.join(missing)}, which model.family={config.model.family} takes; "
-                f"{', '.join(sorted(fitting))} do"
-            )
-    draft.settings["data.dataset_type"] = answer
+    _accept_data(draft, {"data.dataset_type": answer})
 
 
 # -- lengths, processes, batch ----------------------------------------------------------------------
@@ -223,12 +220,7 @@ def _number(answer: str) -> int:
 
 
 def _default_length(draft: Draft) -> str:
-    """The preset's; of a folder what its model can take, up to 4096."""
-    config = draft.config()
-    longest = getattr(config.model, "max_position_embeddings", None)
-    if draft.preset is not None or longest is None:
-        return str(config.data.seq_length)
-    return str(min(longest, 4096))
+    return str(draft.config().data.seq_length)
 
 
 def _take_processes(draft: Draft, answer: str) -> None:
@@ -312,7 +304,7 @@ def _says(text: str) -> Callable[[Draft], str]:
 QUESTIONS: tuple[Question, ...] = (
     Question("model", _model_text, _says("gpt-tiny"), _take_model),
     Question(
-        "data", _says("Data: text files, .bin/.idx without its ending, builtin or mock"), _default_data, _take_data
+        "data", _says("Data: text files, .bin/.idx without its ending, builtin or mock"), _says("builtin"), _take_data
     ),
     Question(
         "tokenizer",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mt_cli.wizard import Draft
     from mt_core.plugins import PluginHost
 
-Number = Annotated[int | None, typer.Option(min=1, show_default=False)]
+Number = Annotated[int | None, typer.Option(show_default=False)]
 
 
 def init(

@@ -90,7 +90,7 @@ def _print(found: Estimate, machine: Machine, world: int) -> None:
         console.print(_heading(planned[0], machine, world))
         console.print(_rank_table(planned))
     elif found.not_planned is not None:
-        console.print(f"\n{found.not_planned}", markup=False)
+        console.print(f"\nactivations are not planned: {found.not_planned} (--set data.dataset_type=...)", markup=False)
 
 
 def _dtype_table(rows: Sequence[DtypeEstimate]) -> Table:

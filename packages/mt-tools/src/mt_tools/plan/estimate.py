@@ -16,10 +16,11 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset
 from mt_core.config.schema import Config
+from mt_core.data.building import unsuitable_data
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.hf_config import model_section, read_hf_config
 from mt_core.nn.layout import parameter_layouts
-from mt_core.nn.model import contract
+from mt_core.nn.model import required_inputs
 from mt_core.plugins import PluginHost
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import Machine
@@ -84,7 +85,8 @@ def estimate(
             raise ConfigError(f"--dtypes {dtype}{did_you_mean(dtype, BITS)}: it can be {', '.join(BITS)}")
     configs = {dtype: _configured(name, dtype, overrides, world, host) for dtype in dict.fromkeys(dtypes)}
     first = Planner(next(iter(configs.values())), host, machine)
-    size, reason = model_size(first.whole_model), _why_not_planned(first, host)
+    size = model_size(first.whole_model)
+    reason = unsuitable_data(required_inputs(first.whole_model), first.config, host)
     rows = [
         DtypeEstimate(
             dtype,
@@ -128,21 +130,3 @@ def _configured(name: str, dtype: str, overrides: Sequence[str], world: int, hos
         file = Path(folder) / "model.json"
         file.write_text(json.dumps({"model": section, "data": {"seq_length": length}}), encoding="utf-8")
         return load_config(file, overrides=[*usual, *overrides], host=host).config
-
-
-def _why_not_planned(planner: Planner, host: PluginHost) -> str | None:
-    """The data set has to give what the model takes."""
-    config = planner.config
-    given = {entry.name for entry in host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample}
-    anywhere = {spec.name: {entry.name for entry in spec.sample} for spec in host.datasets}
-    inputs = [
-        name for name in contract(planner.whole_model).inputs if any(name in names for names in anywhere.values())
-    ]
-    missing = [name for name in inputs if name not in given]
-    if not missing:
-        return None
-    able = sorted(name for name, names in anywhere.items() if set(missing) <= names)
-    return (
-        f"data.dataset_type={config.data.dataset_type} gives no {' and '.join(missing)}, which model.family="
-        f"{config.model.family} takes; for activations --set data.dataset_type={' or '.join(able)}"
-    )
