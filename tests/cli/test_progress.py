@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from mt_cli.progress import LiveProgress
+from mt_core.config.schema import LoggingConfig
+from mt_core.train.log_lines import log_lines
 
 METRICS = {"loss": 10.8251, "grad_norm": 123.456, "learning_rate": 6e-4, "tokens_per_second": 1_234_567.0}
 
@@ -18,7 +20,7 @@ METRICS = {"loss": 10.8251, "grad_norm": 123.456, "learning_rate": 6e-4, "tokens
 def line_at(width: int, last: int = 500_000) -> str:
     """The line of a long run as a terminal of this width shows it."""
     quiet = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    progress = LiveProgress(quiet)
+    progress = LiveProgress(quiet, log_lines(LoggingConfig()))
     run: Any = SimpleNamespace(last_iteration=last, state=SimpleNamespace(iteration=123_456))
     progress.on_train_start(run)
     progress.on_step_end(run, METRICS)

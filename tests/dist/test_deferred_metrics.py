@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core.train.test_steady_step import Spy, spy_on_step
+from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError, TrainingError
@@ -75,7 +75,7 @@ class Told(Callback):
         self.steps: list[dict] = []
 
     def on_step_end(self, run, metrics) -> None:
-        self.steps.append({key: value for key, value in metrics.items() if key != "tokens_per_second"})
+        self.steps.append({key: value for key, value in metrics.items() if key not in TIMED})
 
 
 def training(deferred: bool, more: tuple[str, ...]) -> tuple[list[dict], dict[str, torch.Tensor]]:

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,15 +39,31 @@ def peer_python() -> Path:
     `mt-peer` in the user's cache folder. Skips the test where Python or the packages cannot be had.
     """
     given = os.environ.get("MT_PEER_PYTHON")
-    if given:
-        return Path(given)
-    folder = _cache() / hashlib.sha256("\n".join((PYTHON, *REQUIREMENTS)).encode()).hexdigest()[:16]
+    return Path(given) if given else environment_with(REQUIREMENTS, PYTHON, _interpreter())
+
+
+def python_beside_this(*requirements: str) -> Path:
+    """An interpreter that has these packages first, and behind them all that the environment of the tests has.
+
+    Made, kept and skipped as that of `peer_python`.
+    """
+    python = environment_with(requirements, sys.version.partition(" ")[0], sys.executable)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = python.parents[1] / "lib" / version / "site-packages"
+    path = packages / "environment-of-the-tests.pth"
+    path.write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8")
+    return python
+
+
+def environment_with(requirements: Sequence[str], version: str, interpreter: str) -> Path:
+    """The interpreter of an environment in the cache with these packages, made if it is not there yet."""
+    folder = _cache() / hashlib.sha256("\n".join((version, *requirements)).encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one run ask at the same time
         if not (folder / "complete").exists():
-            _make(folder, python)
+            _make(folder, requirements, interpreter)
     return python
 
 
@@ -54,14 +72,14 @@ def _cache() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mt-peer"
 
 
-def _make(folder: Path, python: Path) -> None:
+def _make(folder: Path, requirements: Sequence[str], interpreter: str) -> None:
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("the peer's environment is made with uv, which is not on PATH")
     shutil.rmtree(folder, ignore_errors=True)
-    _run([uv, "venv", "--quiet", "--python", _interpreter(), str(folder)], f"no Python {PYTHON} for the peer")
-    install = [uv, "pip", "install", "--quiet", "--python", str(python), *REQUIREMENTS]
-    _run(install, f"{REQUIREMENTS[0]} cannot be installed")
+    _run([uv, "venv", "--quiet", "--python", interpreter, str(folder)], f"no Python {interpreter} for the peer")
+    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), *requirements]
+    _run(install, f"{requirements[0]} cannot be installed")
     (folder / "complete").touch()
 
 

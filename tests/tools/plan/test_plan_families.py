@@ -10,7 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import PAIRS, T5, TP, planned, tree
+from cases import MIXTURE, MODEL, PAIRS, T5, TP, planned, tree
+from fake import host
+
+from mt_core.train.build import count_flops
 
 WORDS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 261}
 IMAGES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "img_h": 16, "img_w": 16, "patch_dim": 8}
@@ -101,3 +104,17 @@ def test_a_tower_of_images_needs_the_flops_of_its_patches() -> None:
     layers = 2 * (2 * tokens * 12 * h * h + 4 * tokens * tokens * h)
     forward = layers + 2 * patches * 3 * 64 * h + 2 * 6 * h
     assert planned(values, 1).flops_per_step == pytest.approx(3 * forward)
+
+
+COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama with experts", *COUNTED])
+def test_families_count_the_flops_that_are_run(family: str) -> None:
+    """The formulas count keys that are seen one by one, and the run half of all."""
+    decoders = {"gpt": MODEL, "llama with experts": MIXTURE}
+    model, data, loss = CASES.get(family, (decoders.get(family, {}), {"dataset_type": "mock"}, "cross_entropy"))
+    values = tree({"family": family, **model}, data=data)
+    values["train"].update(loss=loss, micro_batch_size=1, global_batch_size=1)
+    plan = planned(values, 1)
+    assert count_flops(plan.config, host()) == pytest.approx(plan.flops_per_step, rel=0.03)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CheckpointLoaderSpec, CheckpointSaverSpec, CommandSpec, Lazy
+from mt_core.specs import CallbackSpec, CheckpointLoaderSpec, CheckpointSaverSpec, CommandSpec, Lazy
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+    from mt_core.plugins import PluginHost
 
 
 @hookimpl
@@ -147,6 +153,26 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             plan=Lazy("mt_ckpt.megatron_legacy.save:plan_files"),
         ),
     ]
+
+
+@hookimpl
+def mt_register_callbacks() -> list[CallbackSpec]:
+    return [
+        CallbackSpec(
+            name="hf_export",
+            doc="Hugging Face folders beside checkpoints, every checkpoint.save_hf_interval steps",
+            build=Lazy("mt_ckpt.hugging_face.export:build_export"),
+            always=True,
+        )
+    ]
+
+
+@hookimpl
+def mt_check_config(config: Config, host: PluginHost) -> None:
+    if config.checkpoint.save_hf_interval is not None:
+        from mt_ckpt.hugging_face.family import family_named
+
+        family_named(config.model.family, host)
 
 
 @hookimpl

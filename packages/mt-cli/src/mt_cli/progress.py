@@ -16,15 +16,15 @@ from rich.progress import (
 
 from mt_core.config.schema import Config
 from mt_core.train.callbacks import Callback, Metrics, Run
-from mt_core.train.log_file import evaluation_line, step_line
+from mt_core.train.log_lines import LogLines, log_lines, stamped
 from mt_core.train.state import TrainResult
 
 
 class PlainProgress(Callback):
     """A line every logging.log_interval steps, for logs of batch jobs."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, lines: LogLines) -> None:
+        self.console, self._lines = console, lines
         self._last = 0
 
     def on_message(self, run: Run, text: str) -> None:
@@ -34,13 +34,13 @@ class PlainProgress(Callback):
         self._last = run.last_iteration
 
     def on_log(self, run: Run, metrics: Metrics) -> None:
-        self._print(step_line(metrics, self._last))
+        self._print(self._lines.step(metrics, self._last))
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        self._print(evaluation_line(metrics))
+        self._print(self._lines.evaluation(metrics))
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        self._print(f"saved {path}")
+        self._print(stamped(f"saved {path}"))
 
     def on_train_end(self, run: Run, result: TrainResult) -> None:
         if result.stopped:
@@ -80,8 +80,8 @@ def live_columns(width: int, last_iteration: int) -> list[ProgressColumn]:
 class LiveProgress(PlainProgress):
     """One line that moves: step, loss, gradient norm, learning rate, tokens/s, time left."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, lines: LogLines) -> None:
+        super().__init__(console, lines)
         self._progress = Progress(console=console)
         self._task = self._progress.add_task("", total=None, loss="-", grad_norm="-", learning_rate="-", rate="-")
 
@@ -112,11 +112,11 @@ class LiveProgress(PlainProgress):
 
 
 def build_progress(config: Config) -> Callback:
-    """By logging.progress; `auto` is live on a terminal and plain elsewhere."""
-    console = Console()
+    """By logging.progress; `auto` is live on a terminal and plain elsewhere, and for Megatron's lines."""
+    console, lines = Console(), log_lines(config.logging)
     wanted = config.logging.progress
     if wanted == "none":
         return Callback()
-    if wanted == "live" or (wanted == "auto" and console.is_terminal):
-        return LiveProgress(console)
-    return PlainProgress(console)
+    if wanted == "live" or (wanted == "auto" and console.is_terminal and config.logging.log_format == "mt"):
+        return LiveProgress(console, lines)
+    return PlainProgress(console, lines)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mt_core.config.loading import load_config_anywhere
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
@@ -30,30 +28,24 @@ def training_command(name: str, host: PluginHost) -> tuple[str, list[str]]:
 
 def _lacks(config: Config, host: PluginHost) -> list[str]:
     """What the data would have to be."""
-    missing = _missing_inputs(config, host)
-    if missing:
-        given_by = sorted(spec.name for spec in host.datasets if set(missing) <= {entry.name for entry in spec.sample})
-        others = f"; {', '.join(given_by)} do" if given_by else ""
-        return [
-            f"data.dataset_type={config.data.dataset_type} gives no {' and '.join(missing)}, which "
-            f"model.family={config.model.family} takes{others}: mt config keys data"
-        ]
+    problem = unsuitable_data_of(config, host)
+    if problem is not None:
+        return [f"{problem}: mt config keys data"]
     return [] if config.data.dataset_type in CARRIED else _missing_files(config, host)
 
 
-def _missing_inputs(config: Config, host: PluginHost) -> Sequence[str]:
-    """Arrays that the model takes, that some data set gives, and the configured one does not."""
+def unsuitable_data_of(config: Config, host: PluginHost) -> str | None:
+    """What the data do not give that the model takes, which torch builds without memory for it; None: nothing."""
     import torch
 
-    from mt_core.data.building import build_tokenizer
+    from mt_core.data.building import build_tokenizer, unsuitable_data
+    from mt_core.nn.model import required_inputs
     from mt_core.parallel.context import ParallelContext
     from mt_core.train.build import build_model, with_vocab_size
 
     config = with_vocab_size(config, build_tokenizer(config, host))
     model = build_model(config, ParallelContext(device=torch.device("meta")), host)
-    given = {entry.name for entry in host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample}
-    anywhere = {entry.name for spec in host.datasets for entry in spec.sample}
-    return [name for name in getattr(model, "inputs", ()) if name not in given and name in anywhere]
+    return unsuitable_data(required_inputs(model), config, host)
 
 
 def _missing_files(config: Config, host: PluginHost) -> list[str]:

@@ -205,6 +205,10 @@ def mt_register_losses() -> list[LossSpec]:
     ]
 
 
+def _tracker(name: str, doc: str) -> CallbackSpec:
+    return CallbackSpec(name=name, doc=doc, build=Lazy(f"mt_core.train.trackers.{name}:build_{name}"))
+
+
 @hookimpl
 def mt_register_callbacks() -> list[CallbackSpec]:
     return [
@@ -220,6 +224,11 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_core.train.log_file:build_log_file"),
             always=True,
         ),
+        _tracker("tensorboard", "Metrics in TensorBoard's event files"),
+        _tracker("wandb", "Metrics in Weights & Biases"),
+        _tracker("mlflow", "Metrics in MLflow"),
+        _tracker("trackio", "Metrics in trackio"),
+        _tracker("comet", "Metrics in Comet"),
     ]
 
 

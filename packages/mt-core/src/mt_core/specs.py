@@ -307,6 +307,17 @@ class ModelSpec(Spec):
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
     shrink: Lazy[ShrinkModel] | None = None
     """Makes the model small, for checks on a few CPU processes, in the keys that only the family knows."""
+    training_flops: Lazy[CountFlops] | None = None
+    """FLOPs of a sample, for the throughput of training; None: training reports tokens per second only."""
+
+
+class CountFlops(Protocol):
+    def __call__(self, config: Any) -> float:
+        """Floating-point operations of the matrix products of a sample, forward and backward, without recomputation.
+
+        config: a mt_core.config.Config with model.vocab_size. Scores count for the keys that a query sees.
+        """
+        ...
 
 
 class ShrinkModel(Protocol):

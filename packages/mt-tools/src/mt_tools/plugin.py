@@ -20,5 +20,8 @@ def mt_register_commands() -> list[CommandSpec]:
             doc="Translate a launch script or configuration of Megatron-LM, Bridge, NeMo or Accelerate",
             app=Lazy("mt_tools.commands.import_config:import_config"),
         ),
+        _command(
+            "estimate", "estimate", "Estimate the memory of a model by dtype, as Accelerate does, and of a layout"
+        ),
         _command("bench", "app", "Measure speed and memory; compare and plot measurements"),
     ]

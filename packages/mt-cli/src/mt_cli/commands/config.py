@@ -1,4 +1,4 @@
-"""`mt config`: show, validate and explain the configuration."""
+"""`mt config`: make, show, validate and explain the configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mt_cli.commands.config_init import init
 from mt_core.config.toml_text import shown, to_toml
 from mt_core.commands import host_of
 from mt_core.errors import ConfigError
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from mt_core.config.loading import LoadedConfig
     from mt_core.plugins import PluginHost
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and explain the configuration.")
+app = typer.Typer(no_args_is_help=True, help="Make, show, check and explain the configuration.")
+app.command()(init)
 
 ConfigPath = Annotated[
     Path | None,

@@ -45,7 +45,7 @@ def collect_broken_rules(config: Config, problems: Problems) -> None:
         for check in (check_layout, check_batch_size):
             with problems.collect():
                 check(config)
-    for check in (check_duration, check_schedule, check_recompute, check_fp8):
+    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports):
         with problems.collect():
             check(config)
 
@@ -69,6 +69,17 @@ def check_fp8(config: Config) -> None:
         raise ConfigError(
             f"precision.fp8_output_proj=true: train.loss={config.train.loss} multiplies by the LM head itself; "
             "use train.loss=cross_entropy or precision.fp8_output_proj=false"
+        )
+
+
+def check_exports(config: Config) -> None:
+    """A Hugging Face folder is made from a checkpoint."""
+    save, export = config.checkpoint.save_interval, config.checkpoint.save_hf_interval
+    if save is not None and export is not None and export % save:
+        near = max(export - export % save, save)
+        raise ConfigError(
+            f"checkpoint.save_hf_interval={export} is no multiple of checkpoint.save_interval={save}: a folder is made "
+            f"from a checkpoint; use {near}, or change checkpoint.save_interval"
         )
 
 

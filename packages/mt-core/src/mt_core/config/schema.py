@@ -29,8 +29,9 @@ WeightDecayStyle = Literal["constant", "linear", "cosine"]
 def used_when(default: Any, **conditions: Any) -> Any:
     """A field that only counts while other keys of its section have certain values.
 
-    A condition is a value or a tuple of values. Setting the field while a condition does not hold is an
-    error, since the value would be ignored: `rotary_base: float = used_when(1e4, position_embedding_type="rope")`.
+    A condition is a value or a tuple of values; where the other key is a list, one of them has to be in it. Setting the
+    field while a condition does not hold is an error, since the value would be ignored:
+    `rotary_base: float = used_when(1e4, position_embedding_type="rope")`.
     """
     listed: JsonDict = {key: list(value) if isinstance(value, tuple) else [value] for key, value in conditions.items()}
     return Field(default, json_schema_extra={"used_when": listed})
@@ -375,6 +376,9 @@ class CheckpointConfig(Section):
     package of the scheme). null: `checkpoints` in the run directory."""
     save_interval: PositiveInt | None = 100
     """Steps between checkpoints; null saves only at the end."""
+    save_hf_interval: PositiveInt | None = None
+    """Steps between checkpoints that are also written as a Hugging Face folder, `hf/iter_NNNNNNN` beside them, while
+    training goes on; the last step's is, too. A multiple of save_interval. null writes none."""
     async_save: bool = False
     """Training waits only until a checkpoint is copied to host memory; a thread writes the copy."""
     async_in_flight: PositiveInt = used_when(1, async_save=True)
@@ -415,8 +419,46 @@ class LoggingConfig(Section):
     """File (.json or .svg) for what ran when on each pipeline stage, of the second step."""
     log_num_zeros_in_grad: bool = False
     """Count the elements of the gradient that are 0."""
+    log_format: Literal["mt", "megatron"] = "mt"
+    """Form of the lines about steps and evaluations; `megatron` is that of Megatron-LM, for programs that read it."""
+    device_peak_tflops: PositiveFloat | None = None
+    """TFLOP/s of a device, of which MFU is the fraction that training reaches. Default: the dense bf16 peak, of known
+    GPUs."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
+    trackers: list[str] = Field(default_factory=list)
+    """Trackers that get the metrics: tensorboard, wandb, mlflow, trackio, comet, or a callback of another plugin. One
+    that fails while training goes on is reported once; see docs/logging.md."""
+    tensorboard_log_interval: PositiveInt = 1
+    """Steps between points, of all trackers (as in Megatron)."""
+    tensorboard_dir: str | None = used_when(None, trackers="tensorboard")
+    """Folder of event files. Default: `tensorboard` in the run directory."""
+    tensorboard_queue_size: PositiveInt = used_when(1000, trackers="tensorboard")
+    """Points that wait in memory to be written."""
+    wandb_project: str | None = used_when(None, trackers="wandb")
+    """Project of Weights & Biases. Default: WANDB_PROJECT, else its own."""
+    wandb_entity: str | None = used_when(None, trackers="wandb")
+    """User or team. Default: WANDB_ENTITY, else that of the login."""
+    wandb_exp_name: str | None = used_when(None, trackers="wandb")
+    """Name of the run. Default: that of the run directory."""
+    wandb_save_dir: str | None = used_when(None, trackers="wandb")
+    """Local folder of its files. Default: the run directory."""
+    mlflow_tracking_uri: str | None = used_when(None, trackers="mlflow")
+    """Address of the server, or sqlite:///FILE. Default: MLFLOW_TRACKING_URI, else its own."""
+    mlflow_experiment: str | None = used_when(None, trackers="mlflow")
+    """Name of the experiment, made if missing. Default: MLFLOW_EXPERIMENT_NAME, else its own."""
+    mlflow_run_name: str | None = used_when(None, trackers="mlflow")
+    """Name of the run. Default: that of the run directory."""
+    trackio_project: str = used_when("mt", trackers="trackio")
+    """Project of trackio."""
+    trackio_name: str | None = used_when(None, trackers="trackio")
+    """Name of the run. Default: that of the run directory."""
+    comet_workspace: str | None = used_when(None, trackers="comet")
+    """Workspace of Comet. Default: COMET_WORKSPACE, else that of the login."""
+    comet_project: str | None = used_when(None, trackers="comet")
+    """Project. Default: COMET_PROJECT_NAME, else its own."""
+    comet_experiment_name: str | None = used_when(None, trackers="comet")
+    """Name of the experiment. Default: that of the run directory."""
 
 
 class InferenceConfig(Section):

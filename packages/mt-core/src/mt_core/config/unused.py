@@ -41,10 +41,12 @@ def _require_used(section: Section, name: str, key: str, field: FieldInfo, origi
     assert isinstance(conditions, dict)
     for other, allowed in conditions.items():
         assert isinstance(allowed, list)
-        if getattr(section, other) not in allowed:
+        value = getattr(section, other)
+        if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
+            verb = "has" if isinstance(value, list) else "is"
             legal = " or ".join(str(value) for value in allowed)
             raise ConfigError(
                 f"{name}.{key} (from {origin_of(f'{name}.{key}')}) would be ignored: it only counts when "
-                f"{name}.{other} is {legal}, and that is {getattr(section, other)} "
+                f"{name}.{other} {verb} {legal}, and that is {value} "
                 f"(from {origin_of(f'{name}.{other}')})"
             )

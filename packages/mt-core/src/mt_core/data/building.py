@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
@@ -50,3 +50,18 @@ def require_samples(dataset: Dataset, needed: int) -> None:
             f"training takes {needed} samples, the data set has {len(dataset)}; "
             f"lower train.train_iters or train.train_samples, or give more data"
         )
+
+
+def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> str | None:
+    """Says which of a model's inputs some data sets give and the configured one does not; None: it gives them all."""
+    given = {spec.name: {entry.name for entry in spec.sample} for spec in host.datasets}
+    chosen = given[host.datasets.get(config.data.dataset_type, key="data.dataset_type").name]
+    missing = [name for name in inputs if name not in chosen and any(name in names for names in given.values())]
+    if not missing:
+        return None
+    able = sorted(name for name, names in given.items() if names.issuperset(missing))
+    others = f"; {', '.join(able)} do" if able else ""
+    return (
+        f"data.dataset_type={config.data.dataset_type} gives no {' and '.join(missing)}, which "
+        f"model.family={config.model.family} takes{others}"
+    )

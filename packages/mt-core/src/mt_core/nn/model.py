@@ -82,6 +82,11 @@ def as_generator(model: nn.Module) -> Generates:
     return model
 
 
+def required_inputs(model: nn.Module) -> tuple[str, ...]:
+    """The fields of a micro-batch that the model cannot do without. Positions and segments are optional in all models."""
+    return tuple(name for name in contract(model).inputs if name not in MODEL_INPUTS[1:])
+
+
 def as_pipelined(model: nn.Module) -> Pipelined | None:
     """The model, if it can run a stage at a time."""
     return model if isinstance(model, Pipelined) and contract(model).is_divisible else None

@@ -121,6 +121,12 @@ def build_model(
     return model
 
 
+def count_flops(config: Config, host: PluginHost) -> float | None:
+    """Floating-point operations of training on a sample; None for a family that does not count them."""
+    count = host.models.get(config.model.family, key="model.family").training_flops
+    return count.load()(config) if count is not None else None
+
+
 def compile_blocks(model: nn.Module, config: Config) -> None:
     """Compile each layer with torch.compile, as train.compile requests. Layers of the same kind share compiled code.
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
+from mt_core.errors import MtError, PluginError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -52,6 +53,10 @@ class Run(Protocol):
         """End training after the current step, with a checkpoint."""
         ...
 
+    def message(self, text: str) -> None:
+        """Tell the user something, by the callbacks that do."""
+        ...
+
 
 class Callback:
     """Base of all callbacks."""
@@ -63,10 +68,12 @@ class Callback:
         """Everything is built and restored; the first step follows."""
 
     def on_step_end(self, run: Run, metrics: Metrics) -> None:
-        """After each optimizer step: iteration, loss, grad_norm, learning_rate, tokens_per_second, ..."""
+        """After each optimizer step: iteration, consumed_samples, global_batch_size, loss, grad_norm, learning_rate,
+        loss_scale, iteration_time (seconds), tokens_per_second, and what layers add."""
 
     def on_log(self, run: Run, metrics: Metrics) -> None:
-        """Every logging.log_interval steps, with the loss averaged since the last time."""
+        """Every logging.log_interval steps: the same with loss and times averaged since the last time, without
+        evaluations and saves; tflops (model TFLOP/s of a device) and mfu, where they are known."""
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         """After an evaluation: iteration, and `<set>_loss` for each validation set."""
@@ -116,9 +123,48 @@ class CallbackList(Callback):
             call(callback)
 
 
+class GuardedTracker(CallbackList):
+    """A tracker of logging.trackers. What fails as it starts is an error; what fails later is reported once."""
+
+    def __init__(self, name: str, tracker: Callback) -> None:
+        super().__init__([tracker])
+        self.name = name
+        self._run: Run | None = None
+        self._reported = False
+
+    def on_train_start(self, run: Run) -> None:
+        try:
+            super()._each(lambda tracker: tracker.on_train_start(run))
+        except MtError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"logging.trackers: {self.name} does not start: {error}; correct its settings, or take it out"
+            ) from error
+        self._run = run
+
+    def _each(self, call: Callable[[Callback], Any]) -> None:
+        if self._run is None:
+            return super()._each(call)
+        try:
+            super()._each(call)
+        except Exception as error:
+            self._report(self._run, error)
+
+    def _report(self, run: Run, error: Exception) -> None:
+        if not self._reported:
+            self._reported = True
+            run.message(
+                f"warning: the tracker {self.name} failed, and may lack points: {type(error).__name__}: {error}; "
+                "training goes on, and further failures of it are not reported"
+            )
+
+
 def configured_callbacks(config: Config, host: PluginHost) -> list[Callback]:
-    """The callbacks that are always active, then those named by train.callbacks."""
+    """The callbacks that are always active, those named by train.callbacks, and the trackers."""
     named = config.train.callbacks
     specs = [spec for spec in host.callbacks if spec.always and spec.name not in named]
     specs += [host.callbacks.get(name, key="train.callbacks") for name in named]
-    return [spec.build.load()(config) for spec in specs]
+    trackers = [host.callbacks.get(name, key="logging.trackers") for name in config.logging.trackers]
+    guarded = [GuardedTracker(spec.name, spec.build.load()(config)) for spec in trackers]
+    return [*(spec.build.load()(config) for spec in specs), *guarded]

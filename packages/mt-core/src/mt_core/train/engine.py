@@ -76,12 +76,14 @@ TRACED_STEP = 2
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A launched step. iteration, consumed_samples: after it. started: by perf_counter. notes: for the user."""
+    """A launched step. iteration, consumed_samples: after it. num_samples: of all ranks. started: by perf_counter.
+    notes: for the user."""
 
     rank_batch: RankBatch
     pending: PendingOutcome
     iteration: int
     consumed_samples: int
+    num_samples: int
     learning_rate: float
     started: float
     notes: tuple[str, ...] = ()
@@ -116,6 +118,8 @@ class Engine:
     forward_backward: ForwardBackward
     step: OptimizerStep
     device_batches: DeviceBatches
+    flops_per_sample: float | None = None
+    """Of training, by the count of the model family; None if it has none."""
     state: TrainState = field(default_factory=TrainState)
     _steps_taken: int = 0
 
@@ -140,6 +144,7 @@ class Engine:
         stages = build_stages(config, ctx, host)
         own_stages = stages.own if stages is not None else None
         kernels = configured_kernels(config, ctx)
+        flops_per_sample = build.count_flops(config, host) if model is None else None
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
         build.compile_blocks(model, config)
@@ -189,6 +194,7 @@ class Engine:
             forward_backward=forward_backward,
             step=step,
             device_batches=DeviceBatches(device, ctx.cp),
+            flops_per_sample=flops_per_sample,
         )
 
     # -- batches ----------------------------------------------------------------------------------
@@ -242,11 +248,19 @@ class Engine:
         captured = self.graphs.begin_step() if self.graphs is not None else None
         counted = counted_tokens(rank_batch.micro_batches)
         pending, traced = self._traced(batches, learning_rate, counted)
+        num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
         self.state.iteration += 1
-        self.state.consumed_samples += sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
-        notes = tuple(note for note in (captured, traced) if note is not None)
-        state = self.state
-        return StepRecord(rank_batch, pending, state.iteration, state.consumed_samples, learning_rate, started, notes)
+        self.state.consumed_samples += num_samples
+        return StepRecord(
+            rank_batch,
+            pending,
+            self.state.iteration,
+            self.state.consumed_samples,
+            num_samples,
+            learning_rate,
+            started,
+            tuple(note for note in (captured, traced) if note is not None),
+        )
 
     def _traced(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
         """The step. If it is the one to trace, its timeline is written to logging.trace_schedule."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import torch
 
 from mt_core.nn.auxiliary import ReportsMetrics
 from mt_core.train.checkpoint.state import merged_over_stages
+from mt_core.train.device_peaks import peak_tflops
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.optimizer_step import StepOutcome
 
@@ -15,22 +20,26 @@ MetricValues = dict[str, float | int]
 
 @dataclass
 class LogWindow:
-    """Totals of the steps since the last line of the log."""
+    """Totals of the steps since the last line of the log. started: by perf_counter, moved by pauses."""
 
     loss: float = 0.0
+    updates: int = 0
     steps: int = 0
+    samples: int = 0
     tokens: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, outcome: StepOutcome) -> None:
+    def add(self, outcome: StepOutcome, samples: int) -> None:
         if outcome.updated:
             self.loss += outcome.loss
-            self.steps += 1
+            self.updates += 1
+        self.steps += 1
+        self.samples += samples
         self.tokens += outcome.tokens
 
-    def means(self) -> MetricValues:
-        seconds = time.perf_counter() - self.started
-        return {"loss": self.loss / max(self.steps, 1), "tokens_per_second": self.tokens / seconds}
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
 
 
 class StepMetrics:
@@ -38,20 +47,24 @@ class StepMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._peak = peak_tflops(engine.device, engine.config.logging)
         self._window = LogWindow()
 
     def of_step(self, record: StepRecord, outcome: StepOutcome, ended: float) -> MetricValues:
         """ended: end of the step, by perf_counter."""
-        self._window.add(outcome)
+        self._window.add(outcome, record.num_samples)
+        seconds = ended - record.started
         metrics = {
             "iteration": record.iteration,
             "consumed_samples": record.consumed_samples,
+            "global_batch_size": record.num_samples,
             "loss": outcome.loss,
             "grad_norm": outcome.grad_norm,
             "learning_rate": record.learning_rate,
             "loss_scale": self.engine.scaler.scale,
             "skipped_iterations": self.engine.state.skipped_iterations,
-            "tokens_per_second": outcome.tokens / (ended - record.started),
+            "iteration_time": seconds,
+            "tokens_per_second": outcome.tokens / seconds,
             **outcome.auxiliary,
         }
         if outcome.zeros_in_grad is not None:
@@ -63,8 +76,32 @@ class StepMetrics:
         averaged since the last line, and the metrics of layers. Collective over pipeline stages."""
         if metrics["iteration"] % self.engine.config.logging.log_interval and metrics["iteration"] != 1:
             return None
-        means, self._window = self._window.means(), LogWindow()
-        return {**metrics, **means, **self._reported_by_layers()}
+        means, self._window = self._means(self._window), LogWindow()
+        return {**metrics, **means, **_memory(self.engine.device), **self._reported_by_layers()}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block is no time of steps."""
+        began = time.perf_counter()
+        yield
+        self._window.started += time.perf_counter() - began
+
+    def _means(self, window: LogWindow) -> MetricValues:
+        seconds = window.seconds
+        return {
+            "loss": window.loss / max(window.updates, 1),
+            "skipped_since_log": window.steps - window.updates,
+            "iteration_time": seconds / window.steps,
+            "tokens_per_second": window.tokens / seconds,
+            **self._throughput(window.samples / seconds),
+        }
+
+    def _throughput(self, samples_per_second: float) -> MetricValues:
+        """tflops: of one device, recomputation not counted. mfu: its fraction of the peak."""
+        if self.engine.flops_per_sample is None:
+            return {}
+        tflops = self.engine.flops_per_sample * samples_per_second / self.engine.ctx.world.size / 1e12
+        return {"tflops": tflops, **({"mfu": tflops / self._peak} if self._peak is not None else {})}
 
     def _reported_by_layers(self) -> MetricValues:
         own = {
@@ -74,3 +111,14 @@ class StepMetrics:
             for name, value in module.metrics().items()
         }
         return dict(merged_over_stages(own, self.engine.ctx))
+
+
+def _memory(device: torch.device) -> MetricValues:
+    """Bytes of this process on its GPU: what torch holds, what tensors take, and the most that they took."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "memory_reserved": torch.cuda.memory_reserved(device),
+        "memory_allocated": torch.cuda.memory_allocated(device),
+        "max_memory_allocated": torch.cuda.max_memory_allocated(device),
+    }

@@ -137,7 +137,7 @@ class Trainer:
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
                 for text in run_summary(self):
-                    self.callbacks.on_message(self, text)
+                    self.message(text)
                 self.callbacks.on_train_start(self)
                 self._run_steps(signals)
             result = self._finish()
@@ -145,12 +145,16 @@ class Trainer:
             return result
         finally:
             for text in self.checkpoint_writer.close():
-                self.callbacks.on_message(self, text)
+                self.message(text)
             self.callbacks.close()
 
     def stop(self, reason: str) -> None:
         """End training after the current step, with a checkpoint."""
         self._stop_reason = reason
+
+    def message(self, text: str) -> None:
+        """Tell the user something, by the callbacks that do."""
+        self.callbacks.on_message(self, text)
 
     @cached_property
     def last_iteration(self) -> int:
@@ -188,7 +192,7 @@ class Trainer:
         self.phases.enter("step", step=self.state.iteration + 1)
         record = self.engine.launch_step(rank_batch)
         for note in record.notes:
-            self.callbacks.on_message(self, note)
+            self.message(note)
         self._report_pending(ended=record.started)
         self._pending = record
         if not self.engine.step.deferred or self._evaluates_or_saves():
@@ -203,7 +207,7 @@ class Trainer:
         outcome = record.pending.result()
         warning = self.checks.check(record, outcome, self.train_data)
         if warning is not None:
-            self.callbacks.on_message(self, warning)
+            self.message(warning)
         metrics = self.metrics.of_step(record, outcome, ended)
         self.callbacks.on_step_end(self, metrics)
         line = self.metrics.line_of_log(metrics)
@@ -217,11 +221,12 @@ class Trainer:
     def _evaluate_and_save_if_due(self) -> None:
         iteration = self.state.iteration
         self._report_committed(self.checkpoint_writer.committed())
-        if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
-            self.evaluate()
-            self._last_evaluated = iteration
-        if self.config.checkpoint.save_interval and iteration % self.config.checkpoint.save_interval == 0:
-            self.save()
+        with self.metrics.paused():
+            if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
+                self.evaluate()
+                self._last_evaluated = iteration
+            if self.config.checkpoint.save_interval and iteration % self.config.checkpoint.save_interval == 0:
+                self.save()
 
     def _finish(self) -> TrainResult:
         self._report_pending(ended=time.perf_counter())
@@ -272,21 +277,19 @@ class Trainer:
         wait_for_all()
         self._last_saved = self.state.iteration
         if self.config.checkpoint.async_save:
-            self.callbacks.on_message(self, f"requested {path.name}, which is written while training continues")
+            self.message(f"requested {path.name}, which is written while training continues")
         self._report_committed(self.checkpoint_writer.committed())
         return path
 
     def _report_committed(self, checkpoints: Iterable[Committed]) -> None:
         for committed in checkpoints:
             if self.config.checkpoint.async_save:
-                self.callbacks.on_message(
-                    self, f"committed {committed.path.name}, written in {committed.seconds:.1f} s"
-                )
+                self.message(f"committed {committed.path.name}, written in {committed.seconds:.1f} s")
             self.callbacks.on_checkpoint(self, committed.path)
             if committed.removed:
-                self.callbacks.on_message(self, f"removed {', '.join(path.name for path in committed.removed)}")
+                self.message(f"removed {', '.join(path.name for path in committed.removed)}")
             if committed.problem is not None:
-                self.callbacks.on_message(self, f"warning: {committed.problem}")
+                self.message(f"warning: {committed.problem}")
 
     def checkpointed(self) -> Checkpointed:
         """The checkpointed state of this run."""
@@ -303,7 +306,7 @@ class Trainer:
         reader = open_checkpoint(path, self.host)
         changes = require_same_run(reader.metadata, self.config, str(path))
         if changes:
-            self.callbacks.on_message(self, f"accepted changes:\n{change_table(changes)}")
+            self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check
         self.recent_losses.replace(losses)
@@ -316,7 +319,7 @@ class Trainer:
         """Raises CheckpointError when the data differ from the checkpoint's and the change is not accepted."""
         origin = str(self.resumed_from)
         if changes := require_same_data(self._stored_data, self._data_identity, self.config, origin):
-            self.callbacks.on_message(self, f"accepted changes:\n{change_table(changes)}")
+            self.message(f"accepted changes:\n{change_table(changes)}")
             self.checks.expected_loss = None
 
 

@@ -13,6 +13,7 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.bert.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:BERT"),
     },
+    training_flops=Lazy("mt_models.training_flops:bert_flops"),
 )
 LOSS = LossSpec(
     name="bert",

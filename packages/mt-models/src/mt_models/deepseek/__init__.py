@@ -14,4 +14,5 @@ SPEC = ModelSpec(
         "megatron": Lazy("mt_models.megatron:DEEPSEEK"),
     },
     shrink=Lazy("mt_models.deepseek.shrink:shrink_deepseek"),
+    training_flops=Lazy("mt_models.training_flops:deepseek_flops"),
 )

@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.gpt.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:GPT"),
     },
+    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
 )

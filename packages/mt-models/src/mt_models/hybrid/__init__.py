@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:HYBRID"),
     },
+    training_flops=Lazy("mt_models.training_flops:hybrid_flops"),
 )

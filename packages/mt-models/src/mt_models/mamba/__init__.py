@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:MAMBA"),
     },
+    training_flops=Lazy("mt_models.training_flops:mamba_flops"),
 )

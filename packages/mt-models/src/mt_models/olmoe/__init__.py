@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.olmoe.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:OLMOE"),
     },
+    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
 )

@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.qwen_moe.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
+    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
 )

@@ -11,4 +11,5 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.retro.presets:PRESETS"),
     name_maps={"megatron": Lazy("mt_models.megatron:RETRO")},
     shrink=Lazy("mt_models.retro.shrink:shrink_retro"),
+    training_flops=Lazy("mt_models.training_flops:retro_flops"),
 )

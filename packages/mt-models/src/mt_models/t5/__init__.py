@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:T5"),
     },
+    training_flops=Lazy("mt_models.training_flops:t5_flops"),
 )

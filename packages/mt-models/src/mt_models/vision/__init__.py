@@ -13,4 +13,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.vision.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:VISION"),
     },
+    training_flops=Lazy("mt_models.training_flops:vision_flops"),
 )

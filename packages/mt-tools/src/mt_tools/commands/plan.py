@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mt_core.commands import host_of
+from mt_tools.commands.tables import GIB, gib, number_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from mt_tools.plan.layouts import LayoutPlan
     from mt_tools.plan.machines import Machine
 
-GIB = 2.0**30
 Cells = tuple[str, ...]
 DENSE = ("tp", "cp", "dp", "pp", "ep")
 WEIGHTS = ("weights", "gradients", "main_weights", "optimizer_state")
@@ -138,10 +138,10 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
 
 def _rank_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:
     """GiB per rank by kind: two tables, since one would not fit into 80 columns."""
-    stages = _table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
+    stages = number_table("pipeline rank", "ranks", "parameters of each", "micro-batches in flight")
     for first, last, count, cells in _joined(ranks, _stage_cells):
         stages.add_row(_span(first, last), str(count), *cells)
-    memory = _table("GiB of a rank", *MEMORY_COLUMNS, "all")
+    memory = number_table("GiB of a rank", *MEMORY_COLUMNS, "all")
     for first, last, _, cells in _joined(ranks, _memory_cells):
         memory.add_row(_span(first, last), *cells)
     return stages, memory
@@ -155,7 +155,7 @@ def _memory_cells(rank: dict[str, Any]) -> Cells:
     sizes = rank["bytes"]
     kept = sum(sizes["activations"].values()) + sizes["recomputed_layer"]
     parts = (*(sizes[key] for key in WEIGHTS), kept, sizes["communication_buffers"], sizes["total"])
-    return tuple(_gib(part) for part in parts)
+    return tuple(gib(part) for part in parts)
 
 
 def _message_table(ranks: list[dict[str, Any]]) -> Table:
@@ -163,9 +163,9 @@ def _message_table(ranks: list[dict[str, Any]]) -> Table:
     axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["messages"]))
 
     def sent(rank: dict[str, Any]) -> Cells:
-        return tuple(_gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
+        return tuple(gib(rank["messages"].get(axis, {}).get("sent", 0)) for axis in axes)
 
-    table = _table("GiB sent", *axes)
+    table = number_table("GiB sent", *axes)
     for first, last, _, cells in _joined(ranks, sent):
         table.add_row(_span(first, last), *cells)
     return table
@@ -183,12 +183,6 @@ def _joined(
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _gib(size: float) -> str:
-    """Two decimals while they are significant."""
-    gib = size / GIB
-    return f"{gib:.2f}" if gib < 1000 else f"{gib:,.0f}"
 
 
 def _search(
@@ -221,8 +215,8 @@ def _search(
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    found = _table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
-    spent = _table("seconds of #", *STEP_PARTS)
+    found = number_table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
+    spent = number_table("seconds of #", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
         found.add_row(
             str(number),
@@ -239,12 +233,3 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 def _divides_experts(layout: dict[str, Any]) -> bool:
     return any((layout.get(key) or 1) > 1 for key in EXPERT_AXES.values())
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table

@@ -16,6 +16,11 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 
 
+def hf_folder(checkpoint: Path) -> Path:
+    """Where the Hugging Face folder of a checkpoint lies (checkpoint.save_hf_interval)."""
+    return checkpoint.parent / "hf" / checkpoint.name
+
+
 class RunDirectory:
     """Paths of a run. `latest` in `checkpoints` holds the name of the newest complete checkpoint.
 

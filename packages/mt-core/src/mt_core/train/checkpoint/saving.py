@@ -28,7 +28,7 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.checkpoint.local_shards import given, whole_fragment
-from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.run_directory import RunDirectory, hf_folder
 from mt_core.train.checkpoint.write_plan import WritePlan, collect
 
 
@@ -80,7 +80,13 @@ class Commit:
         found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
         # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
         found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
-        return retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
+        named = retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
+        return [path for path in named if not self._awaits_export(path)]
+
+    def _awaits_export(self, path: Path) -> bool:
+        """Whether a Hugging Face folder is still to be made from this checkpoint."""
+        interval = self._config.save_hf_interval
+        return interval is not None and retention.iteration_of(path) % interval == 0 and not hf_folder(path).is_dir()
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,377 @@
+"""The questions of `mt config init`: each asked only where it matters, its answer checked as it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mt_core.config.toml_text import shown, to_toml
+from mt_core.config.checks import as_world, divisors, listed
+from mt_core.config.loading import load_config
+from mt_core.config.presets import find_preset, installed_presets
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError, MtError
+from mt_core.hf_config import model_section, read_hf_config
+from mt_core.plugins import PluginHost
+
+TENSOR, PIPELINE, EXPERT = (f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
+Settings = dict[str, Any]
+"""Dotted key -> value."""
+CARRIED = ("builtin", "mock")
+"""Data sets without files."""
+STEPS = 1000
+LONGEST = 4096
+"""Sequence that is proposed for a Hugging Face model which can take longer ones."""
+UNANSWERED: Settings = {"train.train_iters": STEPS, "train.global_batch_size": None}
+"""What a draft is checked with until there are answers: a preset's batch need not suit the processes."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZER_JSON = "tokenizer.json"
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+@dataclass
+class Draft:
+    """A configuration while it is made. processes: of this machine."""
+
+    host: PluginHost
+    has_gpu: bool
+    preset: str | None = None
+    folder: Path | None = None
+    """The Hugging Face folder that the model comes from."""
+    processes: int = 1
+    settings: Settings = field(default_factory=dict)
+
+    def config(self, settings: Settings | None = None, processes: int | None = None) -> Config:
+        """The checked configuration with some settings, or the processes, changed. Raises MtError if it cannot be."""
+        values = {**UNANSWERED, **self.settings, **(settings or {})}
+        overrides = [f"{key}={shown(value)}" for key, value in values.items()]
+        with as_world(processes or self.processes):
+            return load_config(preset=self.preset, overrides=overrides, host=self.host).config
+
+    def is_legal(self, settings: Settings) -> bool:
+        try:
+            self.config(settings=settings)
+        except MtError:
+            return False
+        return True
+
+    def accept(self, settings: Settings) -> None:
+        """Take settings over if the configuration stays a legal one. Raises MtError."""
+        self.config(settings=settings)
+        self.settings.update(settings)
+
+    def toml(self) -> str:
+        """What was answered, as a file for mt train."""
+        sections: dict[str, list[str]] = {}
+        for key, value in self.settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, []).append(f"{name} = {to_toml(value)}")
+        blocks = [f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()]
+        return "\n\n".join([*([f"preset = {to_toml(self.preset)}"] if self.preset else []), *blocks]) + "\n"
+
+
+@dataclass(frozen=True)
+class Question:
+    """name: of the option that answers it, too. text: what is asked, with what is allowed. default: its answer when
+    there is none. apply: takes an answer over; raises MtError with what is wrong. asked: whether it matters."""
+
+    name: str
+    text: Callable[[Draft], str]
+    default: Callable[[Draft], str]
+    apply: Callable[[Draft, str], None]
+    asked: Callable[[Draft], bool] = lambda draft: True
+
+
+# -- the model --------------------------------------------------------------------------------------
+
+
+def _model_text(draft: Draft) -> str:
+    presets = ", ".join(sorted(installed_presets(draft.host)[0]))
+    return f"Presets: {presets}.\nModel: a preset, or a Hugging Face folder"
+
+
+def _take_model(draft: Draft, answer: str) -> None:
+    """A preset; or a folder, for its weights, or for its config.json where it has none."""
+    path = Path(answer)
+    if not path.is_dir() and not path.is_file():
+        find_preset(answer, draft.host)
+        draft.preset = answer
+        return
+    folder = path if path.is_dir() else path.parent
+    external = read_hf_config(path)
+    section = model_section(external, draft.host)
+    if any((folder / name).is_file() for name in WEIGHTS):
+        draft.settings["checkpoint.load"] = str(folder)
+    else:
+        draft.settings.update({f"model.{key}": value for key, value in section.items() if value is not None})
+    draft.settings["data.seq_length"] = min(section.get("max_position_embeddings") or LONGEST, LONGEST)
+    draft.folder = folder
+
+
+# -- data and tokenizer -----------------------------------------------------------------------------
+
+
+def _take_data(draft: Draft, answer: str) -> None:
+    if answer in draft.host.datasets.names():
+        _accept_data(draft, {"data.dataset_type": answer})
+        return
+    parts = answer.split()
+    missing = [part for part in parts if not _is_number(part) and not _is_data(part)]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}: no such text file, and no {missing[0]}.bin with {missing[0]}.idx (mt data preprocess makes "
+            "them); give paths, builtin or mock"
+        )
+    draft.accept({"data.dataset_type": _type_of_files(draft), "data.data_path": parts})
+
+
+def _accept_data(draft: Draft, settings: Settings) -> None:
+    """Raises ConfigError for data that do not suit the model, where torch can build it."""
+    config = draft.config(settings)
+    if find_spec("torch") is not None:
+        from mt_cli.training_hint import unsuitable_data_of
+
+        problem = unsuitable_data_of(config, draft.host)
+        if problem is not None:
+            raise ConfigError(problem)
+    draft.settings.update(settings)
+
+
+def _is_number(part: str) -> bool:
+    return part.replace(".", "", 1).isdigit()
+
+
+def _is_data(part: str) -> bool:
+    prefix = part.removesuffix(".bin").removesuffix(".idx")
+    return Path(part).is_file() or (Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.idx").is_file())
+
+
+def _type_of_files(draft: Draft) -> str:
+    named = str(_preset_values(draft, "data").get("dataset_type", "gpt"))
+    return "gpt" if named in CARRIED else named
+
+
+def _preset_values(draft: Draft, section: str) -> Mapping[str, Any]:
+    return find_preset(draft.preset, draft.host).get(section, {}) if draft.preset is not None else {}
+
+
+def _has_files(draft: Draft) -> bool:
+    return "data.data_path" in draft.settings
+
+
+def _needs_tokenizer(draft: Draft) -> bool:
+    """Not where one comes with the weights, nor for the numbers of the mock data."""
+    loaded = "checkpoint.load" in draft.settings and _tokenizer_in(draft.folder) is not None
+    return not loaded and draft.settings["data.dataset_type"] != "mock"
+
+
+def _default_tokenizer(draft: Draft) -> str:
+    return str(draft.folder) if _tokenizer_in(draft.folder) is not None else "bytes"
+
+
+def _tokenizer_in(folder: Path | None) -> Settings | None:
+    """The section for the tokenizer files of a folder; None: there are none."""
+    if folder is None:
+        return None
+    if (folder / TOKENIZER_JSON).is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    for vocabulary, merges in GPT2_FILES:
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            files = {"vocab_file": str(folder / vocabulary), "merge_file": str(folder / merges)}
+            return {"tokenizer_type": "GPT2BPETokenizer", **files}
+    if (folder / "vocab.txt").is_file():
+        return {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(folder / "vocab.txt")}
+    return _sentence_piece(next(iter(sorted(folder.glob("*.model"))), None))
+
+
+def _sentence_piece(path: Path | None) -> Settings | None:
+    return None if path is None else {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(path)}
+
+
+def _take_tokenizer(draft: Draft, answer: str) -> None:
+    path = Path(answer)
+    if answer == "bytes":
+        found: Settings | None = {"tokenizer_type": "ByteLevelTokenizer"}
+    else:
+        found = _tokenizer_in(path) if path.is_dir() else _sentence_piece(path if path.suffix == ".model" else None)
+    if found is None or not (answer == "bytes" or path.exists()):
+        raise ConfigError(
+            f"{answer}: no tokenizer is there; give a folder with tokenizer.json, vocab.json and merges.txt or "
+            "vocab.txt, or a SentencePiece .model, or bytes"
+        )
+    draft.accept({f"tokenizer.{key}": value for key, value in found.items()})
+
+
+def _take_dataset(draft: Draft, answer: str) -> None:
+    draft.host.datasets.get(answer, key="data.dataset_type")
+    _accept_data(draft, {"data.dataset_type": answer})
+
+
+# -- lengths, processes, batch ----------------------------------------------------------------------
+
+
+def _number(answer: str) -> int:
+    if not answer.isdigit() or int(answer) == 0:
+        raise ConfigError(f"{answer}: expected a whole number above 0")
+    return int(answer)
+
+
+def _default_length(draft: Draft) -> str:
+    return str(draft.config().data.seq_length)
+
+
+def _take_processes(draft: Draft, answer: str) -> None:
+    processes = _number(answer)
+    draft.config(processes=processes)
+    draft.processes = processes
+
+
+def default_processes(has_gpu: bool) -> int:
+    """GPUs of this machine, or one process on its CPU."""
+    if not has_gpu:
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def legal_sizes(draft: Draft, key: str) -> list[int]:
+    """Sizes of an axis that go with all answers so far."""
+    return [size for size in divisors(draft.processes) if draft.is_legal(_of_axis(key, size))]
+
+
+def _of_axis(key: str, size: int) -> Settings:
+    """Sequences are divided, too, where there are tensor-parallel ranks."""
+    return {key: size, **({"parallel.sequence_parallel": True} if key == TENSOR and size > 1 else {})}
+
+
+def _take_axis(key: str) -> Callable[[Draft, str], None]:
+    def take(draft: Draft, answer: str) -> None:
+        draft.accept(_of_axis(key, _number(answer)))
+
+    return take
+
+
+def _has_choice(key: str) -> Callable[[Draft], bool]:
+    def asked(draft: Draft) -> bool:
+        experts = key != EXPERT or getattr(draft.config().model, "moe", None) is not None
+        return experts and len(legal_sizes(draft, key)) > 1
+
+    return asked
+
+
+def _axis(name: str, what: str, key: str) -> Question:
+    def text(draft: Draft) -> str:
+        return f"{what} ({listed(legal_sizes(draft, key))})"
+
+    return Question(name, text, lambda draft: "1", _take_axis(key), _has_choice(key))
+
+
+def data_parallel(draft: Draft) -> int:
+    return draft.processes // (draft.settings.get(TENSOR, 1) * draft.settings.get(PIPELINE, 1))
+
+
+def _take(key: str) -> Callable[[Draft, str], None]:
+    return lambda draft, answer: draft.accept({key: _number(answer)})
+
+
+def _default_micro_batch(draft: Draft) -> str:
+    return str(draft.config().train.micro_batch_size)
+
+
+def _default_batch(draft: Draft) -> str:
+    """The preset's, rounded up to a multiple of what the processes take at once."""
+    unit = _batch_unit(draft)
+    wanted = _preset_values(draft, "train").get("global_batch_size", unit)
+    return str(-(-int(wanted) // unit) * unit)
+
+
+def _batch_unit(draft: Draft) -> int:
+    return int(draft.settings["train.micro_batch_size"]) * data_parallel(draft)
+
+
+def _default_steps(draft: Draft) -> str:
+    return str(_preset_values(draft, "train").get("train_iters", STEPS))
+
+
+def _says(text: str) -> Callable[[Draft], str]:
+    return lambda draft: text
+
+
+QUESTIONS: tuple[Question, ...] = (
+    Question("model", _model_text, _says("gpt-tiny"), _take_model),
+    Question(
+        "data", _says("Data: text files, .bin/.idx without its ending, builtin or mock"), _says("builtin"), _take_data
+    ),
+    Question(
+        "tokenizer",
+        _says("Tokenizer: its folder or file, or bytes"),
+        _default_tokenizer,
+        _take_tokenizer,
+        _needs_tokenizer,
+    ),
+    Question("dataset-type", _says("Samples"), _type_of_files, _take_dataset, _has_files),
+    Question("seq-length", _says("Sequence length"), _default_length, _take("data.seq_length")),
+    Question(
+        "processes",
+        _says("Processes, one for each GPU of this machine"),
+        lambda draft: str(default_processes(draft.has_gpu)),
+        _take_processes,
+    ),
+    _axis("tensor-parallel", "Tensor parallel", TENSOR),
+    _axis("pipeline-parallel", "Pipeline parallel", PIPELINE),
+    _axis("expert-parallel", "Expert parallel", EXPERT),
+    Question(
+        "micro-batch-size", _says("Samples of a micro-batch"), _default_micro_batch, _take("train.micro_batch_size")
+    ),
+    Question(
+        "global-batch-size",
+        lambda draft: f"Samples of a step, a multiple of {_batch_unit(draft)}",
+        _default_batch,
+        _take("train.global_batch_size"),
+    ),
+    Question("steps", _says("Steps"), _default_steps, _take("train.train_iters")),
+)
+
+
+def make_draft(
+    host: PluginHost,
+    has_gpu: bool,
+    given: Mapping[str, str],
+    ask: Callable[[str, str], str] | None,
+    tell: Callable[[str], None],
+) -> Draft:
+    """given: answers by name of question, which are not asked. ask: (text, default) -> answer; None takes the defaults.
+    tell: shows what is wrong with an answer before the question is asked again.
+
+    Raises MtError for a given answer, or a default, that cannot be.
+    """
+    draft = Draft(host, has_gpu)
+    for question in QUESTIONS:
+        if question.name in given:
+            question.apply(draft, given[question.name])
+        elif question.asked(draft):
+            _put(question, draft, ask, tell)
+    return _with_usual_settings(draft)
+
+
+def _put(question: Question, draft: Draft, ask: Callable[[str, str], str] | None, tell: Callable[[str], None]) -> None:
+    if ask is None:
+        return question.apply(draft, question.default(draft))
+    while True:
+        try:
+            return question.apply(draft, ask(question.text(draft), question.default(draft)))
+        except MtError as error:
+            tell(str(error))
+
+
+def _with_usual_settings(draft: Draft) -> Draft:
+    """What needs no question: bf16 on a GPU, a divided optimizer state over data-parallel ranks."""
+    if draft.has_gpu:
+        draft.accept({"precision.dtype": "bf16"})
+    if data_parallel(draft) > 1:
+        draft.accept({"parallel.use_distributed_optimizer": True})
+    return draft

@@ -1,0 +1,112 @@
+"""`Tracker`: a callback that gives metrics, under Megatron's names, to a writer of one program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from mt_core.config.schema import Config, LoggingConfig
+from mt_core.errors import PluginError
+from mt_core.paths import write_whole
+from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.state import TrainResult
+from mt_core.train.trackers.names import evaluation_values, log_values, step_values
+
+IDS_FILE = "trackers.json"
+"""In the run directory: tracker -> the id under which it knows the run, so that a resumed run is the same there."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told as it starts.
+
+    folder: the run directory. iteration: completed steps. run_id: of the stopped run that is resumed, else None.
+    """
+
+    options: LoggingConfig
+    config: Mapping[str, Any]
+    folder: Path | None
+    iteration: int
+    run_id: str | None
+
+    @property
+    def name(self) -> str | None:
+        """Of the run directory."""
+        return self.folder.absolute().name if self.folder is not None else None
+
+
+class MetricWriter(Protocol):
+    """An open run of a tracker. Its calls should not wait for a network."""
+
+    @property
+    def run_id(self) -> str | None:
+        """Under which `open` finds the run again; None for a tracker that needs none."""
+        ...
+
+    def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
+        """samples: consumed so far."""
+        ...
+
+    def close(self, *, finished: bool) -> None:
+        """finished: false after an error."""
+        ...
+
+
+class Tracker(Callback):
+    """Steps every logging.tensorboard_log_interval; times and what layers report every logging.log_interval."""
+
+    def __init__(self, name: str, open_writer: Callable[[TrackedRun], MetricWriter], config: Config) -> None:
+        self._name, self._open, self._options = name, open_writer, config.logging
+        self._writer: MetricWriter | None = None
+        self._finished = False
+
+    def on_train_start(self, run: Run) -> None:
+        folder = run.directory.path if run.directory is not None else None
+        ids = _read_ids(folder)
+        known = ids.get(self._name) if run.resumed_from is not None else None
+        tracked = TrackedRun(self._options, run.config.to_dict(), folder, run.state.iteration, known)
+        self._writer = self._open(tracked)
+        if folder is not None and self._writer.run_id is not None:
+            write_whole(folder / IDS_FILE, json.dumps({**ids, self._name: self._writer.run_id}).encode())
+
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
+        if int(metrics["iteration"]) % self._options.tensorboard_log_interval == 0:
+            self._write(step_values(metrics), metrics["iteration"], metrics["consumed_samples"])
+
+    def on_log(self, run: Run, metrics: Metrics) -> None:
+        self._write(log_values(metrics), metrics["iteration"], metrics["consumed_samples"])
+
+    def on_evaluation(self, run: Run, metrics: Metrics) -> None:
+        self._write(evaluation_values(metrics), metrics["iteration"], run.state.consumed_samples)
+
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
+        self._finished = True
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close(finished=self._finished)
+
+    def _write(self, values: Mapping[str, float], iteration: Any, samples: Any) -> None:
+        if self._writer is not None:
+            self._writer.write(values, int(iteration), int(samples))
+
+
+def _read_ids(folder: Path | None) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8"))) if folder is not None else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def require_package(module: str, tracker: str) -> None:
+    """Raises PluginError, saying what to install, when the tracker's package is missing."""
+    if find_spec(module) is None:
+        raise PluginError(
+            f'logging.trackers: {tracker} needs the package {module}; pip install "mt-core[{tracker}]", or take '
+            f"{tracker} out of the list"
+        )
