@@ -18,6 +18,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+AUTO_LOSS = "auto"
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
@@ -189,10 +190,14 @@ class TrainConfig(Section):
     """Where to train. `auto` takes the GPU when there is one, and says so."""
     check_memory: bool = True
     """Refuse to start when weights, gradients and optimizer state alone are more than the free memory of a process."""
+    keep_freed_memory: bool = True
+    """On a CPU with glibc: freed tensors stay with the process, which makes steps up to a quarter faster, where
+    weights, gradients and optimizer state take at most a quarter of the free memory. Peak memory may grow."""
     num_threads: PositiveInt | None = None
     """CPU threads of torch. Default: torch's own choice."""
-    loss: str = "cross_entropy"
-    """Name of the loss."""
+    loss: str = AUTO_LOSS
+    """Name of the loss, or `auto`: the model family's own loss, where possible in the implementation that does not
+    store logits. Does not change values beyond rounding."""
     late_metrics: Literal["auto", "never", "always"] = "auto"
     """Loss and norm of a step are read, and told to callbacks, while the next one runs, so that the host never waits
     for the GPU. auto: on a GPU, where nothing needs them at once."""

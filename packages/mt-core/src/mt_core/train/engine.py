@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from mt_core.config.loading import LoadedConfig
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
@@ -53,6 +54,8 @@ from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
 from mt_core.train.evaluation import evaluate
 from mt_core.train.forward_backward import Batch, ForwardBackward, ForwardStep, NoPipelining, default_forward_step
+from mt_core.train.loss_choice import require_options, with_resolved_loss
+from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
@@ -84,8 +87,9 @@ class StepRecord:
 class Engine:
     """The components of a training run, each built once from the configuration, and its training step.
 
-    config: resolved, with model.vocab_size. stages: None without pipeline parallelism. copies: tied weights of several
-    stages. Construction is collective over all ranks.
+    config: resolved, with model.vocab_size and train.loss. stages: None without pipeline parallelism. copies: tied
+    weights of several stages. malloc: what was made of train.keep_freed_memory. Construction is collective over all
+    ranks.
     """
 
     config: Config
@@ -109,6 +113,7 @@ class Engine:
     forward_backward: ForwardBackward
     step: OptimizerStep
     device_batches: DeviceBatches
+    malloc: str | None
     state: TrainState = field(default_factory=TrainState)
     _steps_taken: int = 0
 
@@ -135,6 +140,7 @@ class Engine:
         kernels = configured_kernels(config, ctx)
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
+        malloc = keep_freed_memory(config, model, ctx, host)
         build.compile_blocks(model, config)
         layouts = parameter_layouts(model)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
@@ -142,8 +148,9 @@ class Engine:
         optimizer = build.build_optimizer(config, OptimizerEnvironment(model, weights, layouts, ctx, kernels), host)
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = graph_blocks(model, config, ctx, own_stages)
+        config = with_resolved_loss(config, model, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
-        build.require_options(model, loss, config)
+        require_options(model, loss, config)
         recorder = _build_recorder(config, stages, device)
         forward_backward = _build_forward_backward(config, ctx, model, weights, stages, loss, forward_step, recorder)
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
@@ -182,6 +189,7 @@ class Engine:
             forward_backward=forward_backward,
             step=step,
             device_batches=DeviceBatches(device, ctx.cp),
+            malloc=malloc,
         )
 
     # -- batches ----------------------------------------------------------------------------------
@@ -272,7 +280,7 @@ class Engine:
 
 
 def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
-    loss = host.losses.get(config.train.loss, key="train.loss").build.load()(config, ctx)
+    loss = configured_loss(config, host).build.load()(config, ctx)
     use_kernels([loss], kernels)
     return loss
 

@@ -42,6 +42,7 @@ def layout(
     of each step, every gradient of the first one, the weights after the last, and the evaluations. A layout that
     divides nothing is run on two data-parallel processes. Exit code 1 when something differs.
     """
+    from mt_core.config.loss import configured_loss
     from mt_tools.verify.compare import Tolerances, compare
     from mt_tools.verify.small_runs import in_the_same_rounds, record
 
@@ -51,7 +52,7 @@ def layout(
     other = in_the_same_rounds(_with_layout(small, against or [], host), world, small, host)
     typer.echo(f"{_layout(small)}\nagainst {_layout(other, world)}")
     # The embeddings of an untrained model are nearly equal. Rounding costs two digits of their differences.
-    compares = host.losses.get(small.train.loss, key="train.loss").compares_samples
+    compares = configured_loss(small, host).compares_samples
     tolerances = Tolerances(gradient=5e-4, weights=1e-4) if compares else Tolerances()
     raise typer.Exit(_report(compare(record(small, steps=steps), record(other, world=world, steps=steps), tolerances)))
 
