@@ -140,9 +140,9 @@ class Engine:
         kernels = configured_kernels(config, ctx)
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
-        malloc = keep_freed_memory(config, model, ctx, host)
         build.compile_blocks(model, config)
         layouts = parameter_layouts(model)
+        malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         weights = build.build_weights(config, model, ctx, copies, host)
         optimizer = build.build_optimizer(config, OptimizerEnvironment(model, weights, layouts, ctx, kernels), host)

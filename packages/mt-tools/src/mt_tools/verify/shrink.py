@@ -58,9 +58,9 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
     _replace_data(tree, length, config, host)
     shrink_training(tree, parallel, steps)
     _compute_on_cpu(tree)
-    small = _with_loss_of(config, config_from_dict(tree, host), host)
+    small = config_from_dict(tree, host)
     _check(small, host)
-    return small
+    return _with_loss_of(config, small, host)
 
 
 def _with_loss_of(config: Config, small: Config, host: PluginHost) -> Config:
