@@ -1,4 +1,4 @@
-"""A training step of mt against megatron-core's, transformers' Trainer, a plain torch loop and its bare matrix products.
+"""A training step of mt against megatron-core, transformers' Trainer, a plain torch loop and bare matrix products.
 
     uv venv --python 3.12 PEERS
     uv pip install --python PEERS/bin/python "megatron-core>=0.19,<0.20" torch transformers accelerate numpy einops \
@@ -105,9 +105,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    print(
-        f"{arguments.rounds} rounds, {arguments.threads} threads, fp32, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-    )
+    machine = f"{platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    print(f"{arguments.rounds} rounds, {arguments.threads} threads, fp32, {machine}")
     for name in arguments.case or CASES:
         show(name, CASES[name], measure(name, arguments))
     print(f"load {os.getloadavg()[0]:.1f}")

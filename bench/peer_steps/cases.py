@@ -1,4 +1,4 @@
-"""The models that are compared: each of 6 layers of width 384, tied embeddings, vocabulary 50,304, batches of 8 x 256."""
+"""The models that are compared: 6 layers of width 384, tied embeddings, vocabulary 50,304, batches of 8 x 256."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
+        defer_build=True,
     )
 
     selector: ClassVar[str | None] = None
