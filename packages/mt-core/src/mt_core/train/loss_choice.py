@@ -33,10 +33,9 @@ def with_loss(config: Config, name: str) -> Config:
 
 def allows_fused_loss(config: Config, model: nn.Module, host: PluginHost) -> bool:
     """Whether FUSED has the values and gradients of the configured loss, in the same precision."""
-    parallel, precision = config.parallel, config.precision
+    precision = config.precision
     excluded = (
-        parallel.use_torch_fsdp2,
-        splits_backward(parallel, host),
+        excludes_fused_loss(config, host),
         precision.fp8_output_proj,
         config.kernels.cross_entropy != "auto",
         # Chunks of the weight's gradient are added up in its own dtype unless gradients are accumulated in fp32.
@@ -44,6 +43,11 @@ def allows_fused_loss(config: Config, model: nn.Module, host: PluginHost) -> boo
         needs_logits(model, ("project",)) is not None,
     )
     return configured_loss(config, host).name == "cross_entropy" and not any(excluded)
+
+
+def excludes_fused_loss(config: Config, host: PluginHost) -> bool:
+    """Whether the layout excludes FUSED."""
+    return config.parallel.use_torch_fsdp2 or splits_backward(config.parallel, host)
 
 
 def require_options(model: nn.Module, loss: object, config: Config) -> None:

@@ -99,15 +99,18 @@ def _small(
 
 
 def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config:
-    """The same run with only these keys of [parallel] set."""
+    """The same run with only these keys of [parallel] set, and with logits where they exclude a loss without."""
     from mt_core.config.loading import config_from_dict, load_sections
     from mt_core.errors import ConfigError
+    from mt_core.train.loss_choice import FUSED, excludes_fused_loss, with_loss
 
     for setting in settings:
         if not setting.startswith("parallel."):
             raise ConfigError(f"{setting}: a layout is made of keys such as parallel.context_parallel_size=2")
     parallel = load_sections(["parallel"], overrides=settings, host=host).parallel
-    return config_from_dict({**small.to_dict(), "parallel": parallel.model_dump(mode="json")}, host)
+    other = config_from_dict({**small.to_dict(), "parallel": parallel.model_dump(mode="json")}, host)
+    has_logits = small.train.loss == FUSED and excludes_fused_loss(other, host)
+    return with_loss(other, "cross_entropy") if has_logits else other
 
 
 def _layout(config: Config, world: int | None = None) -> str:
