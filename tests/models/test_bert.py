@@ -118,7 +118,11 @@ def test_initial_weights_do_not_depend_on_the_padding_of_the_vocabulary(build) -
         ({"num_attention_heads": 5}, [], r"hidden_size=32 is not divisible .*=5; .* 1, 2, 4, 8, 16 or 32"),
         ({"max_position_embeddings": 8}, [], r"data.seq_length=16 is longer than model.max_position_embeddings=8"),
         ({"add_pooler": False}, [], r"bert_binary_head=true reads the pooler, which model.add_pooler=false"),
-        ({}, ["data.dataset_type=bert"], r'train.loss=cross_entropy takes one tensor.*use train.loss="bert"'),
+        (
+            {},
+            ["data.dataset_type=bert", "train.loss=cross_entropy"],
+            r'train.loss=cross_entropy takes one tensor.*use train.loss="bert"',
+        ),
         (
             {"add_lm_head": False},
             ["data.dataset_type=bert", "train.loss=bert"],

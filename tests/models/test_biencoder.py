@@ -115,7 +115,7 @@ def test_data_parallel_ranks_together_have_the_loss_and_gradients_of_one_process
 @pytest.mark.parametrize(
     ("keys", "options", "words"),
     [
-        ({}, [], r'train.loss=cross_entropy takes logits.*use train.loss="retrieval"'),
+        ({}, ["train.loss=cross_entropy"], r'train.loss=cross_entropy takes logits.*use train.loss="retrieval"'),
         ({"num_attention_heads": 5}, [RETRIEVAL], r"not divisible by model.num_attention_heads=5"),
         ({"add_lm_head": True}, [RETRIEVAL], r"add_lm_head"),
         ({"max_position_embeddings": 8}, [RETRIEVAL], r"data.seq_length=16 is longer"),

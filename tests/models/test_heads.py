@@ -139,7 +139,7 @@ MNLI = ["data.dataset_type=mnli", 'data.data_path=["x.tsv"]', "train.loss=classi
 @pytest.mark.parametrize(
     ("family", "keys", "options", "words"),
     [
-        ("bert_classification", {}, [], r"train.loss=cross_entropy is for predicted words.*use train.loss="),
+        ("bert_classification", {}, ["train.loss=cross_entropy"], r"is for predicted words.*use train.loss="),
         ("bert_classification", {}, MNLI, r"num_classes=2 does not fit data.dataset_type=mnli, which has 3"),
         ("gpt_multiple_choice", {}, MNLI, r"takes several texts; use model.family=gpt_classification"),
         (

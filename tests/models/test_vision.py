@@ -258,7 +258,11 @@ SMALL = {"family": "vision", "num_layers": 1, "hidden_size": 32, "num_attention_
         ({"num_attention_heads": 5}, {}, r"hidden_size=32 is not divisible.*heads can be 1, 2, 4, 8, 16 or 32"),
         ({"patch_dim": 300}, {}, r"model.patch_dim=300 is larger than an image.*use at most 224"),
         ({"activation": "swiglu"}, {}, r"model.activation.*'swiglu'.*quick_gelu"),
-        ({"num_classes": 3}, {}, r'train.loss=cross_entropy is for predicted words.*train.loss="classification"'),
+        (
+            {"num_classes": 3},
+            {"train": {"loss": "cross_entropy"}},
+            r'train.loss=cross_entropy is for predicted words.*train.loss="classification"',
+        ),
         ({"vision_model_type": "radio"}, {}, r"vision_model_type.*'clip' or 'siglip'"),
     ],
 )

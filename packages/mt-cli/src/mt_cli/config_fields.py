@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
-from mt_core.config.toml_text import shown
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
+from mt_core.config.toml_text import shown
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry
 

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mt_core.config.toml_text import shown, to_toml
 from mt_core.config.checks import as_world, divisors, listed
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset, installed_presets
 from mt_core.config.schema import Config
+from mt_core.config.toml_text import shown, to_toml
 from mt_core.errors import ConfigError, MtError
 from mt_core.hf_config import model_section, read_hf_config
 from mt_core.plugins import PluginHost

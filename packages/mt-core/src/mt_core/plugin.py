@@ -195,11 +195,13 @@ def mt_register_losses() -> list[LossSpec]:
         LossSpec(
             name="linear_cross_entropy",
             doc="The same from hidden states, without the logits in memory",
+            equivalent_to="cross_entropy",
             build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy"),
         ),
         LossSpec(
             name="linear_cross_entropy_sum",
             doc="The same in fewer products: gradients are made in the forward pass",
+            equivalent_to="cross_entropy",
             build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy_sum"),
         ),
     ]

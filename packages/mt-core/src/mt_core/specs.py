@@ -302,6 +302,8 @@ class ModelSpec(Spec):
     config_type: Lazy[type]
     build: Lazy[BuildModel]
     presets: Lazy[Mapping[str, Mapping[str, Any]]]
+    default_loss: str = "cross_entropy"
+    """The loss that `train.loss=auto` stands for."""
     check: Lazy[CheckConfig] | None = None
     """Raises ConfigError for a whole configuration that no model of this family can be built or trained from."""
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
@@ -572,6 +574,8 @@ class LossSpec(Spec):
 
     build: Lazy[Any]
     """(config: Config, parallel: ParallelContext) -> (model_output, batch) -> losses [batch, sequence]"""
+    equivalent_to: str | None = None
+    """The loss of the same values that this is another implementation of. A run may be resumed with either."""
     compares_samples: bool = False
     """Whether a sample's loss depends on the others of the micro-batch, on all data-parallel ranks."""
 

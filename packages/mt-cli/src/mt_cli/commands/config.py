@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mt_cli.commands.config_init import init
-from mt_core.config.toml_text import shown, to_toml
 from mt_core.commands import host_of
+from mt_core.config.toml_text import shown, to_toml
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,8 +122,10 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
 
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     """Raise PluginError for a name that no plugin registers, among those that training looks up as it starts."""
+    from mt_core.config.loss import configured_loss
+
     config = loaded.config
-    host.losses.get(config.train.loss, key="train.loss")
+    configured_loss(config, host)
     host.checkpoint_savers.get(config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
     for name in config.train.callbacks:
         host.callbacks.get(name, key="train.callbacks")

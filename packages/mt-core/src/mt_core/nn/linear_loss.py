@@ -65,19 +65,23 @@ class LinearCrossEntropySum:
     """The same losses, with gradients made in the forward pass, for the sum over the positions of loss_mask.
 
     Only a multiple of that sum can be differentiated, which is what the trainer does: the gradient of each unmasked
-    loss has to be the same number.
+    loss has to be the same number. Without gradients (evaluation) the losses alone are computed, in one product.
     """
 
     model_options: Mapping[str, Any] = {"project": False}
 
     def __init__(self, parallel: ParallelContext) -> None:
         self.tp = parallel.tp
+        self.losses_alone = LinearCrossEntropy(parallel)
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = linear_cross_entropy_sum
 
     def use_kernels(self, kernels: Kernels) -> None:
+        self.losses_alone.use_kernels(kernels)
         self.kernel = kernels.pick("linear_cross_entropy_sum", *_features(self.tp.size))
 
     def __call__(self, output: Unprojected, batch: Mapping[str, Tensor]) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.losses_alone(output, batch)
         mask = batch["loss_mask"].flatten().float()
         total, losses = self.kernel(output.rows(), output.weight, output.columns(batch), mask, self.tp)
         return _LossesOfSum.apply(total, losses, mask).view(batch["labels"].shape)

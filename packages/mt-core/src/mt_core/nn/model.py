@@ -83,7 +83,7 @@ def as_generator(model: nn.Module) -> Generates:
 
 
 def required_inputs(model: nn.Module) -> tuple[str, ...]:
-    """The fields of a micro-batch that the model cannot do without. Positions and segments are optional in all models."""
+    """The fields of a micro-batch that the model needs. Positions and segments are optional in all models."""
     return tuple(name for name in contract(model).inputs if name not in MODEL_INPUTS[1:])
 
 

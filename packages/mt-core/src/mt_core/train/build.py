@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +22,6 @@ from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
-from mt_core.nn.model import contract, model_options
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
@@ -156,19 +154,6 @@ def build_initialized_model(
     model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model
-
-
-def require_options(model: nn.Module, loss: object, config: Config) -> None:
-    """Raises ConfigError when a loss requires forward arguments that the model does not have."""
-    options = model_options(loss)
-    missing = [name for name in options if name not in signature(model.forward).parameters]
-    refuse = contract(model).needs_logits
-    if missing or (options and refuse):
-        reason = refuse or f"its forward takes no {' or '.join(missing)}"
-        raise ConfigError(
-            f"train.loss={config.train.loss} takes hidden states, which model.family={config.model.family} does not "
-            f"hand over: {reason}; use train.loss=cross_entropy"
-        )
 
 
 def shards_state(config: Config) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from mt_core.config.loading import LoadedConfig
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
@@ -60,6 +61,8 @@ from mt_core.train.forward_backward import (
     default_forward_step,
     invariant_step,
 )
+from mt_core.train.loss_choice import require_options, with_resolved_loss
+from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
@@ -93,8 +96,9 @@ class StepRecord:
 class Engine:
     """The components of a training run, each built once from the configuration, and its training step.
 
-    config: resolved, with model.vocab_size. stages: None without pipeline parallelism. copies: tied weights of several
-    stages. Construction is collective over all ranks.
+    config: resolved, with model.vocab_size and train.loss. stages: None without pipeline parallelism. copies: tied
+    weights of several stages. malloc: what was made of train.keep_freed_memory. Construction is collective over all
+    ranks.
     """
 
     config: Config
@@ -118,6 +122,7 @@ class Engine:
     forward_backward: ForwardBackward
     step: OptimizerStep
     device_batches: DeviceBatches
+    malloc: str | None
     flops_per_sample: float | None = None
     """Of training, by the count of the model family; None if it has none."""
     state: TrainState = field(default_factory=TrainState)
@@ -149,13 +154,15 @@ class Engine:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
         build.compile_blocks(model, config)
         layouts = parameter_layouts(model)
+        malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         weights = build.build_weights(config, model, ctx, copies, host)
         optimizer = build.build_optimizer(config, OptimizerEnvironment(model, weights, layouts, ctx, kernels), host)
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = graph_blocks(model, config, ctx, own_stages)
+        config = with_resolved_loss(config, model, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
-        build.require_options(model, loss, config)
+        require_options(model, loss, config)
         recorder = _build_recorder(config, stages, device)
         forward_backward = _build_forward_backward(config, ctx, model, weights, stages, loss, forward_step, recorder)
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
@@ -195,6 +202,7 @@ class Engine:
             step=step,
             device_batches=DeviceBatches(device, ctx.cp),
             flops_per_sample=flops_per_sample,
+            malloc=malloc,
         )
 
     # -- batches ----------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ class Engine:
 
 
 def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
-    loss = host.losses.get(config.train.loss, key="train.loss").build.load()(config, ctx)
+    loss = configured_loss(config, host).build.load()(config, ctx)
     use_kernels([loss], kernels)
     return loss
 

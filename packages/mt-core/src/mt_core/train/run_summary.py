@@ -24,6 +24,8 @@ AXES: Mapping[AxisName, str] = {
 def run_summary(run: Run) -> Iterator[str]:
     """One line after another. Collective over pipeline stages."""
     yield _model(run)
+    if run.engine.malloc is not None:
+        yield run.engine.malloc
     for choice in run.engine.kernels.choices:
         # On a CPU `auto` is always torch: not worth a line.
         if run.engine.device.type == "cuda" or choice.implementation.name != "torch" or not choice.automatic:
@@ -48,4 +50,4 @@ def _model(run: Run) -> str:
     )
     what = f"{run.config.model.family}: {count:,} parameters in {run.config.precision.dtype}"
     backend = getattr(run.config.model, "attention_backend", "of the model")
-    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}"
+    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, loss {run.config.train.loss}"

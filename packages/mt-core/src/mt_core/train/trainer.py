@@ -111,7 +111,7 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """With model.vocab_size resolved."""
+        """With model.vocab_size and train.loss resolved."""
         return self.engine.config
 
     @property
@@ -304,7 +304,7 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         reader = open_checkpoint(path, self.host)
-        changes = require_same_run(reader.metadata, self.config, str(path))
+        changes = require_same_run(reader.metadata, self.config, str(path), self.host)
         if changes:
             self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)

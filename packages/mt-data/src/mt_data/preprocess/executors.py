@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -76,8 +77,11 @@ class ProcessExecutor:
     def prepared(self, task: Task) -> Iterator[None]:
         try:
             if self.encoder is not None and can_fork():
+                # A garbage collection in a fork would write to, and so copy, the pages of all objects made before.
+                gc.freeze()
                 for _ in range(self.width):
                     self._forks.append(_fork(task, self.encoder))
+                gc.unfreeze()
             yield
         finally:
             end_all(self._forks)

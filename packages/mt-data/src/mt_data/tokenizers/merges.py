@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from mt_core.errors import DataError
 from mt_data.tokenizers.base import decode_utf8, parse_json
@@ -19,11 +21,19 @@ class BytePairVocabulary:
     merges: tuple[tuple[str, str], ...]
 
     @cached_property
+    def _names(self) -> list[str]:
+        """The 256 bytes, then the result of each merge."""
+        return [*byte_alphabet(), *map("".join, self.merges)]
+
+    @cached_property
     def ids_by_bytes(self) -> dict[bytes, int]:
         """Ids of the 256 bytes and of the results of merges, in the order of merging."""
-        to_byte = byte_alphabet()
-        names = [*to_byte, *(left + right for left, right in self.merges)]
-        return {bytes(map(to_byte.__getitem__, name)): self.vocab[name] for name in names}
+        table = {ord(name): byte for name, byte in byte_alphabet().items()}
+        whole = "".join(self._names).translate(table).encode("latin-1")
+        ends = list(accumulate(map(len, self._names)))
+        return {
+            whole[begin:end]: self.vocab[name] for begin, end, name in zip([0, *ends], ends, self._names, strict=False)
+        }
 
     @cached_property
     def merges_by_rank(self) -> bool:
@@ -32,18 +42,13 @@ class BytePairVocabulary:
         True of what BPE training makes. False where a merge's part is only made later or never, where two
         merges have one result, or where merges k' < k would cut a token k otherwise than merge k does.
         """
-        rank = {name: number - 256 for number, name in enumerate(byte_alphabet())}
-        ranks_of_pairs: dict[tuple[str, str], int] = {}
-        parts: dict[str, tuple[str, str]] = {}
-        for number, pair in enumerate(self.merges):
-            result = pair[0] + pair[1]
-            if pair[0] not in rank or pair[1] not in rank or result in rank:
-                return False
-            if _crossed(pair, number, rank, ranks_of_pairs, parts):
-                return False
-            rank[result] = ranks_of_pairs[pair] = number
-            parts[result] = pair
-        return True
+        numbers = {name: number for number, name in enumerate(self._names)}
+        if len(numbers) < len(self._names) or not all(part in numbers for pair in self.merges for part in pair):
+            return False
+        flat = [numbers[part] for pair in self.merges for part in pair]
+        parts = np.array(flat, np.int64).reshape(-1, 2)
+        made = 256 + np.arange(len(parts))
+        return bool((parts < made[:, None]).all()) and not _any_crossed(parts[:, 0], parts[:, 1], made)
 
     @cached_property
     def ids_in_merge_order(self) -> bool:
@@ -52,34 +57,43 @@ class BytePairVocabulary:
         return all(earlier < later for earlier, later in pairwise(ids))
 
 
-def _crossed(
-    pair: tuple[str, str],
-    number: int,
-    rank: Mapping[str, int],
-    ranks_of_pairs: Mapping[tuple[str, str], int],
-    parts: Mapping[str, tuple[str, str]],
-) -> bool:
-    """Whether some merge before `number` joins tokens across the boundary of `pair`.
+def _any_crossed(left: np.ndarray, right: np.ndarray, made: np.ndarray) -> bool:
+    """Whether for some pair an earlier merge joins tokens across its boundary.
 
-    Walks back in time through the tokens that touch the boundary. Each pair of neighbours existed until
-    the first of them was merged on its own side; a merge across of lower rank would have come before. At
-    equal rank the left side's merge comes first and the right side's after, since merging goes left to right.
+    left, right, made [merges]: the parts and the result of each merge, as numbers of tokens (bytes are below 256).
+    Walks back in time through the tokens that touch each boundary. Two neighbours existed until the first of them was
+    merged on its own side; a merge across of lower rank would have come before. At equal rank the left side's
+    merge comes first and the right side's after, since merging goes left to right.
     """
-    left, right = pair
-    left_until = right_until = number
-    left_rank, right_rank = rank[left], rank[right]
-    while True:
-        across = ranks_of_pairs.get((left, right))
-        if across is not None and across < left_until and across <= right_until:
+    find = _finder(left, right)
+    first, second = (np.concatenate((np.arange(256), part)) for part in (left, right))
+    left_until = right_until = made
+    while len(left):
+        across = find(left, right)
+        if ((across < left_until) & (across <= right_until)).any():
             return True
-        if left_rank < 0 and right_rank < 0:
-            return False
-        if left_rank > right_rank:
-            left_until, left = left_rank, parts[left][1]
-            left_rank = rank[left]
-        else:
-            right_until, right = right_rank, parts[right][0]
-            right_rank = rank[right]
+        rest = np.maximum(left, right) >= 256
+        left, right, left_until, right_until = left[rest], right[rest], left_until[rest], right_until[rest]
+        cut = left > right  # the younger one is cut into its parts
+        left_until, right_until = np.where(cut, left, left_until), np.where(cut, right_until, right)
+        left = np.where(cut, second[left], left)
+        right = np.where(cut, right, first[right])
+    return False
+
+
+def _finder(left: np.ndarray, right: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Pairs of tokens -> the result of their merge, or a number above all tokens."""
+    size = 256 + len(left)
+    keys = left * size + right
+    order = np.argsort(keys)
+    ordered = keys[order]
+
+    def find(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        wanted = a * size + b
+        place = np.searchsorted(ordered, wanted).clip(max=len(keys) - 1)
+        return np.where(ordered[place] == wanted, 256 + order[place], size)
+
+    return find
 
 
 def byte_alphabet() -> dict[str, int]:

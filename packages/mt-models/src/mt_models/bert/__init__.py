@@ -7,6 +7,7 @@ SPEC = ModelSpec(
     doc="Bidirectional encoder with masked-word and sentence-order heads: BERT, Megatron's BERT",
     config_type=Lazy("mt_models.bert.config:BertConfig"),
     build=Lazy("mt_models.bert.model:build_bert"),
+    default_loss="bert",
     check=Lazy("mt_models.bert.config:check_bert"),
     presets=Lazy("mt_models.bert.presets:PRESETS"),
     name_maps={

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-OBJECTIVE: dict[str, Any] = {"train": {"loss": "bert"}}
-
 
 def _original(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
     return {
@@ -20,7 +18,6 @@ def _original(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any
             "vocab_size": vocab,
         },
         "data": {"seq_length": 512},
-        **OBJECTIVE,
     }
 
 
@@ -35,7 +32,6 @@ def _megatron(vocab: int) -> dict[str, Any]:
             "vocab_size": vocab,
         },
         "data": {"seq_length": 512},
-        **OBJECTIVE,
     }
 
 

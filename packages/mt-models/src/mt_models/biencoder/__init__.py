@@ -7,6 +7,7 @@ SPEC = ModelSpec(
     doc="Two BERT encoders that find the text a question comes from (inverse cloze task)",
     config_type=Lazy("mt_models.biencoder.config:BiencoderConfig"),
     build=Lazy("mt_models.biencoder.model:build_biencoder"),
+    default_loss="retrieval",
     check=Lazy("mt_models.biencoder.config:check_biencoder"),
     presets=Lazy("mt_models.biencoder.presets:PRESETS"),
     name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},

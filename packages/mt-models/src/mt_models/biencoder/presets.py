@@ -15,6 +15,5 @@ PRESETS: dict[str, dict[str, Any]] = {
             "retriever_score_scaling": True,
         },
         "data": {"dataset_type": "ict", "seq_length": 256},
-        "train": {"loss": "retrieval"},
     },
 }

@@ -14,6 +14,7 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None) -> Mo
         doc=f"The family {base} with a head that chooses {chosen}",
         config_type=Lazy(f"mt_models.heads.config:{config}"),
         build=Lazy(f"mt_models.heads.model:{build}"),
+        default_loss="classification",
         check=Lazy("mt_models.heads.config:check_choice"),
         presets=Lazy("mt_models.heads.presets:PRESETS"),
         name_maps={"megatron": Lazy("mt_models.megatron:HEADS"), **hugging_face},

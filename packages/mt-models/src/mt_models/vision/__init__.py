@@ -7,6 +7,7 @@ SPEC = ModelSpec(
     doc="Image towers of CLIP and SigLIP, alone or with a head that tells the class of an image",
     config_type=Lazy("mt_models.vision.config:VisionConfig"),
     build=Lazy("mt_models.vision.model:build_vision"),
+    default_loss="classification",
     check=Lazy("mt_models.vision.config:check_vision"),
     presets=Lazy("mt_models.vision.presets:PRESETS"),
     name_maps={

@@ -80,9 +80,7 @@ def _definitions(texts: list[str]) -> dict[str, str]:
     return found
 
 
-def _finish(
-    result: ImportResult, output: Path | None, allowed: list[str], host: PluginHost, *, as_json: bool
-) -> None:
+def _finish(result: ImportResult, output: Path | None, allowed: list[str], host: PluginHost, *, as_json: bool) -> None:
     """Report, check and write. The report goes where the configuration does not."""
     from mt_tools.config_import.checked import check_result
     from mt_tools.config_import.output import configuration_text, write_configuration

@@ -42,6 +42,7 @@ def layout(
     of each step, every gradient of the first one, the weights after the last, and the evaluations. A layout that
     divides nothing is run on two data-parallel processes. Exit code 1 when something differs.
     """
+    from mt_core.config.loss import configured_loss
     from mt_tools.verify.comparison import Tolerances, compare
     from mt_tools.verify.small_runs import in_the_same_rounds, record
 
@@ -51,7 +52,7 @@ def layout(
     other = in_the_same_rounds(_with_layout(small, against or [], host), world, small, host)
     typer.echo(f"{_layout(small)}\nagainst {_layout(other, world)}")
     # The embeddings of an untrained model are nearly equal. Rounding costs two digits of their differences.
-    compares = host.losses.get(small.train.loss, key="train.loss").compares_samples
+    compares = configured_loss(small, host).compares_samples
     tolerances = Tolerances(gradient=5e-4, weights=1e-4) if compares else Tolerances()
     raise typer.Exit(_report(compare(record(small, steps=steps), record(other, world=world, steps=steps), tolerances)))
 
@@ -98,15 +99,18 @@ def _small(
 
 
 def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config:
-    """The same run with only these keys of [parallel] set."""
+    """The same run with only these keys of [parallel] set, and with logits where they exclude a loss without."""
     from mt_core.config.loading import config_from_dict, load_sections
     from mt_core.errors import ConfigError
+    from mt_core.train.loss_choice import FUSED, excludes_fused_loss, with_loss
 
     for setting in settings:
         if not setting.startswith("parallel."):
             raise ConfigError(f"{setting}: a layout is made of keys such as parallel.context_parallel_size=2")
     parallel = load_sections(["parallel"], overrides=settings, host=host).parallel
-    return config_from_dict({**small.to_dict(), "parallel": parallel.model_dump(mode="json")}, host)
+    other = config_from_dict({**small.to_dict(), "parallel": parallel.model_dump(mode="json")}, host)
+    has_logits = small.train.loss == FUSED and excludes_fused_loss(other, host)
+    return with_loss(other, "cross_entropy") if has_logits else other
 
 
 def _layout(config: Config, world: int | None = None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import use_streams
@@ -22,6 +23,7 @@ from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
 from mt_core.train.forward_backward import masked_sum
+from mt_core.train.loss_choice import with_resolved_loss
 from mt_tools.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_tools.plan.fused_kernels import ConfiguredKernels
@@ -146,7 +148,10 @@ class StageCosts:
         kept_here = self.config.recompute.model_copy(update={"cpu_offloading_num_layers": 0})
         config = self.config.model_copy(update={"recompute": kept_here})
         batch = empty_batch(self.config, self.host, self.ctx)
-        loss = self.host.losses.get(config.train.loss, key="train.loss").build.load()(config, self.ctx)
+        kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
+        model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
+        config = with_resolved_loss(config, model, self.host)
+        loss = configured_loss(config, self.host).build.load()(config, self.ctx)
         use_kernels([loss], ConfiguredKernels(config, self.ctx))
 
         def run(model: nn.Module) -> Any:
@@ -156,8 +161,6 @@ class StageCosts:
             output = staged.run_stage(stage, hidden, **inputs) if staged is not None else model(**inputs)
             return masked_sum(loss(output, batch), batch["loss_mask"]) if stage.last else output
 
-        kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
-        model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
         use_streams(model, UndrawnStreams())
         return measure(model, lambda: run(model), kernels, RoutedTokens(self.assign, self.shared.results))
 

@@ -10,11 +10,15 @@ from typing import Any
 
 from mt_core.config.checks import as_world, check_config
 from mt_core.config.loading import config_from_dict
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CAUSAL_LM_SAMPLE
+from mt_core.train.build import build_model
+from mt_core.train.loss_choice import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_tools.verify.axes import LARGEST_WORLD, processes, shrink_axes
 from mt_tools.verify.small_training import STEPS, Tree, keep_dropout, shrink_training
 from mt_tools.verify.stages import forget_division, shrink_stages
@@ -49,14 +53,23 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
     # If the loss compares samples, one process runs those of all ranks as one micro-batch, with other dropout masks.
-    compares = host.losses.get(config.train.loss, key="train.loss").compares_samples
+    compares = configured_loss(config, host).compares_samples
     keep_dropout(tree["model"], parallel, 0.0 if compares else dropout)
     _replace_data(tree, length, config, host)
     shrink_training(tree, parallel, steps)
     _compute_on_cpu(tree)
     small = config_from_dict(tree, host)
     _check(small, host)
-    return small
+    return _with_loss_of(config, small, host)
+
+
+def _with_loss_of(config: Config, small: Config, host: PluginHost) -> Config:
+    """`train.loss=auto` as resolved for the configured vocabulary, which counts as large if the tokenizer decides."""
+    alone = small.model_copy(update={"parallel": ParallelConfig()})
+    model = build_model(alone, ParallelContext(), host)
+    vocab_size = config.model.vocab_size or LARGE_VOCABULARY
+    large = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+    return with_loss(small, with_resolved_loss(large, model, host).train.loss)
 
 
 def _check(small: Config, host: PluginHost) -> None:

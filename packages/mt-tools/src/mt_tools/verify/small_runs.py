@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mt_core.config.loading import LoadedConfig, config_from_dict
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
@@ -30,7 +31,7 @@ def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_
 
 def in_the_same_rounds(config: Config, world: int | None, other: Config, host: PluginHost) -> Config:
     """With micro-batches of as many samples over all ranks as `other` has, for a loss that compares samples."""
-    if not host.losses.get(config.train.loss, key="train.loss").compares_samples:
+    if not configured_loss(config, host).compares_samples:
         return config
     own = copies(config.parallel, world or processes(config.parallel))
     size = max(1, copies(other.parallel, processes(other.parallel)) // own)

@@ -29,12 +29,15 @@ from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 512 * 2**20
 """Of logits held at a time: enough rows for matrix products at full speed."""
+CPU_CHUNK_BYTES = 100 * 2**20
+"""The same on a CPU, where fewer rows suffice and passes over the logits are bound by memory."""
 ROW_MULTIPLE = 128
 
 
 def rows_of_chunk(hidden: Tensor, weight: Tensor) -> int:
     """Tokens at a time: a multiple of 128 whose logits take at most CHUNK_BYTES, and at least 128."""
-    rows = CHUNK_BYTES // max(len(weight) * hidden.element_size(), 1)
+    limit = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+    rows = limit // max(len(weight) * hidden.element_size(), 1)
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
 
 

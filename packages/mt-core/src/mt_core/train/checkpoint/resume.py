@@ -9,6 +9,7 @@ from typing import Any
 from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError
+from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.data_identity import CONTENT, TOKENIZER, Change, data_changes
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.state import environment
@@ -19,6 +20,7 @@ FREE_KEYS = frozenset(
         "train.eval_interval",
         "train.eval_iters",
         "train.num_threads",
+        "train.keep_freed_memory",
         "train.device",
         "train.cuda_graphs",
         "train.cuda_graph_warmup_steps",
@@ -69,12 +71,25 @@ def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
                 yield Change(f"{section}.{key}", old.get(key), new.get(key))
 
 
-def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str) -> list[Change]:
-    """Returns the accepted differences. Raises CheckpointError for any that checkpoint.accept_changes does not name."""
-    changes = _require_accepted(differences(metadata["config"], config), config, origin)
+def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, host: PluginHost) -> list[Change]:
+    """Returns the accepted differences. Raises CheckpointError for any that checkpoint.accept_changes does not name.
+
+    Implementations of the same loss, which differ in rounding, count as different with train.deterministic only.
+    """
+    found = differences(metadata["config"], config)
+    if not config.train.deterministic:
+        found = (change for change in found if not _is_same_loss(change, host))
+    changes = _require_accepted(found, config, origin)
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
     return changes
+
+
+def _is_same_loss(change: Change, host: PluginHost) -> bool:
+    if change.key != "train.loss":
+        return False
+    base = {spec.name: spec.equivalent_to or spec.name for spec in host.losses}
+    return base.get(change.then, change.then) == base.get(change.now, change.now)
 
 
 def require_same_data(stored: Mapping[str, str], now: Mapping[str, str], config: Config, origin: str) -> list[Change]:

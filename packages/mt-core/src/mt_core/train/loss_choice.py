@@ -1,0 +1,68 @@
+"""Resolves `train.loss=auto`: the loss of the model family, in its fastest exact implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from inspect import signature
+
+from torch import nn
+
+from mt_core.config.loss import configured_loss
+from mt_core.config.schema import AUTO_LOSS, Config
+from mt_core.errors import ConfigError
+from mt_core.nn.model import contract, model_options
+from mt_core.parallel.pipeline.schedules import splits_backward
+from mt_core.plugins import PluginHost
+
+LARGE_VOCABULARY = 8192
+"""Token ids from which it pays not to store the logits."""
+FUSED = "linear_cross_entropy_sum"
+
+
+def with_resolved_loss(config: Config, model: nn.Module, host: PluginHost) -> Config:
+    """`train.loss=auto` replaced by the loss that it stands for; another value is kept. model.vocab_size is set."""
+    if config.train.loss != AUTO_LOSS:
+        return config
+    fused = (config.model.vocab_size or 0) >= LARGE_VOCABULARY and allows_fused_loss(config, model, host)
+    return with_loss(config, FUSED if fused else configured_loss(config, host).name)
+
+
+def with_loss(config: Config, name: str) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"loss": name})})
+
+
+def allows_fused_loss(config: Config, model: nn.Module, host: PluginHost) -> bool:
+    """Whether FUSED has the values and gradients of the configured loss, in the same precision."""
+    precision = config.precision
+    excluded = (
+        excludes_fused_loss(config, host),
+        precision.fp8_output_proj,
+        config.kernels.cross_entropy != "auto",
+        # Chunks of the weight's gradient are added up in its own dtype unless gradients are accumulated in fp32.
+        precision.dtype != "fp32" and not precision.accumulate_allreduce_grads_in_fp32,
+        needs_logits(model, ("project",)) is not None,
+    )
+    return configured_loss(config, host).name == "cross_entropy" and not any(excluded)
+
+
+def excludes_fused_loss(config: Config, host: PluginHost) -> bool:
+    """Whether the layout excludes FUSED, or generation computes log-probabilities that must be the loss's bits."""
+    parallel, invariant = config.parallel, config.inference.batch_invariant
+    return parallel.use_torch_fsdp2 or splits_backward(parallel, host) or invariant
+
+
+def require_options(model: nn.Module, loss: object, config: Config) -> None:
+    """Raises ConfigError when a loss requires forward arguments that the model does not have."""
+    options = model_options(loss)
+    reason = needs_logits(model, options) if options else None
+    if reason is not None:
+        raise ConfigError(
+            f"train.loss={config.train.loss} takes hidden states, which model.family={config.model.family} does not "
+            f"hand over: {reason}; use train.loss=cross_entropy"
+        )
+
+
+def needs_logits(model: nn.Module, options: Collection[str]) -> str | None:
+    """Why a loss that calls the model's forward with these arguments cannot take hidden states; None if it can."""
+    missing = [name for name in options if name not in signature(model.forward).parameters]
+    return contract(model).needs_logits or (f"its forward takes no {' or '.join(missing)}" if missing else None)
