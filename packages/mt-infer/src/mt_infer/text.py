@@ -9,18 +9,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Tokenizer
-from mt_core.train.pipelining import Stages
+from mt_core.train import build
+from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine, PlacedStages
 from mt_infer.lockstep import LockstepEngine
+from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 
@@ -71,6 +73,7 @@ class TextGenerator:
     def __init__(self, engine: LockstepEngine, tokenizer: Tokenizer, config: Config) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self._open: dict[tuple[int, int], Detokenizer] = {}
+        self._refit: Refit | None = None
 
     @classmethod
     def load(
@@ -108,10 +111,35 @@ class TextGenerator:
         return cls(LockstepEngine(engine), tokenizer, config)
 
     @classmethod
-    def of_trainer(cls, trainer: Trainer) -> TextGenerator:
-        """Of a running trainer's weights, which it shares, in its layout. After steps call `engine.weights_changed`."""
+    def of_trainer(cls, trainer: Trainer, parallel: Mapping[str, Any] | None = None) -> TextGenerator:
+        """Of a running trainer's weights. After steps of training call `refit`. Collective over the world.
+
+        parallel: the section [parallel] of a layout of its own, in which the engine has a copy of the weights. Default:
+        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError.
+        """
         parts = trainer.engine
-        return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
+        if parallel is None:
+            if parts.config.parallel.use_torch_fsdp2:
+                raise ConfigError(
+                    "parallel.use_torch_fsdp2=true keeps pieces of weights on each rank; give a layout for generation, "
+                    'such as parallel={"tensor_model_parallel_size": 1}'
+                )
+            return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
+        config = with_parallel(parts.config, parallel)
+        ctx = build.build_context(config, parts.device)
+        stages = build_stages(config, ctx, parts.host)
+        model = build.build_model(config, ctx, parts.host, None if stages is None else stages.own)
+        generator = cls.of_model(model, parts.tokenizer, config, ctx, stages)
+        generator._refit = Refit(parts.weights, parts.layouts, parts.ctx, model, ctx)
+        generator.refit(trainer)
+        return generator
+
+    def refit(self, trainer: Trainer) -> None:
+        """Takes over the trainer's weights after a step. Collective over the world; no request may be running."""
+        self.engine.weights_changed()
+        trainer.engine.weights.finish_gather()
+        if self._refit is not None:
+            self._refit()
 
     # -- many requests at a time ------------------------------------------------------------------
 
@@ -217,6 +245,11 @@ class TextGenerator:
             text += detokenizer.finish()
             del self._open[key]
         return TextEvent(*key, text, event.token, event.logprobs, finish, event.prompt_logprobs)
+
+
+def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:
+    """The configuration in another layout."""
+    return config.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
 
 
 def longest_sequence(config: Config, model: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mt_core.config.schema import Config
 from mt_models.bert import flops as bert
-from mt_models.blocks.mixture_flops import mixture_flops
+from mt_models.blocks.moe_flops import moe_flops
 from mt_models.deepseek import flops as deepseek
 from mt_models.flops import flops_per_token
 from mt_models.hybrid import flops as hybrid
@@ -62,4 +62,4 @@ def _shape(config: Config) -> Any:
 
 def _experts(model: Any) -> float | None:
     """Of a layer's feed-forward, on average; None for a dense model."""
-    return mixture_flops(model) if getattr(model, "moe", None) is not None else None
+    return moe_flops(model) if getattr(model, "moe", None) is not None else None

@@ -1,0 +1,81 @@
+"""An engine on a running trainer's weights: in its memory, and in another layout, after steps of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.test_layouts import FSDP, GATHER, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
+from tests.infer.engines import OPTIONS
+
+from mt_core.plugins import load_plugins
+from mt_core.tensor_slice import TensorSlice
+from mt_core.testing import run_ranks
+from mt_core.train import Trainer
+from mt_infer import SamplingParameters, TextGenerator
+from mt_infer.refit import plan_copies
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+ENGINE = tuple(f"inference.{key}={value}" for key, value in OPTIONS.items())
+SAMPLING = SamplingParameters(temperature=1.0, seed=5, max_tokens=6, logprobs=0)
+
+
+def outputs(generator: TextGenerator) -> list[tuple[list[int], list[float]]]:
+    found = generator.generate([[5, 9, 3], [7] * 9], SAMPLING)
+    return [(one.tokens, [own.token for own in one.logprobs]) for (one,) in found]
+
+
+def before_and_after_training(rank: int, world: int, layout: tuple[str, ...], own: dict[str, Any] | None) -> Any:
+    trainer = Trainer(config(*ENGINE, "optimizer.lr=0.05", *layout), host=load_plugins())
+    generator = TextGenerator.of_trainer(trainer, own)
+    found = []
+    batches = trainer.engine.train_batches(trainer.train_data)
+    for _ in range(2):
+        if rank:
+            generator.follow()
+        else:
+            found.append(outputs(generator))
+            generator.close()
+        for _ in range(2):
+            trainer.engine.train_step(next(batches))
+        generator.refit(trainer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "own"),
+    [
+        (2, (TP2, SP), {PP: 2}),
+        (2, (FSDP,), {TP: 2}),
+        (4, (TP2, PP2), {TP: 2}),
+        (2, (ZERO, GATHER, SMALL_BUCKETS), None),
+    ],
+    ids=str,
+)
+def test_what_an_engine_generates_follows_the_training(world, layout, own) -> None:
+    reference = run_ranks(1, before_and_after_training, (), None)[0]
+    found = run_ranks(world, before_and_after_training, layout, own)[0]
+    assert [[tokens for tokens, _ in step] for step in found] == [[tokens for tokens, _ in step] for step in reference]
+    for step, expected in zip(found, reference, strict=True):
+        for (_, logprobs), (_, own_logprobs) in zip(step, expected, strict=True):
+            assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
+    assert reference[0] != reference[1]
+
+
+def test_every_element_is_copied_once_from_the_nearest_rank() -> None:
+    """A matrix in halves by rows goes into halves by columns; what a rank has itself it does not receive."""
+    rows = [{"w": (TensorSlice((4 * rank, 0), (4, 6)),)} for rank in range(2)]
+    columns = [{"w": (TensorSlice((0, 3 * rank), (8, 3)),)} for rank in range(2)]
+    (copies,) = plan_copies(rows, columns)
+    counts = torch.zeros(8, 6)
+    for copy in copies:
+        counts[copy.tensor_slice.slices] += 1
+    assert counts.eq(1).all()
+    assert {(copy.source, copy.target) for copy in copies} == {(0, 0), (1, 0), (0, 1), (1, 1)}
+    (own,) = plan_copies([rows[0] | {"w": (TensorSlice((0, 0), (8, 6)),)}] * 2, columns)
+    assert {(copy.source, copy.target) for copy in own} == {(0, 0), (1, 1)}
+    with pytest.raises(ValueError, match="no ranks of the trainer have all of w"):
+        plan_copies(rows[:1], columns[:1])
