@@ -19,9 +19,10 @@ from mt_core.train.pipelining import Stages
 from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.detokenizer import Detokenizer
-from mt_infer.engine import InferenceEngine, PlacedStages
+from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
+from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
 
 
