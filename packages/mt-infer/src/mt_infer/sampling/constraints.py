@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        self._compiled = lru_cache(COMPILED)(self._compile)
 
     def matcher(self, sampling: SamplingParameters) -> Matcher | None:
         """At the beginning of a text; None for a request without a constraint. Raises ConfigError for a constraint that
@@ -31,13 +32,17 @@ class Constraints:
         if sampling.constraint is None:
             return None
         name, value = sampling.constraint
+        return self._compiled(name, value if isinstance(value, str) else json.dumps(value, default=dict)).copy()
+
+    def _compile(self, name: str, text: str) -> Matcher:
+        """text: JSON where the value is no string."""
         llguidance = import_llguidance(name)
         try:
-            matcher = llguidance.LLMatcher(self._table, _grammar(llguidance.LLMatcher, name, value), log_level=0)
+            matcher = llguidance.LLMatcher(self._table, _grammar(llguidance.LLMatcher, name, text), log_level=0)
         except ValueError as error:
             raise ConfigError(f"{name} is not valid: {error}") from error
         if matcher.is_error():
-            raise ConfigError(f"{name} is not valid: {matcher.get_error().splitlines()[0]}")
+            raise ConfigError(f"{name} is not valid: {' '.join(matcher.get_error().split())[:MESSAGE]}")
         return Matcher(matcher, self._table.vocab_size)
 
     @cached_property
@@ -45,6 +50,12 @@ class Constraints:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(TokenTable.of(self.tokenizer)))
+
+
+COMPILED = 32
+"""Constraints that are kept compiled."""
+MESSAGE = 200
+"""Characters of the package's messages that are shown; it repeats the whole constraint."""
 
 
 class TokenTable:
@@ -121,12 +132,13 @@ def import_llguidance(asked: str) -> Any:
     return llguidance
 
 
-def _grammar(matcher: type[LLMatcher], name: str, value: Any) -> str:
+def _grammar(matcher: type[LLMatcher], name: str, text: str) -> str:
     if name == "json_schema":
-        schema = json.dumps(dict(value)) if isinstance(value, Mapping) else value
-        return matcher.grammar_from_json_schema(schema)
+        return matcher.grammar_from_json_schema(json.loads(text))
     if name == "regex":
-        return matcher.grammar_from_regex(value)
+        return matcher.grammar_from_regex(text)
     if name == "choices":
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
-    return matcher.grammar_from_lark(value)
+        return matcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        )
+    return matcher.grammar_from_lark(text)
