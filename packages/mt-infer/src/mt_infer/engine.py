@@ -8,7 +8,6 @@ from hashlib import blake2b
 from itertools import count
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
@@ -18,26 +17,22 @@ from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.cache import Conditioning
 from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.stage import Stage
 from mt_core.specs import Tokenizer
+from mt_infer.beams import BeamGroup, advance_beams, beam_candidates
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.memory import cache_bytes
 from mt_infer.requests import FinishReason, LogProbs, Request, RunningSequence, TokenEvent
-from mt_infer.runner import ModelRunner
+from mt_infer.runner import ModelRunner, PlacedStages
+from mt_infer.sampling.beam_search import BeamSearch, Candidate
+from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.noise import new_seed, sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.sampling.sampler import Sampled, log_probabilities, sample
+from mt_infer.sampling.sampler import Sampled, log_probabilities
 from mt_infer.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class PlacedStages:
-    """All pipeline stages of a model, in order, and the rank along pp that holds each."""
-
-    stages: tuple[Stage, ...]
-    ranks: tuple[int, ...]
+from mt_infer.speculation.building import DraftModel, build_drafter
+from mt_infer.speculation.verification import SpeculationStatistics, verify
 
 
 class InferenceEngine:
@@ -59,12 +54,12 @@ class InferenceEngine:
         *,
         longest: int,
         placed: PlacedStages | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
-        placed = placed or PlacedStages((), (0,))
-        self.runner = ModelRunner(model, ctx, placed.stages, placed.ranks)
+        self.runner = ModelRunner(model, ctx, placed)
         limits = CacheLimits(
             cache_bytes(options, ctx.device),
             options.cache_block_size,
@@ -80,6 +75,9 @@ class InferenceEngine:
             share_prefixes=options.prefix_caching,
         )
         self.scheduler = Scheduler(self.manager)
+        self.constraints = Constraints(tokenizer)
+        self.drafter = build_drafter(options, self.manager, self.runner, draft_model)
+        self.speculation = SpeculationStatistics()
         self._ids = count()
         self._device = ctx.device
 
@@ -104,14 +102,16 @@ class InferenceEngine:
         """A request with a seed and a number of its own, the same on all ranks of the model."""
         assert request.sampling.seed is not None
         conditioning, seed = self._condition(request), request.sampling.seed
-        self.scheduler.add(self._sequence(request, index, seed, conditioning) for index in range(request.sampling.n))
+        count = 1 if request.sampling.num_beams > 1 else request.sampling.sequences
+        self.scheduler.add([self._sequence(request, index, seed, conditioning) for index in range(count)])
 
     def cancel(self, request: int) -> list[TokenEvent]:
         """Ends a request and frees its memory."""
         cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request.id == request]
         for sequence in cancelled:
             self.scheduler.remove(sequence)
-        return [TokenEvent(request, one.index, None, finish=FinishReason.CANCELLED) for one in cancelled]
+        indices = dict.fromkeys(one.index for one in cancelled)
+        return [TokenEvent(request, index, None, finish=FinishReason.CANCELLED) for index in indices]
 
     def finish(self, request: int, index: int) -> None:
         """Ends one sequence of a request: its text has come to a stop text."""
@@ -127,17 +127,21 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
-        chunks = self.scheduler.schedule()
-        if not chunks and not fill:
-            return []
         training = self.model.training
         self.model.eval()
         try:
             with batch_invariant(self.options.batch_invariant):
-                sampled = self._sample(chunks, self.runner.logits(self._batch(chunks)))
+                if self.drafter is not None:
+                    self.drafter.propose(self.scheduler.running)
+                chunks = self.scheduler.schedule()
+                if not chunks and not fill:
+                    return []
+                snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
+                batch = self._batch(chunks)
+                found = self._sample(batch, self.runner.logits(batch))
         finally:
             self.model.train(training)
-        return [event for chunk, found in zip(chunks, sampled, strict=True) for event in self._advance(chunk, found)]
+        return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
@@ -156,27 +160,30 @@ class InferenceEngine:
             multiple=self.ctx.tp.size if self.ctx.sequence_parallel else 1,
         )
 
-    def _sample(self, chunks: Sequence[Chunk], logits: Tensor | None) -> list[_Found]:
+    def _sample(self, batch: CachedBatch, logits: Tensor | None) -> list[_Found]:
         """What each chunk has come to, on every rank of the model."""
-        found = [_Found() for _ in chunks] if logits is None else self._from_logits(chunks, logits)
-        if self.ctx.pp.size == 1:
-            return found
-        assert self.ctx.pp.group is not None
-        everyone: list[list[_Found] | None] = [found]
-        source = dist.get_global_rank(self.ctx.pp.group, self.runner.rank_of_stage[-1])
-        dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self._device)
-        assert everyone[0] is not None
-        return everyone[0]
+        found = [_Found() for _ in batch.sequences] if logits is None else self._from_logits(batch.sequences, logits)
+        if self.drafter is not None and logits is not None:
+            drafts = self.drafter.continued(batch, [one.sampled for one in found])
+            for one, guesses in zip(found, drafts, strict=True):
+                one.drafts = guesses
+        return self.runner.from_last_stage(found)
 
     def _from_logits(self, chunks: Sequence[Chunk], logits: Tensor) -> list[_Found]:
-        rows = list(logits.split([chunk.logits for chunk in chunks]))
+        rows = logits.split([chunk.logits for chunk in chunks])
         found = [_Found(prompt=self._prompt_logprobs(chunk, own)) for chunk, own in zip(chunks, rows, strict=True)]
-        ending = [
-            number for number, chunk in enumerate(chunks) if chunk.start + chunk.count == len(chunk.sequence.tokens)
-        ]
-        if ending:
-            last = torch.cat([rows[number][-1:] for number in ending])
-            for number, sampled in zip(ending, sample(last, [chunks[n].sequence for n in ending]), strict=True):
+        ending = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+        beams = [number for number in ending if chunks[number].sequence.beams is not None]
+        if beams:
+            last = torch.cat([rows[number][-1:] for number in beams])
+            candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
+            for number, own in zip(beams, candidates, strict=True):
+                found[number].candidates = own
+        others = [number for number in ending if chunks[number].sequence.beams is None]
+        if others:
+            last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
+            verified = verify(last, [chunks[number] for number in others])
+            for number, sampled in zip(others, verified, strict=True):
                 found[number].sampled = sampled
         return found
 
@@ -189,50 +196,82 @@ class InferenceEngine:
         tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
         return log_probabilities(logits[: len(following)], tokens, [wanted] * len(following))
 
-    def _advance(self, chunk: Chunk, found: _Found) -> list[TokenEvent]:
-        sequence = chunk.sequence
+    def _advance_all(
+        self, chunks: Sequence[Chunk], found: Sequence[_Found], snapshots: Sequence[list[Tensor] | None]
+    ) -> list[TokenEvent]:
+        events = []
+        for chunk, own, snapshot in zip(chunks, found, snapshots, strict=True):
+            if chunk.drafts:
+                self.speculation.count(len(chunk.drafts), len(own.sampled) - 1)
+            events += self._advance(chunk, own, snapshot)
+        return events
+
+    def _advance(self, chunk: Chunk, found: _Found, snapshot: list[Tensor] | None) -> list[TokenEvent]:
+        sequence, accepted = chunk.sequence, len(found.sampled) - 1
         if found.prompt:
             # From the chunk's start on: after a preemption the prompt is computed again.
             sequence.prompt_logprobs[chunk.start :] = found.prompt
-        self.manager.computed(sequence, chunk.start + chunk.count)
-        if found.sampled is None:
-            return []
-        event = self._event(sequence, found.sampled)
-        if event.token is not None:
-            sequence.tokens.append(event.token)
-        if event.finish is not None:
-            self.scheduler.remove(sequence)
-        return [event]
+        if snapshot is None or accepted == len(chunk.drafts):
+            self.manager.computed(sequence, chunk.end)
+        if sequence.beams is not None and found.candidates:
+            sequence.beams.candidates[sequence] = found.candidates
+        events = []
+        for sampled in found.sampled:
+            events.append(self._event(sequence, sampled))
+            if events[-1].finish is not None:
+                self.scheduler.remove(sequence)
+                return events
+        if snapshot is not None and accepted < len(chunk.drafts):
+            # Recurrent states have drafts in them: what was accepted is computed again.
+            self.manager.roll_back(sequence, chunk.start, snapshot)
+        elif accepted > 0:
+            self.manager.computed(sequence, chunk.end + accepted)
+        sequence.drafts = found.drafts
+        return events
+
+    def _advance_beams(self, chunks: Sequence[Chunk]) -> list[TokenEvent]:
+        groups = dict.fromkeys(chunk.sequence.beams for chunk in chunks)
+        ready = [beams for beams in groups if beams is not None and beams.is_ready]
+        return [event for beams in ready for event in advance_beams(beams, self.scheduler)]
 
     def _event(self, sequence: RunningSequence, sampled: Sampled) -> TokenEvent:
-        sampling, done = sequence.request.sampling, len(sequence.generated) + 1
+        """Adds a sampled token to its sequence."""
+        event = self._event_of(sequence, sampled)
+        if event.token is None:
+            return event
+        sequence.tokens.append(event.token)
+        if sequence.matcher is not None:
+            sequence.matcher.advance(event.token)
+            if sequence.matcher.is_complete:
+                return replace(event, finish=FinishReason.STOP)
+        return event
+
+    def _event_of(self, sequence: RunningSequence, sampled: Sampled) -> TokenEvent:
+        sampling, done = sequence.request.sampling, len(sequence.tokens) - sequence.prompt_length + 1
         finish: FinishReason | None = None
         token: int | None = sampled.token
         if sampling.max_tokens == 0:
             token, finish = None, FinishReason.LENGTH
-        elif self._stops(sequence, sampled.token):
+        elif sampled.token in sequence.stop_ids:
             token, finish = None, FinishReason.STOP
         elif done == sampling.max_tokens or sequence.prompt_length + done >= self.longest:
             finish = FinishReason.LENGTH
         prompt = None
-        if sampling.prompt_logprobs is not None and not sequence.generated:
+        if sampling.prompt_logprobs is not None and done == 1:
             prompt = (None, *sequence.prompt_logprobs)
         return TokenEvent(
             sequence.request.id, sequence.index, token, sampled.logprobs if token is not None else None, finish, prompt
         )
 
-    def _stops(self, sequence: RunningSequence, token: int) -> bool:
-        sampling = sequence.request.sampling
-        if len(sequence.generated) < sampling.min_tokens:
-            return False
+    def _stop_ids(self, sampling: SamplingParameters) -> frozenset[int]:
         eod = None if self.tokenizer is None or sampling.ignore_eod else self.tokenizer.special.eod
-        return token == eod or token in sampling.stop_token_ids
+        return frozenset(sampling.stop_token_ids) | (frozenset() if eod is None else {eod})
 
     # -- new sequences ----------------------------------------------------------------------------
 
     def _sequence(self, request: Request, index: int, seed: int, conditioning: Conditioning) -> RunningSequence:
         capacity = min(len(request.tokens) + request.sampling.max_tokens, self.longest)
-        return RunningSequence(
+        sequence = RunningSequence(
             request,
             index,
             sequence_seed(seed, index),
@@ -241,7 +280,13 @@ class InferenceEngine:
             self.manager.new_keys(_content(request.inputs)),
             list(request.tokens),
             conditioning=conditioning,
+            stop_ids=self._stop_ids(request.sampling),
+            matcher=self.constraints.matcher(request.sampling),
         )
+        if request.sampling.num_beams > 1:
+            search = BeamSearch(request.sampling, sequence.stop_ids, capacity - len(request.tokens))
+            sequence.beams = BeamGroup(search, [sequence])
+        return sequence
 
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
@@ -260,11 +305,30 @@ class InferenceEngine:
             )
         if not request.tokens:
             raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
+        self._check_beams(request)
+        self.constraints.matcher(request.sampling)
         asked = len(request.tokens) + (1 if request.sampling.max_tokens else 0)
         if asked > self.longest:
             raise ConfigError(
                 f"the prompt has {len(request.tokens)} tokens, and sequences have at most {self.longest} with what is "
                 "generated (inference.max_sequence_length, the model's positions); shorten the prompt"
+            )
+
+    def _check_beams(self, request: Request) -> None:
+        """That all beams fit into the cache at once, in the worst case with nothing in common."""
+        beams, limits = request.sampling.num_beams, self.manager.limits
+        if beams == 1:
+            return
+        if beams > limits.max_requests:
+            raise ConfigError(
+                f"num_beams={beams} is above inference.max_requests={limits.max_requests}, the sequences that are "
+                "computed at a time; raise that, or search with fewer beams"
+            )
+        length = min(len(request.tokens) + request.sampling.max_tokens, self.longest)
+        if not self.manager.holds(beams, length):
+            raise ConfigError(
+                f"the cache does not hold num_beams={beams} sequences of {length} positions; raise "
+                "inference.cache_memory_gb, or lower num_beams or max_tokens"
             )
 
 
@@ -280,7 +344,12 @@ def refuse_context_parallel(ctx: ParallelContext) -> None:
 class _Found:
     """What a forward pass gave for a chunk."""
 
-    sampled: Sampled | None = None
+    sampled: list[Sampled] = field(default_factory=list)
+    """The next token, and those behind it whose drafts were right."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """Of a beam."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens to come."""
     prompt: list[LogProbs | None] = field(default_factory=list)
 
 

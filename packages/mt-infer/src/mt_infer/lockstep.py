@@ -69,7 +69,7 @@ class LockstepEngine:
         self.engine.check(request)
         loads = [sum(replica == number for replica in self._open.values()) for number in range(self.replicas)]
         replica = loads.index(min(loads))
-        self._open[request.id], self._unfinished[request.id] = replica, sampling.n
+        self._open[request.id], self._unfinished[request.id] = replica, sampling.sequences
         self._commands.append(Command("add_request", replica, (request,)))
         return request.id
 

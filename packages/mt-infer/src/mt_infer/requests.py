@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mt_core.nn.cache import Conditioning
 from mt_infer.cache.tables import BlockTable, PrefixKeys
 from mt_infer.sampling.parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    from mt_infer.beams import BeamGroup
+    from mt_infer.sampling.constraints import Matcher
 
 
 class FinishReason(StrEnum):
@@ -52,6 +57,8 @@ class TokenEvent:
     finish: FinishReason | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     """With the first event, if asked for: of each token of the prompt; None for the first, which has none."""
+    score: float | None = None
+    """With the last event of a beam: its log-probability, divided by its length ** length_penalty."""
 
 
 @dataclass(eq=False)
@@ -76,6 +83,14 @@ class RunningSequence:
     prompt_logprobs: list[LogProbs | None] = field(default_factory=list)
     cached: int = 0
     """Positions of the prompt that another sequence had computed."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens before which the sequence ends."""
+    matcher: Matcher | None = None
+    """Where the generated text is in the request's constraint."""
+    beams: BeamGroup | None = None
+    """The beams that this one is among."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the next tokens, which the next forward pass verifies."""
 
     @property
     def prompt_length(self) -> int:

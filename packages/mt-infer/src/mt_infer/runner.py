@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,24 +16,28 @@ from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_infer.cache.batch import CachedBatch
 
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True)
+class PlacedStages:
+    """All pipeline stages of a model, in order, and the rank along pp that holds each."""
+
+    stages: tuple[Stage, ...]
+    ranks: tuple[int, ...]
+
 
 class ModelRunner:
     """This rank's part of the forward passes. Every rank of the model (its tp and pp axes) makes the same calls.
 
-    stages: of the whole model, in order; rank_of_stage: along the axis pp; None: one stage, on this rank.
+    placed: None for a model of one stage, on this rank.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ctx: ParallelContext,
-        stages: Sequence[Stage] | None = None,
-        rank_of_stage: Sequence[int] = (0,),
-    ) -> None:
+    def __init__(self, model: nn.Module, ctx: ParallelContext, placed: PlacedStages | None = None) -> None:
         self.model = as_generator(model)
         self.ctx = ctx
-        self.stages = tuple(stages or [whole(self.model.decoded_layers)])
-        self.rank_of_stage = tuple(rank_of_stage)
+        self.stages = (whole(self.model.decoded_layers),) if placed is None else placed.stages
+        self.rank_of_stage = (0,) if placed is None else placed.ranks
         self._p2p = P2PCommunicator(ctx.pp, ctx.device) if len(self.stages) > 1 else None
 
     @property
@@ -56,6 +60,16 @@ class ModelRunner:
         if self._p2p is not None:
             self._p2p.finish()
         return self._whole_rows(hidden, batch) if self.has_logits else None
+
+    def from_last_stage(self, value: ValueT) -> ValueT:
+        """What the last stage's ranks have, on every rank of the model; any object that pickles."""
+        if self.ctx.pp.size == 1:
+            return value
+        assert self.ctx.pp.group is not None
+        everyone: list[ValueT] = [value]
+        source = dist.get_global_rank(self.ctx.pp.group, self.rank_of_stage[-1])
+        dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self.ctx.device)
+        return everyone[0]
 
     def _whole_rows(self, logits: Tensor, batch: CachedBatch) -> Tensor:
         rows = gather_vocab(logits, self.ctx)[0]

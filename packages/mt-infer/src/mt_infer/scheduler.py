@@ -2,13 +2,13 @@
 
 Every step computes the next position of all running sequences, and fills the rest of its budget with prompts, which may
 take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory and waits to
-be computed again.
+be computed again. The beams of a request run together, or wait together.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mt_core.errors import ConfigError
 from mt_infer.cache.batch import Chunk
@@ -44,6 +44,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def replace(self, before: Sequence[RunningSequence], after: Sequence[RunningSequence]) -> None:
+        """Running beams by those that continue them, in their place."""
+        place = self.running.index(before[0])
+        kept = [sequence for sequence in self.running if sequence not in before]
+        self.running = [*kept[:place], *after, *kept[place:]]
+
     def schedule(self) -> list[Chunk]:
         """The chunks of the next forward pass; empty when there is nothing to do."""
         budget = self.manager.limits.step
@@ -51,24 +57,21 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue  # preempted for one that came before it
-            count = self._reserve(sequence, min(sequence.waiting, budget), may_preempt=True)
+            count = self._reserve(sequence, min(sequence.waiting, budget))
             if count:
-                chunks.append(self._chunk(sequence, count))
-                budget -= count
-        preempted = self.waiting and self.waiting[0].generated
-        while self.waiting and budget and len(self.running) < self.manager.limits.max_requests:
-            count = self._admit(self.waiting[0], budget)
-            if not count:
-                break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            chunks.append(self._chunk(sequence, count))
-            budget -= count
+                chunks.append(self._with_drafts(self._chunk(sequence, count), budget - count))
+                budget -= chunks[-1].count
+        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
+        while self.waiting and budget and (admitted := self._admit(together(self.waiting[0]), budget)):
+            for sequence in admitted:
+                self.waiting.popleft()
+                self.running.append(sequence)
+                count = self._within(sequence, budget)
+                if count:
+                    chunks.append(self._chunk(sequence, count))
+                    budget -= count
         if not chunks and not self.is_idle:
-            raise ConfigError(
-                "the cache does not hold one step of the only sequence; raise inference.cache_memory_gb"
-                + (" (it was computed before)" if preempted else "")
-            )
+            raise ConfigError("the cache does not hold one step of the only request; raise inference.cache_memory_gb")
         return chunks
 
     def _chunk(self, sequence: RunningSequence, count: int) -> Chunk:
@@ -76,16 +79,47 @@ class Scheduler:
         asked = sequence.request.sampling.prompt_logprobs is not None and sequence.computed < sequence.prompt_length
         return Chunk(sequence, sequence.computed, count, count if asked else int(ends))
 
-    def _admit(self, sequence: RunningSequence, budget: int) -> int:
-        """Memory for the first chunk of a waiting sequence; 0 if there is none."""
-        if self._awaits_prefix(sequence):
-            return 0
+    def _with_drafts(self, chunk: Chunk, budget: int) -> Chunk:
+        """With as many drafted tokens behind it as there is room for."""
+        sequence = chunk.sequence
+        drafts, sequence.drafts = sequence.drafts[:budget], ()
+        if not drafts or not chunk.is_last:
+            return chunk
         try:
-            self.manager.admit(sequence)
-            return self._reserve(sequence, min(sequence.waiting, budget), may_preempt=False)
+            self.manager.reserve(sequence, chunk.end + len(drafts))
         except OutOfBlocksError:
-            self.manager.release(sequence)
-            return 0
+            return chunk
+        return Chunk(sequence, chunk.start, chunk.count + len(drafts), 1 + len(drafts), drafts)
+
+    def _admit(self, sequences: Sequence[RunningSequence], budget: int) -> Sequence[RunningSequence]:
+        """Memory for waiting sequences that run together: for the first chunk of one, for all of several. Empty if there
+        is none."""
+        if (
+            self._awaits_prefix(sequences[0])
+            or self._taken + self._wanted(sequences) > self.manager.limits.max_requests
+        ):
+            return []
+        try:
+            for sequence in sequences:
+                self.manager.admit(sequence)
+                alone = len(sequences) == 1
+                count = self._within(sequence, budget) if alone else sequence.waiting
+                self.manager.reserve(sequence, sequence.computed + count)
+        except OutOfBlocksError:
+            for sequence in sequences:
+                self.manager.release(sequence)
+            return []
+        return sequences
+
+    @property
+    def _taken(self) -> int:
+        """Running sequences, with the beams that they are going to be."""
+        leaders = [one.beams for one in self.running if one.beams is not None and one is one.beams.members[0]]
+        return len(self.running) + sum(beams.missing for beams in leaders)
+
+    def _wanted(self, sequences: Sequence[RunningSequence]) -> int:
+        beams = sequences[0].beams
+        return len(sequences) + (beams.missing if beams is not None else 0)
 
     def _awaits_prefix(self, sequence: RunningSequence) -> bool:
         """Whether another sequence of the same request computes the prompt that both have."""
@@ -93,11 +127,13 @@ class Scheduler:
             other.request is sequence.request and other.computed < other.prompt_length for other in self.running
         )
 
-    def _reserve(self, sequence: RunningSequence, count: int, *, may_preempt: bool) -> int:
-        """Memory for `count` more positions, or for 0 if it was this sequence that had to give up its own.
+    def _within(self, sequence: RunningSequence, budget: int) -> int:
+        """Positions of the next chunk."""
+        end = self.manager.chunk_end(sequence, sequence.computed + min(sequence.waiting, budget))
+        return end - sequence.computed
 
-        Raises OutOfBlocksError if it may not preempt.
-        """
+    def _reserve(self, sequence: RunningSequence, count: int) -> int:
+        """Memory for `count` more positions, or for 0 if it was this sequence that had to give up its own."""
         if not count:
             return 0
         end = self.manager.chunk_end(sequence, sequence.computed + count)
@@ -106,19 +142,25 @@ class Scheduler:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
             except OutOfBlocksError:
-                if not may_preempt:
-                    raise
-                last = self.running[-1]
-                self._preempt(last)
-                if last is sequence:
+                self.preempt(self.running[-1])
+                if sequence not in self.running:
                     return 0
 
-    def _preempt(self, sequence: RunningSequence) -> None:
-        self.preemptions += 1
-        self.running.remove(sequence)
-        self.manager.release(sequence)
-        self.waiting.appendleft(sequence)
+    def preempt(self, sequence: RunningSequence) -> None:
+        """The sequence, or all beams of its request, give up their memory and wait."""
+        if sequence.beams is not None:
+            sequence.beams.candidates.clear()
+        for one in reversed(together(sequence)):
+            self.preemptions += 1
+            self.running.remove(one)
+            self.manager.release(one)
+            self.waiting.appendleft(one)
 
     def sequences(self) -> Iterator[RunningSequence]:
         yield from self.running
         yield from self.waiting
+
+
+def together(sequence: RunningSequence) -> Sequence[RunningSequence]:
+    """The sequences that run, or wait, with it: beams of one request."""
+    return list(sequence.beams.members) if sequence.beams is not None else [sequence]

@@ -20,10 +20,11 @@ from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.detokenizer import Detokenizer
-from mt_infer.engine import InferenceEngine, PlacedStages
+from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
+from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
 
 

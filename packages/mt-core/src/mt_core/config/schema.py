@@ -485,6 +485,15 @@ class InferenceConfig(Section):
     """Positions of a block, the unit in which the cache's memory is given."""
     prefix_caching: bool = True
     """Keep what was computed for prompts, for others that begin alike."""
+    speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None
+    """Guess tokens, and verify several in one forward pass: from the text itself, by a small model, or by the model's own
+    layers of multi-token prediction. The tokens are those without."""
+    speculative_tokens: PositiveInt = 4
+    """Tokens that are guessed at a time; with mtp at most the model's mtp_num_layers."""
+    speculative_ngram: PositiveInt = 3
+    """With ngram: last tokens that are looked up in the text before them, at most."""
+    speculative_model: str | None = None
+    """With draft_model: its run directory or checkpoint. It has the tokenizer of the large model."""
 
 
 class TimeoutsConfig(Section):

@@ -73,6 +73,26 @@ class Generates(Protocol):
     def max_sequence_length(self) -> int | None: ...
 
 
+@runtime_checkable
+class PredictsAhead(Protocol):
+    """A model whose further layers predict the tokens after the next one (multi-token prediction)."""
+
+    @property
+    def prediction_depths(self) -> int: ...
+
+    def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
+        """States of depth number `depth`, from 0, at the cache's positions: [1, T, H].
+
+        hidden [1, T, H]: of the depth before, the input of the LM head for the first. tokens [1, T]: those depth + 1
+        places behind the positions. On ranks of the last stage only.
+        """
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[1, T, H] -> [1, T, ids of this rank]"""
+        ...
+
+
 def as_generator(model: nn.Module) -> Generates:
     """The model, if tokens can be sampled from it. Raises ConfigError if its family cannot."""
     if not isinstance(model, Generates):

@@ -83,6 +83,15 @@ class BaseTokenizer(ABC):
         """Ids of `text` as Python integers; `encode_array` is the quicker way to the same ids."""
         return self.encode_array(text).tolist()
 
+    def token_bytes(self) -> list[bytes | None] | None:
+        """See `mt_core.specs.HasTokenBytes`."""
+        found = self._token_bytes()
+        return None if found is None else [found.get(token) for token in range(self._vocab_size)]
+
+    def _token_bytes(self) -> Mapping[int, bytes] | None:
+        """Bytes of the ids that stand for some; None where these depend on neighbours."""
+        return None
+
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of the options and the files' contents; where the files lie does not count."""
         return self._fingerprint

@@ -51,6 +51,9 @@ class ByteLevelTokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return b"".join(map(self._piece, ids)).decode("utf-8", errors="replace")
 
+    def _token_bytes(self) -> dict[int, bytes]:
+        return {token: bytes([token]) for token in range(NUM_BYTES)}
+
     def _piece(self, token: int) -> bytes:
         return bytes([token]) if token < NUM_BYTES else self._names[token - NUM_BYTES].encode()
 

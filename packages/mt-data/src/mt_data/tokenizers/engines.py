@@ -6,11 +6,13 @@ tiktoken is about five times as fast as `tokenizers`; both give the same ids whe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from mt_data.tokenizers.merges import byte_alphabet
 
 if TYPE_CHECKING:
     import tiktoken
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 LONG_WHITESPACE = 500_000
 """Characters. The regular expressions of tiktoken panic on a run of a million white spaces: their stack is full."""
+SPACE = "\u2581"
 _NO_SPECIAL: frozenset[str] = frozenset()
 
 
@@ -27,6 +30,10 @@ class Engine(Protocol):
     def encode(self, text: str) -> np.ndarray: ...
 
     def decode(self, ids: list[int]) -> str: ...
+
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """Bytes of the ids that are not special; None where these depend on neighbours."""
+        ...
 
 
 class TokenizersEngine:
@@ -43,6 +50,15 @@ class TokenizersEngine:
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def token_bytes(self) -> dict[int, bytes] | None:
+        to_bytes = _piece_reader(self._tokenizer.decoder)
+        if to_bytes is None:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder()
+        plain = {token: piece for piece, token in self._tokenizer.get_vocab(with_added_tokens=False).items()}
+        written = {token: one.content.encode() for token, one in added.items() if not one.special}
+        return {token: to_bytes(piece) for token, piece in plain.items() if token not in added} | written
 
 
 class TiktokenEngine:
@@ -72,6 +88,9 @@ class TiktokenEngine:
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids, errors="replace")
 
+    def token_bytes(self) -> dict[int, bytes]:
+        return {token: piece for piece, token in self._ranks.items()}
+
     def _new(self, pattern: str, special: Mapping[str, int]) -> tiktoken.Encoding:
         import tiktoken
 
@@ -90,6 +109,24 @@ class TiktokenEngine:
             else:
                 parts.extend(whole_piece.encode_ordinary(piece) for piece, _ in cut.pre_tokenize_str(part))
         return np.array([token for part in parts for token in part], dtype=np.uint32)
+
+
+def _piece_reader(decoder: tokenizers.decoders.Decoder | None) -> Callable[[str], bytes] | None:
+    """How a piece of the vocabulary is read as bytes: GPT-2's alphabet, or SentencePiece's pieces."""
+    if decoder is None:
+        return None
+    kinds = decoder.__getstate__().decode()
+    if '"ByteLevel"' in kinds:
+        alphabet = byte_alphabet()
+        return lambda piece: bytes(alphabet[character] for character in piece)
+    return piece_bytes if SPACE in kinds or '"Metaspace"' in kinds else None
+
+
+def piece_bytes(piece: str) -> bytes:
+    """Of a piece of SentencePiece: `<0x0A>` is a byte, `\u2581` a space."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace(SPACE, " ").encode()
 
 
 def common_beginnings(names: Iterable[str], length: int = 3) -> tuple[str, ...]:

@@ -68,6 +68,9 @@ class GPT2BPETokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._engine.decode(ids)
 
+    def _token_bytes(self) -> dict[int, bytes] | None:
+        return self._engine.token_bytes()
+
 
 def choose_engine(pairs: BytePairVocabulary, special: dict[str, int]) -> Engine:
     """tiktoken where it provably gives the ids that the merges say, else `tokenizers`."""

@@ -84,6 +84,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self._engine.decode(ids)
 
+    def _token_bytes(self) -> dict[int, bytes] | None:
+        return self._engine.token_bytes()
+
 
 def read_directory(directory: Path) -> dict[str, bytes]:
     """The directory's tokenizer files by name; DataError that says what to use when `tokenizer.json` is missing."""

@@ -12,7 +12,7 @@ from mt_core.errors import DataError
 from mt_core.specs import SpecialTokens
 from mt_data.tokenizers import special_tokens as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, read_file
-from mt_data.tokenizers.engines import common_beginnings, split_at
+from mt_data.tokenizers.engines import common_beginnings, piece_bytes, split_at
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -104,6 +104,12 @@ class SentencePieceTokenizer(BaseTokenizer):
             else:
                 run.append(token)
         return " ".join(text for text in [*texts, self._processor.decode(run)] if text)
+
+    def _token_bytes(self) -> dict[int, bytes]:
+        processor = self._processor
+        ids = range(processor.get_piece_size())
+        plain = [i for i in ids if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_unused(i))]
+        return {i: piece_bytes(processor.id_to_piece(i)) for i in plain if i not in self._added_names}
 
 
 def load_model(data: bytes, path: str) -> SentencePieceProcessor:

@@ -80,6 +80,9 @@ class TikTokenizer(BaseTokenizer):
         except KeyError as error:
             raise DataError(f"id {error.args[0]} stands for no token of this vocabulary") from error
 
+    def _token_bytes(self) -> dict[int, bytes]:
+        return self._engine.token_bytes()
+
 
 def _json_layout(data: bytes, config: TikTokenConfig) -> tuple[dict[bytes, int], dict[str, int]]:
     """Special ids 0 to n - 1, then the file's tokens, cut to vocab_size in all."""

@@ -23,13 +23,28 @@ if TYPE_CHECKING:
 class Chunk:
     """The new positions of one sequence in a forward pass: `count` of them after `start`. It is a CachedSequence.
 
-    logits: how many of the last ones are wanted as logits.
+    logits: how many of the last ones are wanted as logits. drafts: guessed tokens, whose positions are the last ones.
     """
 
     sequence: RunningSequence
     start: int
     count: int
     logits: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Number of positions that are in the cache afterwards, without drafted ones."""
+        return self.start + self.count - len(self.drafts)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled behind it."""
+        return self.end == len(self.sequence.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.end], *self.drafts]
 
     @property
     def past(self) -> Tensor:
@@ -37,7 +52,7 @@ class Chunk:
 
     @property
     def new(self) -> Tensor:
-        return torch.tensor(self.sequence.tokens[self.start : self.start + self.count])
+        return torch.tensor(self.tokens)
 
     @property
     def conditioning(self) -> Conditioning:
@@ -65,9 +80,7 @@ class CachedBatch:
         self.count = self.ends[-1] if chunks else 0
         # At least one position: ranks that share experts compute together.
         self.filler = -self.count % multiple if chunks else multiple
-        self.tokens = self._row(
-            [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]]
-        )
+        self.tokens = self._row([token for chunk in chunks for token in chunk.tokens])
         self.position_ids = self._row(
             [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.count)]
         )
@@ -80,6 +93,8 @@ class CachedBatch:
             id(layer): number for number, group in enumerate(manager.layout.groups) for layer in group.layers
         }
         self._places: dict[int, _Places] = {}
+        self.hidden: Tensor | None = None
+        """[1, T, H]: the input of the LM head, after a forward pass of the last stage."""
 
     @property
     def capacities(self) -> Tensor:
@@ -144,6 +159,7 @@ class CachedBatch:
         return _packed(found)
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
+        self.hidden = x
         # With sequence parallelism x has a part of the positions; those wanted are taken of the logits.
         return x if self.multiple > 1 else x[:, self.logit_rows]
 

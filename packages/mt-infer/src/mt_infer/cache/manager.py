@@ -42,6 +42,11 @@ class CacheManager:
     def used_blocks(self) -> int:
         return sum(pool.count - pool.free for pool in self.pools)
 
+    def holds(self, sequences: int, positions: int) -> bool:
+        """Whether so many sequences of a length fit at once, whatever they have in common."""
+        blocks = -(-positions // self.limits.block_size)
+        return all(sequences * blocks <= pool.count for pool in self.pools)
+
     def new_tables(self) -> list[BlockTable]:
         return [
             BlockTable(
@@ -86,6 +91,33 @@ class CacheManager:
                 self._take_snapshot(sequence, keys[-1])
         for table in sequence.tables:
             table.leave_window(positions)
+
+    def fork(self, source: RunningSequence, copy: RunningSequence) -> None:
+        """Gives `copy`, which has no memory, the computed positions of `source`: full blocks are shared, the last block
+        and recurrent states are copied. Raises OutOfBlocksError, and then has taken nothing."""
+        partial = source.computed % self.limits.block_size > 0
+        if (self.states is not None and not self.states.free) or (
+            partial and not all(pool.free for pool in self.pools)
+        ):
+            raise OutOfBlocksError
+        forks = [table.fork(source.computed) for table in source.tables]
+        for storage, (_, copied) in zip(self.storages, forks, strict=True):
+            if copied is not None:
+                storage.copy_block(*copied)
+        copy.tables, copy.computed = [table for table, _ in forks], source.computed
+        if self.states is not None and source.slot is not None:
+            copy.slot = self.states.take()
+            self.states.restore(copy.slot, self.states.snapshot(source.slot))
+
+    def snapshot(self, sequence: RunningSequence) -> list[Tensor] | None:
+        """Recurrent states, to `roll_back` to; None where the layers have none."""
+        return None if self.states is None or sequence.slot is None else self.states.snapshot(sequence.slot)
+
+    def roll_back(self, sequence: RunningSequence, positions: int, snapshot: list[Tensor] | None) -> None:
+        """Only so many positions are in the cache again; with the recurrent states that they left behind."""
+        sequence.computed = positions
+        if self.states is not None and sequence.slot is not None and snapshot is not None:
+            self.states.restore(sequence.slot, snapshot)
 
     def release(self, sequence: RunningSequence) -> None:
         """Takes back all memory of the sequence, which may start again from nothing."""

@@ -26,6 +26,12 @@ class GroupStorage:
     def of(self, layer: KeepsState) -> tuple[Tensor, ...]:
         return self._tensors[id(layer)]
 
+    def copy_block(self, block: int, to: int) -> None:
+        size = self.block_size
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[to * size : (to + 1) * size] = tensor[block * size : (block + 1) * size]
+
 
 class StateStorage:
     """The recurrent states of all sequences: for each tensor of a layer [slots, ...]."""

@@ -68,6 +68,24 @@ class BlockTable:
         self.named = len(keys)
         self._left = first
 
+    def fork(self, positions: int) -> tuple[BlockTable, tuple[int, int] | None]:
+        """A table with the same first positions: full blocks are shared; the last one, if it is not full, is a new block
+        for a copy (its number here, and there). Raises OutOfBlocksError, and then has taken none."""
+        full, rest = divmod(positions, self.block_size)
+        if rest and not self.pool.free:
+            raise OutOfBlocksError
+        copy = BlockTable(self.pool, self.block_size, self.window, named=min(self.named, full), _left=self._left)
+        for block in self.blocks[:full]:
+            if block is not None:
+                self.pool.share(block)
+            copy._append(block)
+        if not rest:
+            return copy, None
+        last, new = self.blocks[full], self.pool.take()
+        assert last is not None
+        copy._append(new)
+        return copy, (last, new)
+
     def places(self, first: int, end: int) -> slice | np.ndarray:
         """Where positions first ... end - 1 are in the storage: a slice where they are consecutive.
 
@@ -101,6 +119,11 @@ class PrefixKeys:
     def __init__(self, root: Key, block_size: int) -> None:
         self.root, self.block_size = root, block_size
         self.keys: list[Key] = []
+
+    def copy(self) -> PrefixKeys:
+        copy = PrefixKeys(self.root, self.block_size)
+        copy.keys = list(self.keys)
+        return copy
 
     def extend(self, tokens: Sequence[int], count: int) -> list[Key]:
         """Keys of the full blocks among the first `count` tokens."""

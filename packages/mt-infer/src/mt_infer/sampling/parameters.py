@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 from mt_core.errors import ConfigError
+
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
     """How tokens are chosen, and when a sequence ends. The defaults sample from the model's own distribution.
 
-    temperature: divides the logits; 0 takes the likeliest token. top_k: keep so many tokens; 0 keeps all. top_p: keep
-    the likeliest tokens up to this probability. max_tokens: generated at most. stop: texts before which the text ends.
-    stop_token_ids: tokens before which it ends, beside the tokenizer's end of document (unless ignore_eod). seed: the
-    same seed gives the same tokens, whatever else runs; None: another each time. n: number of sequences. logprobs: how
-    many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs: the same of
-    the prompt's tokens.
+    docs/sampling.md defines each, with its source. In the order in which they are applied to the logits:
+
+    logit_bias: token -> what is added. repetition_penalty: divides positive logits and multiplies negative ones of
+    tokens that are in the prompt or generated. frequency_penalty, presence_penalty: subtracted from the logit for each
+    time, and for once, that a token was generated. banned_token_ids: never chosen. bad_words_ids: sequences of tokens
+    that never appear. min_tokens: no end before so many. forced_tokens: what the generated text begins with.
+
+    temperature: divides the logits; 0 takes the likeliest token, and leaves out what follows. top_k: keep so many
+    tokens; 0 keeps all. top_p: keep the likeliest tokens up to this probability; after each token it is multiplied by
+    top_p_decay (0: it stays), down to top_p_bound. min_p: keep tokens with this share of the likeliest one's
+    probability. typical_p: keep the tokens closest to the expected information, up to this probability.
+
+    max_tokens: generated at most. stop: texts before which the text ends. stop_token_ids: tokens before which it ends,
+    beside the tokenizer's end of document (unless ignore_eod). seed: the same seed gives the same tokens, whatever else
+    runs; None: another each time. n: number of sequences; best_of: the n with the best mean log-probability of so many.
+    logprobs: how many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs:
+    the same of the prompt's tokens.
+
+    num_beams: above 1, beam search; then n of the beams are returned, early_stopping and length_penalty are those of
+    transformers.
+
+    json_schema, regex, grammar (Lark), choices: the text matches; one of them at most.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    forced_tokens: tuple[int, ...] = ()
     max_tokens: int = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -30,21 +61,126 @@ class SamplingParameters:
     ignore_eod: bool = False
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("max_tokens", self.max_tokens >= 0, "0 or more"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens={self.max_tokens}"),
-            ("n", self.n >= 1, "1 or more"),
-            ("logprobs", (self.logprobs or 0) >= 0, "0 or more"),
-            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or more"),
-        )
-        for name, holds, allowed in checks:
+        for name, holds, allowed in self._checks():
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+        self._check_beams()
+        self._check_constraint()
+
+    def _checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Name, whether it holds, what is allowed."""
+        bound, decay = self.top_p_bound, self.top_p_decay
+        yield "temperature", self.temperature >= 0, "0 (greedy) or more"
+        yield "top_k", self.top_k >= 0, "0 (all tokens) or more"
+        yield "top_p", 0 < self.top_p <= 1, "above 0 and at most 1"
+        yield "top_p_decay", 0 <= decay <= 1, "from 0 (none) to 1"
+        yield "top_p_decay", not decay or self.top_p < 1, "0 where top_p is 1, which keeps all tokens"
+        yield "top_p_bound", 0 <= bound <= self.top_p, f"from 0 to top_p={self.top_p}"
+        yield "top_p_bound", not bound or decay > 0, "0 without top_p_decay"
+        yield "min_p", 0 <= self.min_p <= 1, "from 0 (all tokens) to 1"
+        yield "typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1"
+        yield "repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is none)"
+        yield "bad_words_ids", all(self.bad_words_ids), "sequences of at least one token"
+        yield "max_tokens", self.max_tokens >= 0, "0 or more"
+        yield "min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens={self.max_tokens}"
+        yield "n", self.n >= 1, "1 or more"
+        yield "best_of", self.best_of is None or self.best_of >= self.n, f"n={self.n} or more"
+        yield "logprobs", (self.logprobs or 0) >= 0, "0 or more"
+        yield "prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or more"
+        yield "num_beams", self.num_beams >= 1, "1 (no beam search) or more"
+        yield "early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'
+
+    def _check_beams(self) -> None:
+        if self.num_beams == 1:
+            return
+        if self.n > self.num_beams:
+            raise ConfigError(f"n is {self.n}; it must be at most num_beams={self.num_beams}, since beams are returned")
+        wrong = [name for name, asked in self._sampling_only().items() if asked]
+        if wrong:
+            raise ConfigError(
+                f"beam search (num_beams={self.num_beams}) takes the likeliest sequences of the model's distribution "
+                f"and knows no {', '.join(wrong)}; leave out one or the other"
+            )
+
+    def _sampling_only(self) -> dict[str, bool]:
+        return {
+            "temperature": self.temperature not in (0.0, 1.0),
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "typical_p": self.typical_p < 1,
+            "best_of": self.best_of is not None,
+            "stop": bool(self.stop),
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+        }
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given; a text can be constrained by one of them")
+        others = ("min_tokens", "banned_token_ids", "bad_words_ids", "forced_tokens", "ignore_eod")
+        wrong = [name for name in others if getattr(self, name)]
+        if given and wrong:
+            raise ConfigError(
+                f"{given[0]} says which tokens are allowed, and {' and '.join(wrong)} could leave none; "
+                "leave out one or the other"
+            )
+
+    @cached_property
+    def constraint(self) -> tuple[str, Any] | None:
+        """Its name and value."""
+        given = [(name, getattr(self, name)) for name in CONSTRAINTS]
+        return next(((name, value) for name, value in given if value not in (None, ())), None)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that are generated, each with events of its own."""
+        return self.best_of or self.n
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """Whether anything before the temperature is asked for."""
+        return bool(
+            self.logit_bias
+            or self.penalizes
+            or self.banned_token_ids
+            or self.bad_words_ids
+            or self.forced_tokens
+            or self.min_tokens
+            or self.constraint
+        )
+
+    @cached_property
+    def penalizes(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def truncates(self) -> bool:
+        """Whether some tokens that the model allows cannot be drawn."""
+        return (self.top_k, self.top_p, self.min_p, self.typical_p) != (0, 1.0, 0.0, 1.0)
+
+    def top_p_at(self, index: int) -> float:
+        """For generated token number `index`, from 0: top_p * top_p_decay^index, not below top_p_bound (Megatron-LM)."""
+        return max(self.top_p * self.top_p_decay**index, self.top_p_bound) if self.top_p_decay else self.top_p
+
+    def named_tokens(self) -> Iterator[tuple[str, int]]:
+        """Each token id that is named, with the name of its parameter."""
+        for name in ("logit_bias", "banned_token_ids", "forced_tokens", "stop_token_ids"):
+            yield from ((name, token) for token in getattr(self, name))
+        yield from (("bad_words_ids", token) for word in self.bad_words_ids for token in word)
+
+
+CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_infer.requests import LogProbs, RunningSequence
-from mt_infer.sampling.noise import uniform
+from mt_infer.requests import LogProbs
+from mt_infer.sampling.adjustments import adjust
+from mt_infer.sampling.rows import SamplingRow
+from mt_infer.sampling.truncation import truncate
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,40 @@ class Sampled:
     logprobs: LogProbs | None
 
 
-def sample(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[Sampled]:
-    """logits [B, vocab] in fp32, a row for each sequence -> its next token."""
-    tokens = choose(logits, sequences)
-    wanted = [sequence.request.sampling.logprobs for sequence in sequences]
-    reported = log_probabilities(logits, tokens, wanted)
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """logits [B, vocab] in fp32, one for each row -> its token."""
+    tokens = choose(logits, rows)
+    reported = log_probabilities(logits, tokens, [row.sampling.logprobs for row in rows])
     return [Sampled(token, found) for token, found in zip(tokens.tolist(), reported, strict=True)]
 
 
-def choose(logits: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
+def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """[B] ids"""
-    rows = processed(logits, sequences)
-    greedy = rows.argmax(dim=-1)
-    warm = [number for number, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0]
+    logits = adjusted(logits, rows)
+    chosen = logits.argmax(dim=-1)
+    warm = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if warm:
-        noise = [uniform(sequences[number].seed, len(sequences[number].generated)) for number in warm]
-        greedy[warm] = draw(rows[warm].softmax(dim=-1), torch.tensor(noise, dtype=torch.float64, device=rows.device))
-    return greedy
+        drawn = [rows[number] for number in warm]
+        noise = torch.tensor([row.noise for row in drawn], dtype=torch.float64, device=logits.device)
+        chosen[warm] = draw(probabilities(logits[warm], drawn), noise)
+    return chosen
+
+
+def adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """With biases, penalties and rules applied; the argument stays as it is."""
+    if any(row.sampling.adjusts_logits for row in rows):
+        logits = logits.clone()
+        adjust(logits, rows)
+    return logits
+
+
+def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """[B, vocab] adjusted logits -> the probabilities by which tokens are drawn, with temperature and truncation."""
+    temperatures = [row.sampling.temperature for row in rows]
+    logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+    if any(row.sampling.truncates for row in rows):
+        logits = truncate(logits, rows)
+    return logits.softmax(dim=-1)
 
 
 def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
@@ -46,40 +65,6 @@ def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
     # Times the sum, which rounding leaves beside 1: an id of probability 0 is never drawn.
     wanted = noise[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=probabilities.shape[-1] - 1)
-
-
-def processed(logits: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
-    """Logits with everything applied that the requests ask for; -inf for ids that cannot be chosen."""
-    logits = logits.clone()
-    for number, sequence in enumerate(sequences):
-        sampling = sequence.request.sampling
-        for token, bias in sampling.logit_bias.items():
-            logits[number, token] += bias
-        if sampling.temperature > 0:
-            logits[number] /= sampling.temperature
-            logits[number : number + 1] = keep_likely(logits[number : number + 1], sampling.top_k, sampling.top_p)
-    return logits
-
-
-def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    return keep_top_p(logits, top_p) if top_p < 1 else logits
-
-
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """-inf for all but the k largest of each row."""
-    smallest_kept = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
-    return logits.masked_fill(logits < smallest_kept, float("-inf"))
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """-inf for all but the smallest set of likeliest ids whose probabilities add up to p (Holtzman et al., 2020)."""
-    ordered, order = logits.sort(descending=True)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    ordered = ordered.masked_fill(before >= p, float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> list[LogProbs | None]:

@@ -5,7 +5,8 @@ the first depth) and the token embedding of token i + d:
 
     h_d = norm(layer(eh_proj [enorm(embedding(t_{i+d})), hnorm(h_{d-1})]))
 
-Embedding and LM head are those of the model. The losses are for training alone: decoding runs without them.
+Embedding and LM head are those of the model. The losses are for training alone; decoding may draft
+tokens with the layers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.auxiliary import AuxiliaryLoss
+from mt_core.nn.cache import Cache
 from mt_core.nn.layout import normal
 from mt_core.nn.loss import Loss
 from mt_core.nn.norm import Normalization, build_norm
@@ -64,11 +66,16 @@ class TokenPrediction(nn.Module):
         self.final_layernorm = build_norm(config.normalization, hidden, epsilon, ctx)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """hidden: of the depth before, embedded: of the token that it predicted; [B, S, H] -> the same"""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
-        return self.final_layernorm(self.mtp_model_layer(x, pattern, angles))
+        return self.final_layernorm(self.mtp_model_layer(x, pattern, angles, cache))
 
 
 class MultiTokenPrediction(nn.Module):

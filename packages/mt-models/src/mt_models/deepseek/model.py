@@ -83,6 +83,18 @@ class DeepseekModel(RotaryDecoder):
         x = self.mtp(x, batch, lambda ids: embedding(ids, position_ids), self.logits, pattern, angles)
         return self.logits(x) if project else self.unprojected(x)
 
+    @property
+    def prediction_depths(self) -> int:
+        return self.config.mtp_num_layers
+
+    def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
+        assert self.mtp is not None
+        assert self.embedding is not None
+        embedded = self.embedding(tokens, cache.position_ids)
+        pattern = self.pattern(None, tokens.device)
+        angles = self.angles(cache.position_ids, cache.capacities)
+        return self.mtp.layers[depth](hidden, embedded, pattern, angles, cache)
+
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         yield from super().stage_modules(stage)
         if stage.last and self.mtp is not None:

@@ -1,0 +1,129 @@
+"""The running beams of a request: sequences whose cache blocks are shared as far as they are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from torch import Tensor
+
+from mt_infer.cache.blocks import OutOfBlocksError
+from mt_infer.cache.manager import CacheManager
+from mt_infer.requests import FinishReason, RunningSequence, TokenEvent
+from mt_infer.sampling.beam_search import BeamSearch, Candidate, Continuation, Hypothesis
+from mt_infer.sampling.rows import SamplingRow
+from mt_infer.sampling.sampler import adjusted
+from mt_infer.scheduler import Scheduler
+
+
+@dataclass(eq=False)
+class BeamGroup:
+    """The beams of one request, which go on together. One at first, for the prompt."""
+
+    search: BeamSearch
+    members: list[RunningSequence] = field(default_factory=list)
+    candidates: dict[RunningSequence, list[Candidate]] = field(default_factory=dict)
+    """Of the members whose logits are known."""
+
+    @property
+    def missing(self) -> int:
+        """Beams that are still to come."""
+        return self.search.sampling.num_beams - len(self.members)
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.candidates) == len(self.members)
+
+
+def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[list[Candidate]]:
+    """logits [B, vocab] behind each beam -> its likeliest next tokens. Penalties and the like change log-probabilities, as
+    in transformers."""
+    scores = adjusted(logits.log_softmax(dim=-1), [SamplingRow(sequence) for sequence in sequences])
+    return [_likeliest(row, sequence) for row, sequence in zip(scores, sequences, strict=True)]
+
+
+def _likeliest(scores: Tensor, sequence: RunningSequence) -> list[Candidate]:
+    assert sequence.beams is not None
+    top = scores.topk(min(sequence.beams.search.kept, scores.shape[-1]))
+    return list(zip(top.values.tolist(), top.indices.tolist(), strict=True))
+
+
+def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
+    """The next step of beams whose candidates are all known. Events come with the end of the search."""
+    found = [group.candidates[member] for member in group.members]
+    group.candidates.clear()
+    following = group.search.advance(found, [member.generated for member in group.members])
+    if not group.search.is_done:
+        _continue(group, following, scheduler)
+        return []
+    for member in group.members:
+        scheduler.remove(member)
+    return list(_events(group))
+
+
+def _continue(group: BeamGroup, following: Sequence[Continuation], scheduler: Scheduler) -> None:
+    before = group.members
+    going_on = {one.parent for one in following}
+    for number, member in enumerate(before):
+        if number not in going_on:
+            scheduler.manager.release(member)
+    group.members, has_memory = _children(before, following, scheduler.manager)
+    scheduler.replace(before, group.members)
+    for member, one in zip(group.members, following, strict=True):
+        member.tokens.append(one.token)
+        if member.matcher is not None:
+            member.matcher.advance(one.token)
+    if not has_memory:
+        scheduler.preempt(group.members[0])
+
+
+def _children(
+    before: Sequence[RunningSequence], following: Sequence[Continuation], manager: CacheManager
+) -> tuple[list[RunningSequence], bool]:
+    """The sequences that are continued: of each parent first itself, then copies. False: there was no room for some."""
+    children: list[RunningSequence] = []
+    has_memory = True
+    for one in following:
+        parent = before[one.parent]
+        if parent not in children:
+            children.append(parent)
+            continue
+        copy = copy_of(parent, manager)
+        try:
+            manager.fork(parent, copy)
+        except OutOfBlocksError:
+            has_memory = False
+        children.append(copy)
+    return children, has_memory
+
+
+def copy_of(parent: RunningSequence, manager: CacheManager) -> RunningSequence:
+    """The same tokens, without memory in the cache."""
+    return replace(
+        parent,
+        tables=manager.new_tables(),
+        keys=parent.keys.copy(),
+        tokens=list(parent.tokens),
+        computed=0,
+        slot=None,
+        memory=dict(parent.memory),
+        matcher=None if parent.matcher is None else parent.matcher.copy(),
+    )
+
+
+def _events(group: BeamGroup) -> Iterator[TokenEvent]:
+    request = group.members[0].request
+    best = group.search.finished[: request.sampling.n]
+    for index, (_, done) in enumerate(zip_longest(range(request.sampling.n), best)):
+        if done is None:  # a constraint leaves fewer beams than asked for
+            yield TokenEvent(request.id, index, None, finish=FinishReason.CANCELLED)
+        else:
+            yield from _events_of(request.id, index, done)
+
+
+def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
+    *tokens, last = done.tokens
+    yield from (TokenEvent(request, index, token) for token in tokens)
+    ending, finish = (None, FinishReason.STOP) if done.stopped else (last, FinishReason.LENGTH)
+    yield TokenEvent(request, index, ending, finish=finish, score=done.score)

@@ -1,0 +1,102 @@
+"""What is done to logits before the temperature: biases, penalties, tokens that are ruled out or forced.
+
+Each function takes logits [B, vocab] that it may change, and the row of each; it works on the rows that ask for it, all
+at once, and no row depends on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mt_infer.sampling.rows import SamplingRow
+
+NEVER = float("-inf")
+
+
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Applies all of them in the order of transformers."""
+    if not any(row.sampling.adjusts_logits for row in rows):
+        return
+    add_bias(logits, rows)
+    penalize(logits, rows)
+    rule_out(logits, rows)
+    force(logits, rows)
+    constrain(logits, rows)
+
+
+def add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    found = [
+        (number, token, bias) for number, row in enumerate(rows) for token, bias in row.sampling.logit_bias.items()
+    ]
+    if found:
+        numbers, tokens, biases = zip(*found, strict=True)
+        logits[list(numbers), list(tokens)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+
+
+def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Repetition (Keskar et al., 2019, as in transformers: the prompt counts), then frequency and presence (OpenAI: of
+    generated tokens)."""
+    asking = [number for number, row in enumerate(rows) if row.sampling.penalizes]
+    if not asking:
+        return
+    asked = [rows[number] for number in asking]
+    penalized = logits[asking]
+    seen = token_counts([row.tokens for row in asked], logits) > 0
+    repetition = _column([row.sampling.repetition_penalty for row in asked], logits)
+    repeated = torch.where(penalized < 0, penalized * repetition, penalized / repetition)
+    penalized = torch.where(seen, repeated, penalized)
+    counts = token_counts([row.generated for row in asked], logits)
+    frequency = _column([row.sampling.frequency_penalty for row in asked], logits)
+    presence = _column([row.sampling.presence_penalty for row in asked], logits)
+    logits[asking] = penalized - frequency * counts - presence * (counts > 0)
+
+
+def token_counts(texts: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    """[B, vocab]: how often each id is in each text."""
+    vocab = like.shape[-1]
+    places = [number * vocab + token for number, text in enumerate(texts) for token in text]
+    flat = torch.tensor(places, dtype=torch.int64, device=like.device)
+    return torch.bincount(flat, minlength=len(texts) * vocab).view(len(texts), vocab)
+
+
+def rule_out(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Banned tokens, the last tokens of bad words, and ends that come too early."""
+    _set(logits, rows, lambda row: row.sampling.banned_token_ids, NEVER)
+    _set(logits, rows, lambda row: ends_of_bad_words(row.sampling.bad_words_ids, row.tokens), NEVER)
+    _set(logits, rows, lambda row: row.sequence.stop_ids if row.index < row.sampling.min_tokens else (), NEVER)
+
+
+def ends_of_bad_words(words: Iterable[tuple[int, ...]], tokens: Sequence[int]) -> list[int]:
+    """The last tokens of the words whose other tokens stand at the end of the text."""
+    return [word[-1] for word in words if tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]]
+
+
+def force(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    forced = [number for number, row in enumerate(rows) if row.index < len(row.sampling.forced_tokens)]
+    if forced:
+        logits[forced] = NEVER
+        logits[forced, [rows[number].sampling.forced_tokens[rows[number].index] for number in forced]] = 0.0
+
+
+def constrain(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Rules out tokens with which the text would not match the request's constraint."""
+    for number, row in enumerate(rows):
+        if row.sequence.matcher is not None:
+            logits[number].masked_fill_(~row.sequence.matcher.allowed(row.drafted, logits.shape[-1]), NEVER)
+
+
+def _set(
+    logits: Tensor, rows: Sequence[SamplingRow], tokens_of: Callable[[SamplingRow], Iterable[int]], value: float
+) -> None:
+    found = [(number, token) for number, row in enumerate(rows) for token in tokens_of(row)]
+    if found:
+        numbers, tokens = zip(*found, strict=True)
+        logits[list(numbers), list(tokens)] = value
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[B, 1]"""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

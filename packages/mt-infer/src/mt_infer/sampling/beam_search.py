@@ -1,0 +1,88 @@
+"""Beam search, as `transformers.generate` defines it: scores, and which beams go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+
+from mt_infer.sampling.parameters import SamplingParameters
+
+Candidate = tuple[float, int]
+"""Log-probability, token."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """score: sum of log-probabilities. parent: number of the beam that `token` continues."""
+
+    score: float
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished beam. tokens: generated ones, with the stop token where it ended with one."""
+
+    score: float
+    tokens: tuple[int, ...]
+    stopped: bool
+
+
+class BeamSearch:
+    """The scores of one request's beams. limit: tokens that are generated at most."""
+
+    def __init__(self, sampling: SamplingParameters, stop_ids: frozenset[int], limit: int) -> None:
+        self.sampling, self.stop_ids, self.limit = sampling, stop_ids, limit
+        self.scores = [0.0]
+        self.finished: list[Hypothesis] = []
+        """At most num_beams, the best first."""
+        self.is_done = False
+        self._can_improve = True
+
+    @property
+    def kept(self) -> int:
+        """Candidates of a step: as many can end as there are stop tokens, and num_beams go on."""
+        return max(2, 1 + len(self.stop_ids)) * self.sampling.num_beams
+
+    def advance(
+        self, candidates: Sequence[Sequence[Candidate]], generated: Sequence[Sequence[int]]
+    ) -> list[Continuation]:
+        """Candidates and generated tokens of each beam -> the beams of the next step."""
+        best = nlargest(self.kept, self._continuations(candidates), key=lambda one: one.score)
+        length, beams = len(generated[0]) + 1, self.sampling.num_beams
+        at_limit = length == self.limit
+        ends = [at_limit or one.token in self.stop_ids for one in best]
+        for one, ended in zip(best[:beams], ends, strict=False):
+            if ended:
+                self._finish(one, generated[one.parent], length)
+        following = [one for one, ended in zip(best, ends, strict=True) if not ended][:beams]
+        self.scores = [one.score for one in following]
+        self.is_done = not following or self._is_final(length)
+        return following
+
+    def _continuations(self, candidates: Sequence[Sequence[Candidate]]) -> list[Continuation]:
+        return [
+            Continuation(score + logprob, parent, token)
+            for parent, (score, found) in enumerate(zip(self.scores, candidates, strict=True))
+            for logprob, token in found
+            if logprob > float("-inf")
+        ]
+
+    def _finish(self, one: Continuation, before: Sequence[int], length: int) -> None:
+        if not self._can_improve:
+            return
+        score = one.score / length**self.sampling.length_penalty
+        self.finished.append(Hypothesis(score, (*before, one.token), one.token in self.stop_ids))
+        self.finished = nlargest(self.sampling.num_beams, self.finished, key=lambda done: done.score)
+
+    def _is_final(self, length: int) -> bool:
+        """Whether enough beams have finished, and no other can become better."""
+        if len(self.finished) < self.sampling.num_beams:
+            return False
+        penalty = self.sampling.length_penalty
+        to_the_end = self.sampling.early_stopping == "never" and penalty > 0
+        best_possible = self.scores[0] / (self.limit if to_the_end else length) ** penalty
+        self._can_improve = self._can_improve and best_possible > self.finished[-1].score
+        return self.sampling.early_stopping is True or not self._can_improve

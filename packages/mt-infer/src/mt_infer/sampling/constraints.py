@@ -1,0 +1,144 @@
+"""Text that matches a JSON schema, a regular expression, a grammar or one of several choices (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.specs import HasTokenBytes, Tokenizer
+from mt_infer.sampling.parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class Constraints:
+    """Makes the matchers of requests, for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._compiled = lru_cache(COMPILED)(self._compile)
+
+    def matcher(self, sampling: SamplingParameters) -> Matcher | None:
+        """At the beginning of a text; None for a request without a constraint. Raises ConfigError for a constraint that
+        is none, a tokenizer whose tokens stand for no bytes, and a package that is not installed."""
+        if sampling.constraint is None:
+            return None
+        name, value = sampling.constraint
+        return self._compiled(name, value if isinstance(value, str) else json.dumps(value, default=dict)).copy()
+
+    def _compile(self, name: str, text: str) -> Matcher:
+        """text: JSON where the value is no string."""
+        llguidance = import_llguidance(name)
+        try:
+            matcher = llguidance.LLMatcher(self._table, _grammar(llguidance.LLMatcher, name, text), log_level=0)
+        except ValueError as error:
+            raise ConfigError(f"{name} is not valid: {error}") from error
+        if matcher.is_error():
+            raise ConfigError(f"{name} is not valid: {' '.join(matcher.get_error().split())[:MESSAGE]}")
+        return Matcher(matcher, self._table.vocab_size)
+
+    @cached_property
+    def _table(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(TokenTable.of(self.tokenizer)))
+
+
+COMPILED = 32
+"""Constraints that are kept compiled."""
+MESSAGE = 200
+"""Characters of the package's messages that are shown; it repeats the whole constraint."""
+
+
+class TokenTable:
+    """The ids of a tokenizer as bytes, with the attributes that llguidance reads."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, pieces: Sequence[bytes | None], end: int) -> None:
+        self.tokenizer, self.eos_token_id = tokenizer, end
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if piece is None]
+        # Bytes that no text has: a grammar cannot ask for special ids by what they are called.
+        self.tokens = [b"\xff" + b"<%d>" % token if piece is None else piece for token, piece in enumerate(pieces)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None) -> TokenTable:
+        """Raises ConfigError for a tokenizer whose ids stand for no bytes, or without an end of document."""
+        pieces = tokenizer.token_bytes() if isinstance(tokenizer, HasTokenBytes) else None
+        if tokenizer is None or pieces is None:
+            raise ConfigError(
+                f"text cannot be constrained with {type(tokenizer).__name__}, whose ids stand for no fixed bytes; "
+                "byte-level, byte-pair and SentencePiece tokenizers can"
+            )
+        end = tokenizer.special.eod
+        if end is None:
+            raise ConfigError("text cannot be constrained with a tokenizer that has no end-of-document token")
+        return cls(tokenizer, pieces, end)
+
+
+class Matcher:
+    """Where the text of one sequence is in its constraint."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self, drafted: Sequence[int], size: int) -> Tensor:
+        """[size] bool: the ids that may come next, behind drafted tokens. A draft that does not match allows all: it is
+        not accepted, and what follows it is never looked at."""
+        accepted = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
+        allowed = torch.ones(size, dtype=torch.bool)
+        if accepted == len(drafted):
+            allowed = self._mask(size)
+        if accepted:
+            self._matcher.rollback(accepted)
+        return allowed
+
+    def _mask(self, size: int) -> Tensor:
+        words = np.zeros(-(-max(size, self._vocab_size) // 32), dtype="<u4")
+        bits = self._matcher.compute_bitmask()
+        words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(words.view(np.uint8), bitorder="little")[:size]).bool()
+
+    def advance(self, token: int) -> None:
+        consumed = self._matcher.consume_token(token)
+        assert consumed, self._matcher.get_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text matches, and nothing can follow."""
+        return self._matcher.is_stopped()
+
+    def copy(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
+
+def import_llguidance(asked: str) -> Any:
+    """The package; raises ConfigError if it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(f"{asked} needs the package llguidance; pip install 'mt-infer[constrained]'") from error
+    return llguidance
+
+
+def _grammar(matcher: type[LLMatcher], name: str, text: str) -> str:
+    if name == "json_schema":
+        return matcher.grammar_from_json_schema(json.loads(text))
+    if name == "regex":
+        return matcher.grammar_from_regex(text)
+    if name == "choices":
+        return matcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        )
+    return matcher.grammar_from_lark(text)

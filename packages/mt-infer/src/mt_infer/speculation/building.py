@@ -1,0 +1,86 @@
+"""The drafter that the configuration names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from mt_core.config.schema import InferenceConfig
+from mt_core.errors import ConfigError
+from mt_core.nn.model import PredictsAhead, as_generator
+from mt_infer.cache.layout import CacheLayout, cache_layout
+from mt_infer.cache.manager import CacheManager
+from mt_infer.runner import ModelRunner, PlacedStages
+from mt_infer.speculation.draft_model import ModelDrafter
+from mt_infer.speculation.drafter import Drafter
+from mt_infer.speculation.multi_token import MultiTokenDrafter
+from mt_infer.speculation.ngram import NgramDrafter
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A small model in the layout of the large one, with its pipeline stages if there are some."""
+
+    model: nn.Module
+    placed: PlacedStages | None = None
+
+
+def build_drafter(
+    options: InferenceConfig, manager: CacheManager, runner: ModelRunner, draft: DraftModel | None
+) -> Drafter | None:
+    """None without inference.speculative_method. Raises ConfigError for a method that the model or layout cannot use."""
+    method, most = options.speculative_method, options.speculative_tokens
+    if method is None:
+        return None
+    if method == "ngram":
+        return NgramDrafter(most, options.speculative_ngram)
+    _require_dense(method, runner)
+    if method == "mtp":
+        return _multi_token(most, manager, runner)
+    if draft is None:
+        raise ConfigError('inference.speculative_method="draft_model" needs inference.speculative_model, its path')
+    return _model(options, manager, runner, draft)
+
+
+def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Drafter:
+    model = runner.model
+    if not isinstance(model, PredictsAhead) or not model.prediction_depths:
+        raise ConfigError(
+            'inference.speculative_method="mtp" needs a model with layers of multi-token prediction '
+            "(model.mtp_num_layers of deepseek), and this one has none"
+        )
+    if runner.ctx.sequence_parallel:
+        raise ConfigError(
+            'inference.speculative_method="mtp" needs whole hidden states; set parallel.sequence_parallel=false'
+        )
+    return MultiTokenDrafter(most, model, runner, manager)
+
+
+def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner, draft: DraftModel) -> Drafter:
+    draft.model.eval()
+    own = ModelRunner(draft.model, runner.ctx, draft.placed)
+    if as_generator(draft.model).conditioned_by:
+        raise ConfigError(
+            f"inference.speculative_model is a {type(draft.model).__name__}, which reads other inputs beside tokens; "
+            "a draft model reads tokens only"
+        )
+    layout = cache_layout(draft.model)
+    share = _bytes(layout, manager) / max(_bytes(layout, manager) + _bytes(manager.layout, manager), 1)
+    limits = replace(manager.limits, memory=int(manager.limits.memory * share))
+    cache = CacheManager(layout, limits, runner.ctx.device, share_prefixes=False)
+    return ModelDrafter(options.speculative_tokens, own, cache, is_batch_invariant=options.batch_invariant)
+
+
+def _bytes(layout: CacheLayout, manager: CacheManager) -> int:
+    """Of the longest sequence."""
+    positions = sum(group.bytes_per_position for group in layout.groups)
+    return positions * manager.limits.longest + layout.bytes_per_sequence
+
+
+def _require_dense(method: str, runner: ModelRunner) -> None:
+    if runner.ctx.ep.size > 1:
+        raise ConfigError(
+            f'inference.speculative_method="{method}" makes forward passes of its own, which ranks that share experts '
+            f'(parallel.expert_model_parallel_size={runner.ctx.ep.size}) would have to make together; use "ngram"'
+        )

@@ -1,0 +1,104 @@
+"""Drafts by a small model with a cache of its own (Leviathan et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.blocks import OutOfBlocksError
+from mt_infer.cache.manager import CacheManager
+from mt_infer.requests import RunningSequence
+from mt_infer.runner import ModelRunner
+from mt_infer.sampling.rows import SamplingRow
+from mt_infer.sampling.sampler import choose
+from mt_infer.speculation.drafter import Drafter
+
+
+@dataclass
+class _Drafted:
+    """A sequence and its copy, which shares its tokens but has memory in the small model's cache."""
+
+    sequence: RunningSequence
+    copy: RunningSequence
+    wanted: int
+    tokens: tuple[int, ...] = ()
+
+
+class ModelDrafter(Drafter):
+    """Samples with the same uniform numbers as the model will: where both have the same distribution all is accepted."""
+
+    def __init__(self, most: int, runner: ModelRunner, manager: CacheManager, *, is_batch_invariant: bool) -> None:
+        super().__init__(most)
+        self.runner, self.manager, self.is_batch_invariant = runner, manager, is_batch_invariant
+        self._copies: dict[RunningSequence, RunningSequence] = {}
+
+    def propose(self, running: Sequence[RunningSequence]) -> None:
+        for gone in [sequence for sequence in self._copies if sequence not in running]:
+            self.manager.release(self._copies.pop(gone))
+        drafted = [_Drafted(one, self._copy(one), self.usable(one, len(one.tokens))) for one in self.ready(running)]
+        drafted = [one for one in drafted if self._reserve(one)]
+        self._catch_up(drafted)
+        snapshots = [self.manager.snapshot(one.copy) for one in drafted]
+        for count in range(1, self.most):
+            self._extend([one for one in drafted if one.wanted > count])
+        for one, snapshot in zip(drafted, snapshots, strict=True):
+            one.sequence.drafts = one.tokens
+            self.manager.roll_back(one.copy, len(one.sequence.tokens), snapshot)
+
+    def _copy(self, sequence: RunningSequence) -> RunningSequence:
+        if sequence not in self._copies:
+            tables, keys = self.manager.new_tables(), self.manager.new_keys(b"")
+            self._copies[sequence] = replace(sequence, tables=tables, keys=keys, computed=0, slot=None, memory={})
+        return self._copies[sequence]
+
+    def _reserve(self, one: _Drafted) -> bool:
+        """Whether there is memory for the sequence and its draft."""
+        try:
+            if not one.copy.computed:
+                self.manager.admit(one.copy)
+            self.manager.reserve(one.copy, len(one.copy.tokens) + one.wanted)
+        except OutOfBlocksError:
+            self.manager.release(one.copy)
+            return False
+        return True
+
+    def _catch_up(self, drafted: Sequence[_Drafted]) -> None:
+        """Computes the tokens that are new since the last time, and drafts one."""
+        behind = list(drafted)
+        while behind:
+            budget, chunks = self.manager.limits.step, []
+            for one in behind:
+                count = min(one.copy.waiting, budget)
+                if count:
+                    ends = int(count == one.copy.waiting)
+                    chunks.append((one, Chunk(one.copy, one.copy.computed, count, ends)))
+                    budget -= count
+            self._run(chunks)
+            behind = [one for one in behind if one.copy.waiting]
+
+    def _extend(self, drafted: Sequence[_Drafted]) -> None:
+        """Drafts one more token of each."""
+        chunks = [(one, Chunk(one.copy, one.copy.computed, 1, 1, one.tokens[-1:])) for one in drafted]
+        if chunks:
+            self._run(chunks)
+
+    @torch.inference_mode()
+    def _run(self, chunks: Sequence[tuple[_Drafted, Chunk]]) -> None:
+        batch = CachedBatch(
+            [chunk for _, chunk in chunks],
+            self.manager,
+            self.runner.ctx.device,
+            is_batch_invariant=self.is_batch_invariant,
+            multiple=self.runner.ctx.tp.size if self.runner.ctx.sequence_parallel else 1,
+        )
+        logits = self.runner.logits(batch)
+        ending = [one for one, chunk in chunks if chunk.logits]
+        rows = [SamplingRow(one.sequence, one.tokens) for one in ending]
+        found = self.runner.from_last_stage(choose(logits, rows).tolist() if logits is not None and rows else [])
+        for one, token in zip(ending, found, strict=True):
+            one.tokens = (*one.tokens, token)
+        for one, chunk in chunks:
+            one.copy.computed = chunk.start + chunk.count

@@ -1,0 +1,38 @@
+"""What guesses tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mt_infer.cache.batch import CachedBatch
+from mt_infer.requests import RunningSequence
+from mt_infer.sampling.sampler import Sampled
+
+Draft = tuple[int, ...]
+
+
+class Drafter:
+    """Guesses the next tokens of sequences, before a forward pass or from what it computed. Subclasses do one of these.
+
+    most: tokens of a draft.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def propose(self, running: Sequence[RunningSequence]) -> None:
+        """Sets `drafts` of the sequences that are ready for some; the same on every rank of the model."""
+
+    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft]:
+        """On the last stage: drafts that follow the sampled tokens of each chunk."""
+        return [()] * len(batch.sequences)
+
+    def usable(self, sequence: RunningSequence, length: int) -> int:
+        """How many drafts can be used behind `length` tokens, which are at least one more than the prompt."""
+        if sequence.beams is not None or length <= sequence.prompt_length:
+            return 0
+        return max(min(self.most, sequence.capacity - length - 1), 0)
+
+    def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Sequences whose next token is the only thing to compute, with room for more."""
+        return [one for one in running if one.waiting == 1 and self.usable(one, len(one.tokens))]

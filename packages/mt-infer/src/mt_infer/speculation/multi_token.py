@@ -1,0 +1,105 @@
+"""Drafts by a model's own layers of multi-token prediction (DeepSeek-V3, 2024).
+
+Depth d predicts behind position i the token i + d + 1, from the state of depth d - 1 and the token i + d. The depths run
+after each forward pass over its positions, whose next tokens are then known: the last of each depth above the first is a
+draft, so that these positions are computed again in the pass that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.model import PredictsAhead
+from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.manager import CacheManager
+from mt_infer.requests import RunningSequence
+from mt_infer.runner import ModelRunner, gather_vocab
+from mt_infer.sampling.rows import SamplingRow
+from mt_infer.sampling.sampler import Sampled, choose
+from mt_infer.speculation.drafter import Draft, Drafter
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The model's hidden states [k, H] of the positions before `end`."""
+
+    end: int
+    hidden: Tensor
+
+
+@dataclass
+class _Span:
+    """Positions start ... end - 1 of a sequence: hidden [end - start, H] and all tokens known so far. wanted: drafts."""
+
+    sequence: RunningSequence
+    start: int
+    end: int
+    hidden: Tensor
+    tokens: list[int]
+    wanted: int
+    drafts: Draft = ()
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Those that this pass sampled."""
+        return self.tokens[len(self.sequence.tokens) :]
+
+    def ahead(self, by: int) -> list[int]:
+        """The tokens `by` places behind the positions; 0 where a prompt's are not in the sequence yet."""
+        known = [*self.tokens, *self.drafts]
+        return [known[place] if place < len(known) else 0 for place in range(self.start + by, self.end + by)]
+
+
+class MultiTokenDrafter(Drafter):
+    """most: at most the depths that the model has."""
+
+    def __init__(self, most: int, model: PredictsAhead, runner: ModelRunner, manager: CacheManager) -> None:
+        super().__init__(min(most, model.prediction_depths))
+        self.model, self.runner, self.manager = model, runner, manager
+        self._tails: WeakKeyDictionary[RunningSequence, _Tail] = WeakKeyDictionary()
+
+    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft]:
+        assert batch.hidden is not None
+        hidden = batch.hidden[0, : batch.count].split([chunk.count for chunk in batch.sequences])
+        spans = [
+            self._span(chunk, own, [one.token for one in found])
+            for chunk, own, found in zip(batch.sequences, hidden, sampled, strict=True)
+        ]
+        passes = CachedBatch(
+            [Chunk(span.sequence, span.start, span.end - span.start, 1) for span in spans],
+            self.manager,
+            batch.device,
+            is_batch_invariant=batch.is_batch_invariant,
+        )
+        state = torch.cat([span.hidden for span in spans])[None]
+        for depth in range(self.most):
+            tokens = torch.tensor([[token for span in spans for token in span.ahead(depth + 1)]], device=batch.device)
+            state = self.model.predict_ahead(depth, state, tokens, passes)
+            self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx)[0])
+        return [span.drafts for span in spans]
+
+    def _span(self, chunk: Chunk, hidden: Tensor, sampled: list[int]) -> _Span:
+        """The chunk's positions without rejected drafts, behind those of its tail."""
+        sequence, end = chunk.sequence, chunk.end + max(len(sampled) - 1, 0)
+        start, hidden = chunk.start, hidden[: end - chunk.start]
+        tail = self._tails.get(sequence)
+        if tail is not None and tail.end == chunk.start:
+            start, hidden = start - len(tail.hidden), torch.cat((tail.hidden, hidden))
+        if self.most > 1:
+            self._tails[sequence] = _Tail(end, hidden[len(hidden) - min(self.most - 1, len(hidden)) :])
+        tokens = [*sequence.tokens, *sampled]
+        wanted = self.usable(sequence, len(tokens)) if sampled else 0
+        return _Span(sequence, start, end, hidden, tokens, wanted)
+
+    def _draft(self, spans: Sequence[_Span], logits: Tensor) -> None:
+        """logits [number of spans, vocab]: one more token for each span that wants it."""
+        numbers = [number for number, span in enumerate(spans) if len(span.drafts) < span.wanted]
+        rows = [SamplingRow(spans[n].sequence, (*spans[n].new_tokens, *spans[n].drafts)) for n in numbers]
+        if rows:
+            for number, token in zip(numbers, choose(logits[numbers].float(), rows).tolist(), strict=True):
+                spans[number].drafts = (*spans[number].drafts, token)

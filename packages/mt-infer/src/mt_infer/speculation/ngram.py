@@ -1,0 +1,36 @@
+"""Drafts from the text itself: what followed the last tokens when they stood in it before (prompt lookup, Saxena, 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mt_infer.requests import RunningSequence
+from mt_infer.speculation.drafter import Drafter
+
+
+class NgramDrafter(Drafter):
+    """longest: number of last tokens that are looked up; fewer where that many are not found."""
+
+    def __init__(self, most: int, longest: int) -> None:
+        super().__init__(most)
+        self.longest = longest
+
+    def propose(self, running: Sequence[RunningSequence]) -> None:
+        for sequence in self.ready(running):
+            followed = continuation(sequence.tokens, self.longest)
+            sequence.drafts = tuple(followed[: self.usable(sequence, len(sequence.tokens))])
+
+
+def continuation(tokens: Sequence[int], longest: int) -> list[int]:
+    """What followed the latest earlier place of the longest n-gram, of up to `longest` tokens, that ends the text."""
+    text = np.asarray(tokens)
+    ends = np.arange(len(text) - 1)
+    found: int | None = None
+    for back in range(min(longest, len(text) - 1)):
+        ends = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
+        if not len(ends):
+            break
+        found = int(ends[-1])
+    return [] if found is None else text[found + 1 :].tolist()

@@ -1,0 +1,145 @@
+"""Text that is constrained matches, whatever the model, the tokenizer and the batch are."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.infer.engines import configuration, engine_of, run, tokens_of
+
+from mt_core.errors import ConfigError
+from mt_core.specs import SpecialTokens
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_data.tokenizers.null import NullConfig, NullTokenizer
+from mt_infer.engine import InferenceEngine
+from mt_infer.sampling.parameters import SamplingParameters
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "size": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+GRAMMAR = """
+start: sum
+sum: NUMBER ("+" NUMBER){1,3}
+NUMBER: /[0-9]{1,3}/
+"""
+PROMPT = list(b"Say: ")
+
+
+class PieceTokenizer:
+    """Bytes, and pieces of several, so that a grammar's borders fall inside tokens."""
+
+    pieces = (b'{"', b'":', b'", "', b"yes", b"no, ", b"12", b"+3", b'","size":', "é".encode())
+    vocab_size = 256 + len(pieces) + 1
+    special = SpecialTokens(eod=vocab_size - 1)
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [*(bytes([byte]) for byte in range(256)), *self.pieces, None]
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.token_bytes()[token] or b"" for token in ids).decode(errors="replace")
+
+
+def engine(tokenizer: Any = None, **inference: Any) -> InferenceEngine:
+    """A vocabulary that is larger than the tokenizer's."""
+    tokenizer = tokenizer or PieceTokenizer()
+    keys = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300}
+    keys["max_position_embeddings"] = 128
+    own = engine_of(configuration(keys, inference=inference), longest=128)
+    return InferenceEngine(own.model, tokenizer, own.ctx, own.options, longest=128)
+
+
+def requests(count: int, **constraint: Any) -> list[SamplingParameters]:
+    return [SamplingParameters(seed=seed, max_tokens=90, **constraint) for seed in range(count)]
+
+
+def texts(own: InferenceEngine, asked: Sequence[SamplingParameters]) -> list[str]:
+    tokenizer: Any = own.tokenizer
+    found = run(own, [PROMPT] * len(asked), asked)
+    assert all(events[-1].finish == "stop" for events in found)
+    return [tokenizer.decode(tokens_of(events)) for events in found]
+
+
+def is_record(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) == {"name", "size"} and len(value["name"]) <= 5 and 0 <= value["size"] <= 99
+
+
+CONSTRAINTS = [
+    ({"json_schema": SCHEMA}, is_record),
+    ({"json_schema": json.dumps(SCHEMA)}, is_record),
+    ({"regex": r"(yes|no), [0-9]{2,4}é"}, re.compile(r"(yes|no), [0-9]{2,4}é").fullmatch),
+    ({"grammar": GRAMMAR}, re.compile(r"[0-9]{1,3}(\+[0-9]{1,3}){1,3}").fullmatch),
+    ({"choices": ("yes", "no", "élan")}, lambda text: text in ("yes", "no", "élan")),
+]
+
+
+@pytest.mark.parametrize(("constraint", "matches"), CONSTRAINTS, ids=lambda one: str(one)[:25])
+@pytest.mark.parametrize("tokenizer", [PieceTokenizer, ByteLevelTokenizer])
+def test_texts_match(tokenizer: Any, constraint: dict[str, Any], matches: Any) -> None:
+    found = texts(engine(tokenizer()), requests(8, **constraint))
+    assert all(matches(text) for text in found)
+    assert len(set(found)) > 1
+
+
+def test_requests_without_a_constraint_beside_it_are_as_alone() -> None:
+    free, bound = SamplingParameters(seed=4, max_tokens=12), requests(1, choices=("yes", "no"))[0]
+    together = run(engine(), [PROMPT] * 3, [free, bound, free])
+    alone = run(engine(), [PROMPT], free)[0]
+    assert tokens_of(together[0]) == tokens_of(together[2]) == tokens_of(alone)
+
+
+def test_preemption_and_speculation_change_nothing() -> None:
+    asked = requests(4, json_schema=SCHEMA)
+    expected = texts(engine(), asked)
+    tight = engine(cache_memory_gb=0.000062)
+    assert texts(tight, asked) == expected
+    assert tight.scheduler.preemptions > 0
+    drafting = engine(speculative_method="ngram", speculative_ngram=1)
+    assert texts(drafting, asked) == expected
+    assert 0 < drafting.speculation.accepted < drafting.speculation.drafted
+
+
+def test_beams_match_and_differ() -> None:
+    """As many as there are: a constraint with two texts has two beams."""
+    own, tokenizer = engine(), PieceTokenizer()
+    events = run(own, [PROMPT], SamplingParameters(num_beams=3, n=3, max_tokens=9, choices=("yes", "no", "nein")))[0]
+    found = [tokenizer.decode(tokens_of([one for one in events if one.index == index])) for index in range(3)]
+    assert len(set(found)) >= 2
+    assert set(found) <= {"yes", "no", "nein", ""}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "tokenizer", "words"),
+    [
+        ({"json_schema": "{"}, PieceTokenizer(), "json_schema is not valid: Expecting property name"),
+        ({"json_schema": {"type": "objekt"}}, PieceTokenizer(), "json_schema is not valid: Invalid type: objekt"),
+        ({"regex": "a("}, PieceTokenizer(), "regex is not valid"),
+        ({"grammar": "start: nothing"}, PieceTokenizer(), 'grammar is not valid: .* unknown name: "nothing"'),
+        ({"regex": "a"}, NullTokenizer(NullConfig(vocab_size=300)), "with NullTokenizer, whose ids stand for no fixed"),
+    ],
+)
+def test_constraints_that_are_none(constraint: dict[str, Any], tokenizer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine(tokenizer).add(PROMPT, SamplingParameters(**constraint))
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(
+        ConfigError, match=r"choices needs the package llguidance; pip install 'mt-infer\[constrained\]'"
+    ):
+        engine().add(PROMPT, SamplingParameters(choices=("yes",)))

@@ -1,0 +1,105 @@
+"""Tokens of the engine are those of transformers with the same weights: greedy, drawn, penalized, and of beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.infer.engines import logprobs_of, prompts, run, tokens_of
+from tests.infer.references import engine_like, reference, reference_tokens
+
+from mt_infer.requests import TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+
+MODELS = ["gpt2", "llama", "mixtral", "bamba"]
+PENALTIES = {"repetition_penalty": 1.5, "bad_words_ids": ((3, 4), (8,)), "logit_bias": {5: 1.5}, "min_tokens": 6}
+SAMPLING = [
+    SamplingParameters(temperature=0.0, max_tokens=12, logprobs=2),
+    SamplingParameters(temperature=0.0, max_tokens=12, logprobs=2, stop_token_ids=(7, 50, 60), **PENALTIES),
+    SamplingParameters(temperature=0.9, seed=3, max_tokens=12, logprobs=2, **PENALTIES),
+    SamplingParameters(temperature=1.3, seed=4, max_tokens=12, logprobs=2, top_p=0.9, top_p_decay=0.9, top_k=40),
+    SamplingParameters(temperature=0.8, seed=5, max_tokens=12, logprobs=2, min_p=0.05, typical_p=0.9),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_log_probabilities(name: str) -> None:
+    texts = prompts(5, 21, 3, 9, 12)
+    found = run(engine_like(name), texts, SAMPLING)
+    for text, events, sampling in zip(texts, found, SAMPLING, strict=True):
+        assert tokens_of(events) == reference_tokens(reference(name), text, sampling)
+        assert_log_probabilities(name, text, events)
+
+
+@torch.no_grad()
+def assert_log_probabilities(name: str, text: Sequence[int], events: Sequence[TokenEvent]) -> None:
+    """Of the model itself, whatever was done to its logits."""
+    tokens = tokens_of(events)
+    logs = reference(name)(torch.tensor([[*text, *tokens]])).logits[0].float().log_softmax(-1)
+    expected = [logs[len(text) - 1 + place, token].item() for place, token in enumerate(tokens)]
+    assert logprobs_of(events) == pytest.approx(expected, abs=1e-4)
+    for place, event in enumerate(events):
+        if event.logprobs is not None:
+            best = logs[len(text) - 1 + place].topk(2)
+            assert [token for token, _ in event.logprobs.top] == best.indices.tolist()
+
+
+BEAMS = [
+    SamplingParameters(num_beams=3, n=3, max_tokens=8),
+    SamplingParameters(num_beams=4, n=2, max_tokens=8, length_penalty=2.0, stop_token_ids=tuple(range(0, 101, 4))),
+    SamplingParameters(num_beams=2, n=1, max_tokens=8, early_stopping=True, stop_token_ids=tuple(range(0, 101, 3))),
+    SamplingParameters(num_beams=3, n=3, max_tokens=9, early_stopping="never", stop_token_ids=(1, 7, 9, 30, 60)),
+    SamplingParameters(num_beams=3, n=2, max_tokens=8, length_penalty=-1.0, stop_token_ids=tuple(range(0, 101, 4))),
+    SamplingParameters(num_beams=3, n=2, max_tokens=8, early_stopping="never", length_penalty=0.0,
+                       stop_token_ids=tuple(range(0, 101, 4)), min_tokens=3, repetition_penalty=1.4),
+]  # fmt: skip
+Beams = list[tuple[list[int], float]]
+
+
+def beams_of(events: Sequence[TokenEvent], sampling: SamplingParameters) -> Beams:
+    """Tokens and score of each."""
+    own = [[event for event in events if event.index == index] for index in range(sampling.n)]
+    return [(tokens_of(each), float(each[-1].score or 0.0)) for each in own]
+
+
+@torch.no_grad()
+def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters) -> Beams:
+    stops = list(sampling.stop_token_ids) or None
+    found = reference(name).generate(
+        torch.tensor([list(text)]),
+        num_beams=sampling.num_beams,
+        num_return_sequences=sampling.n,
+        max_new_tokens=sampling.max_tokens,
+        min_new_tokens=sampling.min_tokens or None,
+        length_penalty=sampling.length_penalty,
+        early_stopping=sampling.early_stopping,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=stops,
+        pad_token_id=0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    sequences = [until_stop(row[len(text) :].tolist(), sampling.stop_token_ids) for row in found.sequences]
+    return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+
+
+def until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
+    return tokens[: next((place for place, token in enumerate(tokens) if token in stops), len(tokens))]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_beams(name: str) -> None:
+    """In one batch with other requests, in a cache in which they have to wait for one another."""
+    texts = prompts(5, 21, 3, 9, 6, 4, 8)
+    asked = [*BEAMS, SAMPLING[0]]
+    engine = engine_like(name, max_requests=7, cache_block_size=2)
+    found = run(engine, texts, asked)
+    for text, events, sampling in zip(texts, found[:-1], BEAMS, strict=False):
+        expected = reference_beams(name, text, sampling)
+        own = beams_of(events, sampling)
+        assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
+        assert [score for _, score in own] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert tokens_of(found[-1]) == reference_tokens(reference(name), texts[-1], SAMPLING[0])
+    assert engine.manager.used_blocks == 0

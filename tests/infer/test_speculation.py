@@ -1,0 +1,210 @@
+"""Speculative decoding gives the tokens and the distribution of decoding without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.ckpt.convert_cases import MODELS
+from tests.infer.engines import configuration, engine_of, prompts, run, tokens_of
+from tests.infer.references import engine_like, reference, row_of, trained
+
+from mt_core.config.schema import InferenceConfig
+from mt_core.errors import ConfigError
+from mt_core.testing import run_ranks
+from mt_infer.engine import InferenceEngine
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.sampler import Sampled, probabilities
+from mt_infer.speculation import verification
+from mt_infer.speculation.building import DraftModel
+from mt_infer.speculation.ngram import continuation
+
+SAMPLING = [
+    SamplingParameters(temperature=0.0, max_tokens=20, logprobs=1),
+    SamplingParameters(temperature=0.7, seed=7, max_tokens=17, top_k=10, n=2),
+    SamplingParameters(
+        temperature=0.4, seed=8, max_tokens=20, repetition_penalty=1.3, min_tokens=4, stop_token_ids=(9, 8)
+    ),
+    SamplingParameters(temperature=0.0, max_tokens=1),
+    SamplingParameters(num_beams=2, max_tokens=6),
+]
+LENGTHS = (5, 21, 3, 9, 4)
+
+
+def drafting_engine(name: str, draft: str, **options: Any) -> InferenceEngine:
+    """With the draft model `draft`."""
+    options = {"speculative_method": "draft_model", "cache_memory_gb": 0.05, "cache_block_size": 4, **options}
+    own, small = trained(name), DraftModel(trained(draft).model)
+    return InferenceEngine(own.model, None, own.ctx, InferenceConfig(**options), longest=64, draft_model=small)
+
+
+def generated(engine: Any) -> list[list[list[int]]]:
+    found = run(engine, prompts(*LENGTHS), SAMPLING)
+    return [[tokens_of([one for one in events if one.index == index]) for index in range(2)] for events in found]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bamba", "mistral"])
+def test_tokens_with_ngrams(name: str) -> None:
+    engine = engine_like(name, speculative_method="ngram", speculative_ngram=2)
+    assert generated(engine) == generated(engine_like(name))
+    assert engine.speculation.drafted > engine.speculation.accepted
+    assert engine.manager.used_blocks == 0
+
+
+@pytest.mark.parametrize(("name", "draft"), [("llama", "gpt2"), ("bamba", "llama"), ("gpt2", "bamba")])
+def test_tokens_with_a_draft_model(name: str, draft: str) -> None:
+    engine = drafting_engine(name, draft, max_requests=4, max_tokens_per_step=16)
+    assert generated(engine) == generated(engine_like(name))
+    assert engine.speculation.drafted > engine.speculation.accepted
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba"])
+def test_a_draft_model_that_is_the_model_is_always_right(name: str) -> None:
+    """Also of sampled tokens, since both draw by the same numbers; and several tokens come of each pass."""
+    engine = drafting_engine(name, name, speculative_tokens=3, prefix_caching=False)
+    for text in prompts(5, 9):
+        engine.add(text, SamplingParameters(temperature=1.0, seed=5, max_tokens=17))
+    steps = 0
+    while not engine.is_idle:
+        engine.step()
+        steps += 1
+    assert engine.speculation.acceptance_rate == 1.0
+    assert steps == 1 + 16 // 4
+
+
+def predicting(depths: int, **inference: Any) -> InferenceEngine:
+    keys = {**MODELS["deepseek"], "mtp_num_layers": depths}
+    return engine_of(configuration(keys, inference=inference))
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_tokens_with_multi_token_prediction(depths: int) -> None:
+    engine = predicting(depths, speculative_method="mtp")
+    assert generated(engine) == generated(predicting(depths))
+    assert engine.speculation.drafted > 0
+
+
+@torch.no_grad()
+def predicted(engine: InferenceEngine, tokens: Sequence[int]) -> list[int]:
+    """What each depth predicts behind the tokens, over the whole text at once, without a cache."""
+    model: Any = engine.model
+    ids = torch.tensor([list(tokens)])
+    positions = torch.arange(len(tokens) - 1)[None]
+    state = model(ids, project=False).hidden[:, :-1]
+    drafts: list[int] = []
+    for depth, layer in enumerate(model.mtp.layers[number] for number in model.mtp.layers.numbers()):
+        ahead = torch.tensor([[*tokens, *drafts][depth + 1 :]])
+        state = layer(
+            state, model.embedding(ahead, positions), model.pattern(None, ids.device), model.angles(positions, None)
+        )
+        drafts.append(int(model.logits(state)[0, -1].argmax()))
+    return drafts
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_drafts_are_those_of_the_layers_over_the_whole_text(depths: int) -> None:
+    engine = predicting(depths, speculative_method="mtp")
+    engine.model.eval()
+    for text in prompts(5, 21):
+        engine.add(text, SamplingParameters(temperature=0.0, max_tokens=8))
+    compared = 0
+    while not engine.is_idle:
+        engine.step()
+        for sequence in engine.scheduler.running:
+            if sequence.drafts:
+                expected = predicted(engine, sequence.tokens)[: len(sequence.drafts)]
+                assert list(sequence.drafts) == expected
+                compared += 1
+    assert compared > 8
+
+
+def always(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
+    """A wrong rule of acceptance: any draft will do."""
+    return [*(Sampled(draft, None) for draft in drafts), sampled[-1]]
+
+
+def chi_square(name: str, draft: str, requests: int = 1000) -> float:
+    """Of the third token, drafted as the second of three, against the probabilities that transformers gives."""
+    sampling = [SamplingParameters(seed=seed, top_k=5, forced_tokens=(7, 9), max_tokens=4) for seed in range(requests)]
+    engine = drafting_engine(name, draft, max_requests=256, max_tokens_per_step=2048, speculative_tokens=3)
+    text = prompts(3)[0]
+    counts = torch.zeros(101)
+    for events in run(engine, [text] * requests, sampling):
+        counts[tokens_of(events)[2]] += 1
+    with torch.no_grad():
+        logits = reference(name)(torch.tensor([[*text, 7, 9]])).logits[:, -1].float()
+    expected = requests * probabilities(logits, [row_of(SamplingParameters(top_k=5), text)])[0]
+    assert engine.speculation.drafted > requests
+    return float(((counts - expected) ** 2 / expected.clamp(min=1e-3)).sum())
+
+
+QUANTILE = 33.4
+"""A chi-square variable with 4 degrees of freedom exceeds it with probability 1e-6."""
+
+
+@pytest.mark.slow
+def test_distribution_is_the_models() -> None:
+    assert chi_square("llama", "gpt2") < QUANTILE
+
+
+@pytest.mark.slow
+def test_a_wrong_rule_of_acceptance_changes_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "accepted", always)
+    assert chi_square("llama", "gpt2") > QUANTILE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "followed"),
+    [
+        ([1, 2, 3, 9, 1, 2, 4, 1, 2], 3, [4, 1, 2]),  # the latest place of (1, 2)
+        ([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 3, [3, 6, 1, 2, 4, 5, 1, 2]),  # that of the longer (5, 1, 2)
+        ([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 2, [4, 5, 1, 2]),
+        ([1, 2, 3], 3, []),
+        ([4], 3, []),
+        ([4, 4], 3, [4]),
+    ],
+)
+def test_what_followed_an_ngram(tokens: list[int], longest: int, followed: list[int]) -> None:
+    assert continuation(tokens, longest) == followed
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: engine_like("llama", speculative_method="mtp"), "layers of multi-token prediction"),
+        (lambda: engine_like("llama", speculative_method="draft_model"), "needs inference.speculative_model"),
+        (lambda: drafting_engine("llama", "t5"), "reads tokens only"),
+    ],
+)
+def test_methods_that_cannot_be_used(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel: dict[str, Any]) -> Any:
+    config = configuration(model, parallel=parallel, inference={"speculative_method": method, "speculative_ngram": 1})
+    engine = LockstepEngine(engine_of(config, collective=True))
+    if rank:
+        return engine.follow()
+    found = generated(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "method", "parallel"),
+    [
+        (MODELS["llama"], "ngram", {"tensor_model_parallel_size": 2}),
+        (MODELS["hybrid"], "ngram", {"pipeline_model_parallel_size": 2}),
+        ({**MODELS["deepseek"], "mtp_num_layers": 1}, "mtp", {"tensor_model_parallel_size": 2}),
+        ({**MODELS["deepseek"], "mtp_num_layers": 1}, "mtp", {"pipeline_model_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_tokens_in_layouts(model: dict[str, Any], method: str, parallel: dict[str, Any]) -> None:
+    assert run_ranks(2, on_rank, model, method, parallel)[0] == generated(engine_of(configuration(model)))
