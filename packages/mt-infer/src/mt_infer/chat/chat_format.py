@@ -12,9 +12,9 @@ from mt_core.specs import Tokenizer
 from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
 from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
 from mt_data.datasets.text_files import bare_encoder
+from mt_infer.chat.partners import Message
 from mt_infer.chat.template_process import TemplateProcess
 
-Message = Mapping[str, Any]
 END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
 """A mark such as <|im_end|> or </s>."""
 PROBE = "answer"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_infer.chat.partners import ChatSettings, Partner
@@ -45,7 +47,7 @@ class Conversation:
                 elif line:
                     self.ask(line)
             except MtError as error:
-                self.console.print(f"[red]error:[/red] {error}", highlight=False, markup=True)
+                self.console.print("[red]error:[/red]", escape(str(error)), highlight=False, soft_wrap=True)
 
     def ask(self, text: str) -> None:
         """Shows the answer as it comes. One that fails leaves the conversation as it was."""
@@ -56,9 +58,9 @@ class Conversation:
         try:
             for part in answer:
                 parts.append(part)
-                self.console.out(part, end="", highlight=False)
+                self.console.out(printable(part), end="", highlight=False)
         except KeyboardInterrupt:
-            answer.close()  # type: ignore[attr-defined]
+            answer.close()
         finally:
             self.console.out()
         self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
@@ -110,3 +112,8 @@ class Conversation:
 
     def _reset(self, _: str) -> None:
         self.messages.clear()
+
+
+def printable(text: str) -> str:
+    """Without control characters, with which a model could write over the terminal."""
+    return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")

@@ -61,7 +61,8 @@ class TemplateProcess:
     def _line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
         """One line of the process; empty when it has ended. Raises TimeoutError."""
         assert process.stdout is not None
-        parts, end = [], time.monotonic() + seconds
+        parts: list[bytes] = []
+        end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not parts or not parts[-1].endswith(b"\n"):

@@ -1,7 +1,7 @@
 """The process that renders chat templates: one JSON object a line in, one out. Run with `python -m`.
 
-A template of a checkpoint is a program that somebody else wrote. Jinja's sandbox keeps it from Python's objects, but not
-from looping or filling the memory: it runs in a process that has little memory, and that can be ended.
+A template of a checkpoint is a program that somebody else wrote. Jinja's sandbox keeps it from Python's objects, but
+not from looping or filling the memory: it runs in a process that has little memory, and that can be ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tool calls in the text of an answer: the forms that open models are trained on.
 
-`hermes` (Nous Hermes, Qwen): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after the content.
-`llama3_json` (Llama 3.1 and later): the whole answer is `{"name": ..., "parameters": {...}}`, several with "; " between,
-after `<|python_tag|>` or not.
+`hermes` (Nous Hermes, Qwen): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number after the content.
+`llama3_json` (Llama 3.1 and later): the whole answer is `{"name": ..., "parameters": {...}}`, several with "; "
+between, after `<|python_tag|>` or not.
 """
 
 from __future__ import annotations

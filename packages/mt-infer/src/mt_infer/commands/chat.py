@@ -36,14 +36,14 @@ def chat(
     ] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what the model was trained with."),
+        typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what it was trained with."),
     ] = None,
     set_: SETTINGS = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Talk to a model in the terminal: one that is loaded here, or a server's."""
-    need("torch", "mt-data", command="mt chat")
     from rich.console import Console
+    from rich.markup import escape
 
     from mt_infer.chat.conversation import Conversation
     from mt_infer.chat.partners import ChatSettings
@@ -51,7 +51,7 @@ def chat(
     console = Console()
     settings = ChatSettings(temperature, top_p, top_k, max_tokens, seed)
     with _partner(partner, model, api_key, chat_template, set_ or [], device) as found:
-        console.print(f"[bold]{found.name}[/bold]; /help lists commands, /quit ends", highlight=False)
+        console.print(f"[bold]{escape(found.name)}[/bold]; /help lists commands, /quit ends", highlight=False)
         Conversation(found, console, settings, system).run(lambda: console.input("[bold cyan]> [/bold cyan]"))
 
 
@@ -59,24 +59,26 @@ def chat(
 def _partner(
     place: str, model: str | None, api_key: str | None, chat_template: str | None, set_: list[str], device: str
 ) -> Iterator[Partner]:
-    from mt_infer.chat.partners import LocalModel, RemoteModel
-
     if place.startswith(SCHEMES):
         wrong = [name for name, value in (("--chat-template", chat_template), ("--set", set_)) if value]
         if wrong:
             raise ConfigError(f"{' and '.join(wrong)}: the server at {place} decides that; leave it out")
+        from mt_infer.chat.remote_model import RemoteModel
+
         yield RemoteModel(place, model, api_key)
         return
     if model is not None:
         raise ConfigError("--model names a model of a server; a checkpoint is one model")
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt chat")
     from mt_infer.chat.chat_format import load_chat_format
+    from mt_infer.chat.local_model import LocalModel
     from mt_infer.text import TextGenerator
 
     path = as_path(place)
     generator = TextGenerator.load(path, device=device, settings=engine_settings(set_))
     chat = load_chat_format(chat_template, generator.tokenizer, generator.config.data)
     if chat is None:
-        raise ConfigError(f"{place} has no chat template; choose one with --chat-template (chatml, llama3, plain, a file)")
+        raise ConfigError(f"{place} has no chat template; choose --chat-template chatml, llama3, plain or a file")
     try:
         yield LocalModel(Path(place).name, generator, chat)
     finally:

@@ -37,7 +37,7 @@ def serve(
     ] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what the model was trained with."),
+        typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what it was trained with."),
     ] = None,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 8.0,
     max_tokens: Annotated[
@@ -113,5 +113,6 @@ def _follow(models: list[ServedModel]) -> None:
         signal.signal(number, signal.SIG_IGN)
     engines = [model.generator.engine for model in models if model.generator is not None]
     # Rank 0 steps them in turn, and closes them in turn.
-    while all([engine.take_part() for engine in engines]):
-        pass
+    is_open = True
+    while is_open:
+        is_open = min([engine.take_part() for engine in engines])

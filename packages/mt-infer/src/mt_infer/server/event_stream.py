@@ -40,7 +40,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(scope, receive, send))
-        watching = asyncio.ensure_future(disconnected(receive))  # type: ignore[arg-type]
+        watching = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -62,7 +62,8 @@ class EventStream(Response):
             if answer.status >= 500 and answer.code is None:
                 log.exception("a stream failed")
             if not started:
-                return await answer.response()(scope, receive, send)
+                await answer.response()(scope, receive, send)
+                return
             await _send_part(send, data_line(answer.body()))
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 

@@ -45,7 +45,9 @@ def load_models(
 def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
     """The names under which models are served: as given, else the last folder of each path. Raises ConfigError."""
     if names and len(names) != len(paths):
-        raise ConfigError(f"--name is given {len(names)} times for {len(paths)} checkpoints; give one for each, or none")
+        raise ConfigError(
+            f"--name is given {len(names)} times for {len(paths)} checkpoints; give one for each, or none"
+        )
     found = list(names) or [_name(path) for path in paths]
     twice = [name for name, count in Counter(found).items() if count > 1]
     if twice:
@@ -62,9 +64,7 @@ def served_model(
         if trained.ctx.world.size > 1:
             raise ConfigError(f'"{name}" is an encoder, which one process serves; leave out --nproc and parallel.*')
         return ServedModel(name, created, embedder=TextEmbedder.of_trained(trained))
-    generator = TextGenerator.of_model(
-        trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages
-    )
+    generator = TextGenerator.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
     chat = None
     if trained.ctx.world.rank == 0:
         chat = load_chat_format(chat_template, trained.tokenizer, trained.config.data, seconds=template_seconds)

@@ -39,7 +39,7 @@ class MegatronBody(RequestBody):
     top_p: Share = 0.0
     top_p_decay: Share = 0.0
     top_p_bound: Share = 0.0
-    add_BOS: bool = False
+    add_BOS: bool = False  # noqa: N815
     stop_on_double_eol: bool = False
     stop_on_eol: bool = False
     prevent_newline_after_colon: bool = False
@@ -69,7 +69,7 @@ class MegatronBody(RequestBody):
 
 
 async def generate(service: Service, body: MegatronBody, http: HttpRequest) -> Response:
-    """`text` (prompt and continuation), `tokens`, `segments` (their texts), and `logprobs` of all tokens but the first."""
+    """`text` (prompt and continuation), `tokens`, `segments` (their texts), `logprobs` of all tokens but the first."""
     model = service.models.find(None)
     return await until_disconnect(http, _answer(service, model, body))
 
@@ -140,4 +140,3 @@ def _described(
 def _logprobs(done: Completion) -> list[float]:
     rows = [*(done.prompt_logprobs or ())[1:], *done.logprobs]
     return [finite(row.token) for row in rows if row is not None]
-

@@ -71,7 +71,7 @@ class EngineGauges(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         running = GaugeMetricFamily("mt_sequences_running", "Sequences that are computed", labels=["model"])
-        waiting = GaugeMetricFamily("mt_sequences_waiting", "Sequences that wait for memory or a turn", labels=["model"])
+        waiting = GaugeMetricFamily("mt_sequences_waiting", "Sequences that wait for memory", labels=["model"])
         cache = GaugeMetricFamily("mt_cache_used_ratio", "Blocks of the cache that sequences use", labels=["model"])
         preempted = GaugeMetricFamily("mt_preemptions", "Sequences that gave up their memory", labels=["model"])
         for name, model in self.models.by_name.items():

@@ -41,7 +41,8 @@ class ServedModel:
     def require_generator(self) -> TextGenerator:
         if self.generator is None:
             raise ApiError(
-                f'the model "{self.name}" is an encoder, which generates no text; /v1/embeddings takes it', param="model"
+                f'the model "{self.name}" is an encoder, which generates no text; /v1/embeddings takes it',
+                param="model",
             )
         return self.generator
 

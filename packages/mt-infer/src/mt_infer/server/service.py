@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive
 
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.engine_thread import EngineThread, Event, Request
@@ -104,9 +105,7 @@ async def until_disconnect(http: HttpRequest, answer: Awaitable[Response]) -> Re
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def disconnected(receive: Callable[[], Awaitable[dict[str, object]]]) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-

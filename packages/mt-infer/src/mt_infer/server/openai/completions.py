@@ -49,7 +49,7 @@ class CompletionBody(SamplingFields):
     def prompts(self) -> list[Prompt]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
 
     @property
     def scores_prompt(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -45,7 +46,7 @@ class EmbeddingBody(RequestBody):
     def inputs(self) -> list[Prompt]:
         if isinstance(self.input, str):
             return [self.input]
-        return [self.input] if isinstance(self.input[0], int) else list(self.input)  # type: ignore[list-item]
+        return [self.input] if isinstance(self.input[0], int) else list(self.input)
 
 
 async def create_embeddings(service: Service, body: EmbeddingBody, http: HttpRequest) -> Response:
@@ -60,7 +61,7 @@ async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
     vectors: list[list[float]] = []
     for start in range(0, len(texts), BATCH):
         part = texts[start : start + BATCH]
-        vectors += await service.engine.call(lambda part=part: embedder.embed(part, side))
+        vectors += await service.engine.call(partial(embedder.embed, part, side))
     count = sum(map(len, texts))
     service.metrics.prompt_tokens.labels(model.name).inc(count)
     service.metrics.requests.labels(model.name, "finished").inc()

@@ -72,7 +72,9 @@ def logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
     found = {}
     for token, bias in (fields.logit_bias or {}).items():
         if not token.isdecimal() or not token.isascii() or int(token[:20]) >= size:
-            raise ApiError(f"logit_bias: {token[:50]!r} is no token id; they go from 0 to {size - 1}", param="logit_bias")
+            raise ApiError(
+                f"logit_bias: {token[:50]!r} is no token id; they go from 0 to {size - 1}", param="logit_bias"
+            )
         found[int(token)] = bias
     return found
 
