@@ -100,8 +100,12 @@ class LockstepEngine:
 
     def follow(self) -> None:
         """On ranks other than 0: steps with rank 0 until it closes."""
-        while self._together(None) is not CLOSED:
+        while self.take_part():
             pass
+
+    def take_part(self) -> bool:
+        """On ranks other than 0: one step with rank 0. False when it has closed."""
+        return self._together(None) is not CLOSED
 
     def close(self) -> None:
         """On rank 0: `follow` returns on the others."""

@@ -14,4 +14,14 @@ def mt_register_commands() -> list[CommandSpec]:
             doc="Continue prompts with a trained model",
             app=Lazy("mt_infer.commands.generate:generate"),
         ),
+        CommandSpec(
+            name="serve",
+            doc="Serve models over HTTP, as OpenAI and Megatron do",
+            app=Lazy("mt_infer.commands.serve:serve"),
+        ),
+        CommandSpec(
+            name="chat",
+            doc="Talk to a model in the terminal",
+            app=Lazy("mt_infer.commands.chat:chat"),
+        ),
     ]

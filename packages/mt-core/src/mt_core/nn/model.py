@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -105,6 +105,25 @@ def as_generator(model: nn.Module) -> Generates:
 def required_inputs(model: nn.Module) -> tuple[str, ...]:
     """The fields of a micro-batch that the model needs. Positions and segments are optional in all models."""
     return tuple(name for name in contract(model).inputs if name not in MODEL_INPUTS[1:])
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """A model that gives each text a vector."""
+
+    def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: Literal["query", "document"]) -> Tensor:
+        """tokens, padding_mask (1 for tokens, 0 for padding) [B, S] -> [B, P]"""
+        ...
+
+    @property
+    def max_sequence_length(self) -> int | None: ...
+
+
+def as_embedder(model: nn.Module) -> Embeds:
+    """The model, if texts can be embedded with it. Raises ConfigError if its family cannot."""
+    if not isinstance(model, Embeds):
+        raise ConfigError(f"{type(model).__name__} embeds no text: encoders (bert, biencoder) do")
+    return model
 
 
 def as_pipelined(model: nn.Module) -> Pipelined | None:

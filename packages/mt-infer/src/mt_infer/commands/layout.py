@@ -46,16 +46,13 @@ def on_ranks(
     nproc: starts so many processes, each of which runs this command again without --nproc; else the processes are those
     of torchrun or srun, or this one.
     """
-    if nproc is not None:
-        raise typer.Exit(_launch(nproc))
-    from mt_core.launch.environment import read_environment
     from mt_core.launch.session import rank_session
     from mt_core.parallel.context import is_writer
     from mt_core.train.build import resolve_device
     from mt_infer.text import TextGenerator
 
-    if read_environment().world_size > 1:
-        settings.setdefault("parallel", {})
+    start_ranks(nproc)
+    settings = layout_of_ranks(settings)
     with rank_session(resolve_device(device).type):
         generator = TextGenerator.load(path, device=device, settings=settings)
         if not is_writer():
@@ -66,10 +63,19 @@ def on_ranks(
             generator.close()
 
 
-def _launch(nproc: int) -> int:
-    from mt_core.launch.local import launch
+def start_ranks(nproc: int | None) -> None:
+    """Ends this process as the launcher of `nproc` ranks, if that is given."""
+    if nproc is not None:
+        from mt_core.launch.local import launch
 
-    return launch(nproc, _without_nproc(sys.argv[1:]))
+        raise typer.Exit(launch(nproc, _without_nproc(sys.argv[1:])))
+
+
+def layout_of_ranks(settings: Settings) -> Settings:
+    """With a layout (that of all ranks as replicas, if none is set) where there are several."""
+    from mt_core.launch.environment import read_environment
+
+    return {"parallel": {}, **settings} if read_environment().world_size > 1 else settings
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:

@@ -161,6 +161,12 @@ class BertModel(BertEncoder):
     ) -> BertOutput:
         return self.heads(self.hidden_states(tokens, tokentype_ids, padding_mask, position_ids))
 
+    def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: str) -> Tensor:
+        """[B, S] -> [B, H]: the mean of the last layer over the tokens (Reimers and Gurevych, Sentence-BERT, 2019)"""
+        states = self.hidden_states(tokens, padding_mask=padding_mask)
+        weights = padding_mask[..., None].to(states.dtype)
+        return (states * weights).sum(dim=1) / weights.sum(dim=1)
+
     def run_stage(
         self,
         stage: Stage,

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, P width of the embeddings (biencoder_projection_dim
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -71,6 +71,11 @@ class BiencoderModel(Model):
             self.query_tower(query_tokens, query_tokentype_ids, query_padding_mask),
             self.context_tower(context_tokens, context_tokentype_ids, context_padding_mask),
         )
+
+    def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: Literal["query", "document"]) -> Tensor:
+        """[B, S] -> [B, P], by the tower of questions or that of texts"""
+        tower = self.query_tower if input_type == "query" else self.context_tower
+        return tower(tokens, padding_mask=padding_mask)
 
     @property
     def query_tower(self) -> Tower:

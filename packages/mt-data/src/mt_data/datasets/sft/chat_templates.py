@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.sft.conversations import Conversation, Message
 
 OF_TOKENIZER = "tokenizer"
+ADVICE = "correct the line, or choose another template with data.chat_template or data.chat_template_file"
 Span = tuple[int, int]
 
 
@@ -66,7 +67,7 @@ class ChatTemplate:
             "tools": conversation.tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._template.render(values, conversation.where)
+        return self._template.render(values, conversation.where, ADVICE)
 
 
 def load_chat_template(

@@ -50,15 +50,15 @@ class CompiledTemplate:
         self._template = template
         self._name = name
 
-    def render(self, values: Mapping[str, Any], where: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the (start, end) of what is marked. DataError when the template fails on the values."""
+    def render(self, values: Mapping[str, Any], where: str, advice: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the (start, end) of what is marked.
+
+        DataError, with the advice what to change, when the template fails on the values.
+        """
         try:
             return _unmark(self._template.render(values), where)
         except _FAILURES as error:
-            raise DataError(
-                f"{where}: {self._name} refuses the conversation: {error}; correct the line, or choose another "
-                "template with data.chat_template or data.chat_template_file"
-            ) from error
+            raise DataError(f"{where}: {self._name} refuses the conversation: {error}; {advice}") from error
 
 
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)

@@ -1,0 +1,1 @@
+"""Conversations as prompts: chat templates, and the tool calls in answers."""

@@ -1,0 +1,67 @@
+"""Talking to a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_infer.chat.partners import ChatSettings, Message
+
+READ_SECONDS = 600.0
+"""Between two parts of an answer: a busy server lets requests wait."""
+
+
+class RemoteModel:
+    """A model of a server with OpenAI's interface. name: None for the server's first model."""
+
+    def __init__(self, url: str, name: str | None, api_key: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.name = name or self._first_model()
+
+    def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Generator[str, None, None]:
+        asked = {key: value for key, value in asdict(settings).items() if value is not None}
+        body = {"model": self.name, "messages": list(messages), "stream": True, **asked}
+        with self._open("/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.decode().removeprefix("data: ").strip()
+                if not line.startswith(b"data: ") or data == "[DONE]":
+                    continue
+                yield from self._texts(json.loads(data))
+
+    def _texts(self, piece: Mapping[str, Any]) -> Iterator[str]:
+        if "error" in piece:
+            raise ConfigError(piece["error"]["message"])
+        for choice in piece["choices"]:
+            yield choice["delta"].get("content") or ""
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models", None) as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
+        """Raises ConfigError with what the server says against the request."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=READ_SECONDS)
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{self._url} refuses: {_message(error.read())}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"no server answers at {self._url}: {reason}; mt serve starts one") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")[:200]

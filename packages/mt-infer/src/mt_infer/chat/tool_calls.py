@@ -1,0 +1,124 @@
+"""Tool calls in the text of an answer: the forms that open models are trained on.
+
+`hermes` (Nous Hermes, Qwen): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number after the content.
+`llama3_json` (Llama 3.1 and later): the whole answer is `{"name": ..., "parameters": {...}}`, several with "; "
+between, after `<|python_tag|>` or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Form = Literal["hermes", "llama3_json"]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+def form_of_template(source: str) -> Form | None:
+    """The form that a chat template asks the model for, by its marks."""
+    if OPEN in source:
+        return "hermes"
+    if PYTHON_TAG in source or ('"parameters"' in source and "ipython" in source):
+        return "llama3_json"
+    return None
+
+
+class ToolCallParser:
+    """Divides the text of an answer, as it comes, into content and tool calls.
+
+    Text that is no tool call after all is content: nothing of an answer is lost.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self._held = ""
+        self._shown = False
+
+    def add(self, text: str) -> str:
+        """The content that is certain with this text."""
+        self._held += text
+        keep = self._kept()
+        content, self._held = self._held[:keep], self._held[keep:]
+        self._shown = self._shown or bool(content)
+        return content
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The rest of the content, and the calls."""
+        calls = PARSERS[self.form](self._held)
+        return ("", calls) if calls else (self._held, [])
+
+    def _kept(self) -> int:
+        """Characters of the held text that are content for certain."""
+        if self.form == "hermes":
+            return before_mark(self._held, OPEN)
+        start = self._held.lstrip()
+        begins_call = start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start)
+        return 0 if begins_call and not self._shown else len(self._held)
+
+
+def before_mark(text: str, mark: str) -> int:
+    """Characters of the text before the mark, or before what may be its beginning at the end."""
+    found = text.find(mark)
+    if found >= 0:
+        return found
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return len(text) - next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+def parse_hermes(text: str) -> list[ToolCall]:
+    """Empty unless all of the text is calls."""
+    rest, calls = text.strip(), []
+    while rest:
+        if not rest.startswith(OPEN):
+            return []
+        inside, _, rest = rest.removeprefix(OPEN).partition(CLOSE)
+        call = _call(_object(inside), "arguments")
+        if call is None:
+            return []
+        calls.append(call)
+        rest = rest.strip()
+    return calls
+
+
+def parse_llama3(text: str) -> list[ToolCall]:
+    """Empty unless all of the text is calls."""
+    rest, calls = text.strip().removeprefix(PYTHON_TAG), []
+    decoder = json.JSONDecoder()
+    while rest := rest.strip().removeprefix(";").lstrip():
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        call = _call(value, "parameters") or _call(value, "arguments")
+        if call is None:
+            return []
+        calls.append(call)
+        rest = rest[end:]
+    return calls
+
+
+PARSERS: Mapping[Form, Callable[[str], list[ToolCall]]] = {"hermes": parse_hermes, "llama3_json": parse_llama3}
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any, key: str) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
+        return None
+    return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))

@@ -1,0 +1,118 @@
+"""`mt serve`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mt_core.commands import need
+from mt_core.errors import PluginError
+from mt_core.paths import as_path
+from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
+
+if TYPE_CHECKING:
+    import socket
+
+    from mt_infer.server.options import ServerOptions
+    from mt_infer.server.served_model import ServedModel
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(parser=as_path, metavar="PATH...", help="Run directories, or checkpoints of any format."),
+    ],
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: this machine only.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: the system chooses one.")] = 8000,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a model in requests; repeatable. Default: its folder's.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MT_API_KEY", help="What requests have to bring.", show_default=False)
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what it was trained with."),
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 8.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a request may generate. Default: the context.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may run or wait.")] = 1024,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(min=1, help="Seconds that requests have after SIGTERM.")] = 60.0,
+    set_: SETTINGS = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    nproc: NPROC = None,
+) -> None:
+    """Serve models over HTTP: OpenAI's interface, Megatron's PUT /api, and a page."""
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt serve")
+    _need_server()
+    from mt_core.launch.environment import read_environment
+    from mt_core.launch.session import rank_session
+    from mt_core.train.build import resolve_device
+    from mt_infer.server.loading import load_models, model_names
+    from mt_infer.server.options import ServerOptions
+    from mt_infer.server.running import listen
+
+    start_ranks(nproc)
+    options = ServerOptions(
+        api_key=api_key or None,
+        any_host=host is not None,
+        max_body_bytes=int(max_body_mb * (1 << 20)),
+        max_tokens=max_tokens,
+        max_queue=max_queue,
+        request_seconds=request_timeout,
+    )
+    model_names(paths, name or [])
+    settings = layout_of_ranks(engine_settings(set_ or []))
+    # Before models are loaded, which may take minutes.
+    listening = listen(host or LOOPBACK, port) if read_environment().rank == 0 else None
+    with rank_session(resolve_device(device).type):
+        models = load_models(paths, device=device, settings=settings, names=name or (), chat_template=chat_template)
+        if listening is None:
+            return _follow(models)
+        return _serve(models, options, listening, drain_timeout)
+
+
+def _need_server() -> None:
+    """Raises PluginError without the packages of the extra."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise PluginError(f'mt serve needs {error.name}; pip install "mt-infer[server]"') from error
+
+
+def _serve(models: list[ServedModel], options: ServerOptions, listening: socket.socket, drain_seconds: float) -> None:
+    from mt_infer.server.running import address_of, serve
+    from mt_infer.server.service import Service
+
+    service = Service(models, options)
+
+    def announce() -> None:
+        names = ", ".join(service.models.by_name)
+        typer.echo(f"serving {names} at {address_of(listening)} (page at /, OpenAI's interface at /v1)")
+
+    try:
+        serve(service, listening, on_ready=announce, drain_seconds=drain_seconds)
+    finally:
+        for generator in service.models.generators:
+            generator.close()
+
+
+def _follow(models: list[ServedModel]) -> None:
+    """On ranks other than 0: rank 0 says when to end, after it has answered what is open."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    engines = [model.generator.engine for model in models if model.generator is not None]
+    # Rank 0 steps them in turn, and closes them in turn.
+    is_open = True
+    while is_open:
+        is_open = min([engine.take_part() for engine in engines])

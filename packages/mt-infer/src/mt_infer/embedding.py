@@ -1,0 +1,74 @@
+"""Vectors of texts, from encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.nn.model import Embeds, as_embedder
+from mt_core.specs import Tokenizer
+from mt_core.train.trained_model import TrainedModel
+from mt_data.datasets.text_files import bare_encoder
+
+InputType = Literal["query", "document"]
+
+
+class TextEmbedder:
+    """Embeds texts as the model was trained on them: CLS, text, SEP."""
+
+    def __init__(self, model: Embeds, tokenizer: Tokenizer, device: torch.device, vocab_size: int) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._device, self._vocab_size = device, vocab_size
+        self._encode = bare_encoder(tokenizer)
+
+    @classmethod
+    def of_trained(cls, trained: TrainedModel) -> TextEmbedder:
+        """Raises ConfigError for a model that is no encoder."""
+        size = trained.config.model.vocab_size or trained.tokenizer.vocab_size
+        return cls(as_embedder(trained.model), trained.tokenizer, trained.ctx.device, size)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a text, CLS and SEP included."""
+        longest = self.model.max_sequence_length
+        assert longest is not None
+        return longest
+
+    def tokens(self, text: str | Sequence[int]) -> list[int]:
+        """Ids are taken as they are. Raises ConfigError for more than the model takes, or for ids that it lacks."""
+        ids = self._framed(self._encode(text)) if isinstance(text, str) else list(text)
+        wrong = [token for token in ids if not 0 <= token < self._vocab_size]
+        if wrong:
+            raise ConfigError(f"the input has the token {wrong[0]}; ids go from 0 to {self._vocab_size - 1}")
+        if not 0 < len(ids) <= self.longest:
+            raise ConfigError(
+                f"the input has {len(ids)} tokens (with CLS and SEP); the model takes 1 to {self.longest}; shorten it"
+            )
+        return ids
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Sequence[int]], input_type: InputType) -> list[list[float]]:
+        """A vector for each text's tokens. input_type matters to models with an encoder for each."""
+        tokens, seen = self._padded(texts)
+        vectors: Tensor = self.model.embed(tokens, seen, input_type)
+        return vectors.float().tolist()
+
+    def _framed(self, ids: list[int]) -> list[int]:
+        special = self.tokenizer.special
+        before = [] if special.cls is None else [special.cls]
+        after = [] if special.sep is None else [special.sep]
+        return [*before, *ids, *after]
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """tokens, mask: [B, S] int64; mask 1 for tokens, 0 for padding"""
+        width = max(map(len, texts))
+        tokens = torch.zeros(len(texts), width, dtype=torch.int64)
+        seen = torch.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(list(text))
+            seen[row, : len(text)] = 1
+        return tokens.to(self._device), seen.to(self._device)

@@ -1,0 +1,1 @@
+"""The HTTP server of `mt serve`: OpenAI's interface, Megatron's, and a page."""

@@ -1,0 +1,99 @@
+"""The application: endpoints and what is around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from mt_infer.server import megatron
+from mt_infer.server.errors import MEGATRON_PATH, add_error_handlers
+from mt_infer.server.openai.chat import ChatBody, create_chat_completion
+from mt_infer.server.openai.completions import CompletionBody, create_completion
+from mt_infer.server.openai.embeddings import EmbeddingBody, create_embeddings
+from mt_infer.server.openai.models import describe, list_models
+from mt_infer.server.page import page
+from mt_infer.server.security import RequestChecks
+from mt_infer.server.service import Service
+
+VERSIONLESS = ("/v1", "")
+"""Megatron's server has the endpoints with and without it."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application. Its lifespan starts and stops the thread of the engines."""
+    app = FastAPI(title="mt serve", docs_url=None, redoc_url=None, lifespan=_lifespan(service))
+    app.add_middleware(RequestChecks, options=service.options)
+    add_error_handlers(app)
+    _add_openai(app, service)
+    _add_megatron(app, service)
+    _add_operations(app, service)
+    return app
+
+
+def _lifespan(service: Service) -> Any:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        service.engine.start()
+        yield
+        await asyncio.to_thread(service.engine.stop)
+        for model in service.models.by_name.values():
+            if model.chat is not None:
+                model.chat.close()
+
+    return lifespan
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        return await create_completion(service, body, http)
+
+    async def chat_completions(body: ChatBody, http: Request) -> Response:
+        return await create_chat_completion(service, body, http)
+
+    async def embeddings(body: EmbeddingBody, http: Request) -> Response:
+        return await create_embeddings(service, body, http)
+
+    async def models() -> dict[str, Any]:
+        return list_models(service)
+
+    async def model(name: str) -> dict[str, Any]:
+        return describe(service.models.find(name))
+
+    for prefix in VERSIONLESS:
+        app.post(f"{prefix}/completions", response_model=None)(completions)
+        app.post(f"{prefix}/chat/completions", response_model=None)(chat_completions)
+    app.post("/v1/embeddings", response_model=None)(embeddings)
+    app.get("/v1/models", response_model=None)(models)
+    app.get("/v1/models/{name:path}", response_model=None)(model)
+
+
+def _add_megatron(app: FastAPI, service: Service) -> None:
+    async def api(body: megatron.MegatronBody, http: Request) -> Response:
+        return await megatron.generate(service, body, http)
+
+    app.put(MEGATRON_PATH, response_model=None)(api)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    html, headers = page()
+
+    async def index() -> Response:
+        return Response(html, media_type="text/html", headers=headers)
+
+    async def health() -> Response:
+        ready = service.engine.failure is None
+        return JSONResponse({"status": "ok" if ready else "failed", "ready": ready}, 200 if ready else 503)
+
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    app.get("/", include_in_schema=False)(index)
+    app.get("/health", response_model=None)(health)
+    app.get("/v1/health", include_in_schema=False)(health)
+    app.get("/metrics", response_model=None)(metrics)

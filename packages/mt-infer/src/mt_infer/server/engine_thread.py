@@ -1,0 +1,183 @@
+"""The thread that steps the engines, and hands events to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mt_core.errors import MtError
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.errors import ApiError
+from mt_infer.text import Prompt, TextEvent, TextGenerator
+
+log = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 30.0
+"""How often idle ranks step: the others wait in a collective operation, which has a time-out."""
+
+
+Event = tuple[int, TextEvent | Exception]
+"""Number of the prompt among those of an HTTP request, and what is new in one of its sequences."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt, and the queue that its events go to."""
+
+    generator: TextGenerator
+    prompt: Prompt
+    sampling: SamplingParameters
+    place: int
+    events: asyncio.Queue[Event]
+    loop: asyncio.AbstractEventLoop
+    number: int | None = None
+    """The engine's."""
+    unfinished: int = 0
+
+
+class EngineThread:
+    """Steps all generators in turn while they have requests, and sleeps while they have none.
+
+    When a step fails the engines are of no use any more: every open request gets an error, and `on_failure` is called
+    once, in this thread.
+    """
+
+    def __init__(self, generators: Sequence[TextGenerator]) -> None:
+        self.generators = tuple(generators)
+        self.failure: Exception | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: dict[tuple[int, int], Request] = {}
+        """(which generator, number) -> request"""
+        self._stopping = False
+        self._has_ranks = any(generator.engine.ctx.world.size > 1 for generator in self.generators)
+        self._thread = threading.Thread(target=self._run, name="mt-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended. What is still open is cancelled."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """An error of the request comes as its first event."""
+        self._commands.put(partial(self._submit, request))
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request and frees its memory; one that has ended stays as it is."""
+        self._commands.put(partial(self._cancel, request))
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function in the thread of the engines, between two steps."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                outcome, error = function(), None
+            except Exception as raised:
+                outcome, error = None, raised
+            loop.call_soon_threadsafe(_settle, done, outcome, error)
+
+        self._commands.put(run)
+        return await done
+
+    @property
+    def is_idle(self) -> bool:
+        return all(generator.is_idle for generator in self.generators)
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_commands()
+            if self.failure is not None:
+                continue
+            try:
+                self._step()
+            except Exception as error:
+                log.exception("the engine failed")
+                self._fail(error)
+        for request in list(self._open.values()):
+            self._deliver(request, ApiError("the server has stopped", status=503))
+
+    def _take_commands(self) -> None:
+        """Waits for one if there is nothing to compute."""
+        has_work = self.failure is None and not self.is_idle
+        wait = HEARTBEAT_SECONDS if self._has_ranks else None
+        try:
+            self._commands.get(block=not has_work, timeout=wait)()
+            while True:
+                self._commands.get_nowait()()
+        except Empty:
+            return
+
+    def _step(self) -> None:
+        for place, generator in enumerate(self.generators):
+            # Other ranks step all engines in turn: none may be left out.
+            if self._has_ranks or not generator.is_idle:
+                self._deliver_all([(self._request(place, event), event) for event in generator.step()])
+
+    def _request(self, place: int, event: TextEvent) -> Request:
+        request = self._open[place, event.request]
+        request.unfinished -= event.finish is not None
+        if not request.unfinished:
+            del self._open[place, event.request]
+        return request
+
+    def _deliver(self, request: Request, event: TextEvent | Exception) -> None:
+        self._deliver_all([(request, event)])
+
+    def _deliver_all(self, events: Sequence[tuple[Request, TextEvent | Exception]]) -> None:
+        if events:
+            events[0][0].loop.call_soon_threadsafe(_put_all, events)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            if self.failure is not None:
+                raise ApiError("the engine has failed; the server is ending", status=503)
+            request.number = request.generator.submit(request.prompt, request.sampling)
+        except (MtError, ApiError) as error:
+            return self._deliver(request, error)
+        request.unfinished = request.sampling.n
+        self._open[self.generators.index(request.generator), request.number] = request
+        return None
+
+    def _cancel(self, request: Request) -> None:
+        if request.number is None or not request.unfinished:
+            return
+        if self._open.pop((self.generators.index(request.generator), request.number), None) is not None:
+            request.generator.cancel(request.number)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        failed = ApiError("the engine has failed; the server's log says why", status=500)
+        for request in self._open.values():
+            self._deliver(request, failed)
+        self._open.clear()
+        if self.on_failure is not None:
+            self.on_failure()
+
+
+def _put_all(events: Sequence[tuple[Request, TextEvent | Exception]]) -> None:
+    for request, event in events:
+        request.events.put_nowait((request.place, event))
+
+
+def _settle(done: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(outcome)
+    else:
+        done.set_exception(error)

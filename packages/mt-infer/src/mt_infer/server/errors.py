@@ -1,0 +1,85 @@
+"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from mt_core.errors import MtError
+
+MEGATRON_PATH = "/api"
+"""Its clients print the `message` of an error's body."""
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the field of the request that it is about."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        kind = INVALID if self.status < 500 else SERVER
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the client is told of an exception: a mistake of its own by name, a defect of ours without details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, MtError):
+        return ApiError(str(error))
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return ApiError(str(error.detail), status=error.status_code, headers=dict(error.headers or {}))
+    return ApiError("the server failed on this request; its log says why", status=500)
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """Of pydantic's list: the first field, with all that it may be."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+    places = [str(part) for part in first["loc"] if part != "body"]
+    if not places and first["type"] == "value_error":
+        return ApiError(_reason(first))
+    if not places:
+        return ApiError('the body must be a JSON object, sent with "Content-Type: application/json"')
+    alike = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
+    reasons = list(dict.fromkeys(_reason(error) for error in alike))
+    return ApiError(f"{places[0]}: {'; or '.join(reasons[:4])}", param=places[0])
+
+
+def _reason(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "this server has no such field, and ignores none"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        found = as_api_error(error)
+        if request.url.path == MEGATRON_PATH:
+            return JSONResponse({"message": str(found), **found.body()}, found.status, found.headers)
+        return found.response()
+
+    for kind in (ApiError, MtError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,86 @@
+"""What /metrics shows, in Prometheus' format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from mt_infer.server.served_model import ServedModels
+
+SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class ServerMetrics:
+    """The numbers of one server, in a registry of their own."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineGauges(models))
+        self.requests = self._counter("mt_requests", "Requests that have ended, by their outcome", "outcome")
+        self.prompt_tokens = self._counter("mt_prompt_tokens", "Tokens of prompts")
+        self.generation_tokens = self._counter("mt_generation_tokens", "Generated tokens")
+        self.first_token = self._histogram("mt_time_to_first_token_seconds", "From the request to its first token")
+        self.per_token = self._histogram("mt_time_per_output_token_seconds", "Between the tokens of a sequence")
+        self.duration = self._histogram("mt_request_duration_seconds", "From the request to its last token")
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
+        return Counter(name, doc, ("model", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, doc: str) -> Histogram:
+        return Histogram(name, doc, ("model",), buckets=SECONDS, registry=self._registry)
+
+
+class RequestClock:
+    """Times one request for the metrics."""
+
+    def __init__(self, metrics: ServerMetrics, model: str, prompt_tokens: int) -> None:
+        self.metrics, self.model = metrics, model
+        self._start = time.monotonic()
+        self._last: dict[int, float] = {}
+        metrics.prompt_tokens.labels(model).inc(prompt_tokens)
+
+    def token(self, index: int) -> None:
+        """Of sequence number `index`."""
+        now = time.monotonic()
+        if not self._last:
+            self.metrics.first_token.labels(self.model).observe(now - self._start)
+        if index in self._last:
+            self.metrics.per_token.labels(self.model).observe(now - self._last[index])
+        self._last[index] = now
+        self.metrics.generation_tokens.labels(self.model).inc()
+
+    def end(self, outcome: str) -> None:
+        """outcome: finished, cancelled, timeout or failed"""
+        self.metrics.requests.labels(self.model, outcome).inc()
+        if outcome == "finished":
+            self.metrics.duration.labels(self.model).observe(time.monotonic() - self._start)
+
+
+class EngineGauges(Collector):
+    """What the schedulers and caches hold at the moment: of the replica that rank 0 is in."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self.models = models
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        running = GaugeMetricFamily("mt_sequences_running", "Sequences that are computed", labels=["model"])
+        waiting = GaugeMetricFamily("mt_sequences_waiting", "Sequences that wait for memory", labels=["model"])
+        cache = GaugeMetricFamily("mt_cache_used_ratio", "Blocks of the cache that sequences use", labels=["model"])
+        preempted = GaugeMetricFamily("mt_preemptions", "Sequences that gave up their memory", labels=["model"])
+        for name, model in self.models.by_name.items():
+            if model.generator is None:
+                continue
+            engine = model.generator.engine.engine
+            blocks = sum(pool.count for pool in engine.manager.pools)
+            running.add_metric([name], len(engine.scheduler.running))
+            waiting.add_metric([name], len(engine.scheduler.waiting))
+            cache.add_metric([name], engine.manager.used_blocks / max(blocks, 1))
+            preempted.add_metric([name], engine.scheduler.preemptions)
+        return running, waiting, cache, preempted

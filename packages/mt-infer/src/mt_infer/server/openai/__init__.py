@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface: completions, chat, embeddings, models."""

@@ -1,0 +1,70 @@
+"""What the answers of all endpoints have: ids, usage, log-probabilities."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mt_infer.detokenizer import INCOMPLETE
+from mt_infer.requests import LogProbs
+from mt_infer.server.openai.token_texts import TokenTexts
+
+Piece = dict[str, Any]
+LOWEST = -9999.0
+"""In place of minus infinity, which JSON does not have; OpenAI's own value."""
+
+
+def envelope(kind: str, prefix: str, model: str) -> Piece:
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def finite(value: float) -> float:
+    return max(value, LOWEST)
+
+
+class CompletionLogProbs:
+    """The four lists of /v1/completions, for one choice. offset: of the next token in the choice's text."""
+
+    def __init__(self, texts: TokenTexts, count: int, offset: int = 0) -> None:
+        self._texts, self._count, self._offset = texts, count, offset
+
+    def rows(self, tokens: Sequence[int], logprobs: Sequence[LogProbs | None]) -> Piece:
+        """None: of the first token of a prompt, which has none."""
+        rows: Piece = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, found in zip(tokens, logprobs, strict=True):
+            rows["tokens"].append(self._texts.label(token))
+            rows["token_logprobs"].append(None if found is None else finite(found.token))
+            rows["top_logprobs"].append(None if found is None else self._top(token, found))
+            rows["text_offset"].append(max(self._offset, 0))
+            self._offset += len(self._texts.text(token))
+            self._texts.advance(token)
+        return rows
+
+    def _top(self, token: int, found: LogProbs) -> dict[str, float]:
+        """The likeliest tokens and the token itself. Of two with the same text the likelier counts."""
+        top: dict[str, float] = {}
+        for other, value in (*found.top[: self._count], (token, found.token)):
+            top.setdefault(self._texts.label(other), finite(value))
+        return top
+
+
+def chat_logprob(texts: TokenTexts, token: int, found: LogProbs) -> Piece:
+    """An entry of choices[].logprobs.content."""
+    top = [_chat_entry(texts, other, value) for other, value in found.top]
+    entry = {**_chat_entry(texts, token, found.token), "top_logprobs": top}
+    texts.advance(token)
+    return entry
+
+
+def _chat_entry(texts: TokenTexts, token: int, logprob: float) -> Piece:
+    text = texts.text(token)
+    # The tokenizer does not say which bytes of a character a token is.
+    known = list(text.encode()) if text and INCOMPLETE not in text else None
+    return {"token": texts.label(token), "logprob": finite(logprob), "bytes": known}

@@ -1,0 +1,216 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from mt_infer.chat.tool_calls import ToolCall, ToolCallParser
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.event_stream import EventStream
+from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, usage
+from mt_infer.server.openai.fields import Body, Count, SamplingFields
+from mt_infer.server.openai.messages import Messages, for_template
+from mt_infer.server.openai.sampling import sampling_of, tokens_to_generate
+from mt_infer.server.openai.token_texts import TokenTexts
+from mt_infer.server.served_model import ServedModel
+from mt_infer.server.service import Service, until_disconnect
+from mt_infer.text import TextEvent
+
+
+class Function(Body):
+    """parameters: a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(SamplingFields):
+    """The body of /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Count | None = None
+    """Default: all that the context has left."""
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names for the chat template, such as enable_thinking."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is for logprobs=true")
+        if self.tool_choice is not None and self.tools is None:
+            raise ValueError("tool_choice is for requests with tools")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens is the former name of max_completion_tokens; give one of them")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        if self.tools is None or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+@dataclass
+class Job:
+    """A request on its way: its prompt as tokens."""
+
+    model: ServedModel
+    body: ChatBody
+    prompt: list[int]
+    sampling: SamplingParameters
+    kind: str
+    head: Piece = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = envelope(self.kind, "chatcmpl", self.model.name)
+
+    def new_choices(self) -> list[Choice]:
+        return [Choice(self, index) for index in range(self.sampling.n)]
+
+
+async def create_chat_completion(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    model = service.models.find(body.model)
+    chat, tools = model.require_chat(), body.offered_tools
+    messages, options = for_template(body.messages), body.chat_template_kwargs
+    prompt = await asyncio.to_thread(chat.prompt, messages, tools, options)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    job = Job(model, body, prompt, _sampling(service, model, body, prompt), kind)
+    if body.stream:
+        return EventStream(_pieces(service, job))
+    return await until_disconnect(http, _whole(service, job))
+
+
+def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequence[int]) -> SamplingParameters:
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    chat = model.require_chat()
+    return sampling_of(
+        body,
+        model,
+        max_tokens=tokens_to_generate(asked, None, [prompt], model, service.options),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        stop=chat.stop,
+        stop_token_ids=() if body.ignore_eos else chat.stop_token_ids,
+    )
+
+
+class Choice:
+    """One answer as it comes: its content, tool calls and log-probabilities."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        self.index = index
+        form = job.model.tool_calls if job.body.offered_tools else None
+        self._parser = ToolCallParser(form) if form else None
+        self._texts = TokenTexts(job.model.tokenizer) if job.body.logprobs else None
+        self.calls: list[Piece] = []
+
+    def add(self, event: TextEvent) -> tuple[str, list[Piece], str | None]:
+        """What the event brings: content, entries of logprobs, and why the answer ends."""
+        content = event.text if self._parser is None else self._parser.add(event.text)
+        finish: str | None = event.finish
+        if event.finish is not None and self._parser is not None:
+            rest, calls = self._parser.finish()
+            content += rest
+            self.calls = [_described(call) for call in calls]
+            finish = "tool_calls" if calls else finish
+        return content, self._logprobs(event), finish
+
+    def _logprobs(self, event: TextEvent) -> list[Piece]:
+        if self._texts is None or event.token is None or event.logprobs is None:
+            return []
+        return [chat_logprob(self._texts, event.token, event.logprobs)]
+
+
+def _described(call: ToolCall) -> Piece:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+# -- in one piece -------------------------------------------------------------------------------------
+
+
+async def _whole(service: Service, job: Job) -> Response:
+    choices = job.new_choices()
+    contents = [""] * len(choices)
+    logprobs: list[list[Piece]] = [[] for _ in choices]
+    finishes: list[str | None] = [None] * len(choices)
+    generated = 0
+    async with aclosing(service.generate(job.model, [job.prompt], job.sampling)) as events:
+        async for _, event in events:
+            content, entries, finish = choices[event.index].add(event)
+            contents[event.index] += content
+            logprobs[event.index] += entries
+            finishes[event.index] = finish
+            generated += event.token is not None
+    described = [
+        {
+            "index": choice.index,
+            "message": _message(choice, content),
+            "logprobs": {"content": entries, "refusal": None} if job.body.logprobs else None,
+            "finish_reason": finish,
+        }
+        for choice, content, entries, finish in zip(choices, contents, logprobs, finishes, strict=True)
+    ]
+    return JSONResponse({**job.head, "choices": described, "usage": usage(len(job.prompt), generated)})
+
+
+def _message(choice: Choice, content: str) -> Piece:
+    message: Piece = {"role": "assistant", "content": content or None if choice.calls else content, "refusal": None}
+    return {**message, "tool_calls": choice.calls} if choice.calls else message
+
+
+# -- as a stream --------------------------------------------------------------------------------------
+
+
+async def _pieces(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
+    choices, begun, generated = job.new_choices(), set[int](), 0
+    more = {"usage": None} if job.body.includes_usage else {}
+    async with aclosing(service.generate(job.model, [job.prompt], job.sampling)) as events:
+        async for _, event in events:
+            generated += event.token is not None
+            choice = choices[event.index]
+            first = choice.index not in begun
+            begun.add(choice.index)
+            for piece in _choice_pieces(job, choice, event, first=first):
+                yield {**job.head, "choices": [piece], **more}
+    if job.body.includes_usage:
+        yield {**job.head, "choices": [], "usage": usage(len(job.prompt), generated)}
+
+
+def _choice_pieces(job: Job, choice: Choice, event: TextEvent, *, first: bool) -> list[Piece]:
+    content, entries, finish = choice.add(event)
+    pieces = [_delta(choice, {"role": "assistant", "content": ""})] if first else []
+    if content or entries:
+        logprobs = {"content": entries, "refusal": None} if job.body.logprobs else None
+        pieces.append(_delta(choice, {"content": content}, logprobs))
+    if choice.calls:
+        calls = [{"index": number, **call} for number, call in enumerate(choice.calls)]
+        pieces.append(_delta(choice, {"tool_calls": calls}))
+    if finish is not None:
+        pieces.append({**_delta(choice, {}), "finish_reason": finish})
+    return pieces
+
+
+def _delta(choice: Choice, delta: Piece, logprobs: Any = None) -> Piece:
+    return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

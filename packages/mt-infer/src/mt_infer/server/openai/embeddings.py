@@ -1,0 +1,80 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from mt_infer.embedding import InputType
+from mt_infer.server.openai.fields import Ids, Name, RequestBody
+from mt_infer.server.service import Service, until_disconnect
+from mt_infer.text import Prompt
+
+MOST_INPUTS = 2048
+BATCH = 32
+Inputs = (
+    Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_INPUTS)]
+)
+
+
+class EmbeddingBody(RequestBody):
+    """The body of /v1/embeddings. input_type: which encoder, for models that have one for each (biencoder)."""
+
+    input: str | Ids | Inputs
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    input_type: InputType | None = None
+    """Default: document."""
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_dimensions(self) -> EmbeddingBody:
+        if self.dimensions is not None:
+            raise ValueError("dimensions is for models whose embeddings may be cut, which this server has none of")
+        return self
+
+    def inputs(self) -> list[Prompt]:
+        if isinstance(self.input, str):
+            return [self.input]
+        return [self.input] if isinstance(self.input[0], int) else list(self.input)
+
+
+async def create_embeddings(service: Service, body: EmbeddingBody, http: HttpRequest) -> Response:
+    return await until_disconnect(http, _embeddings(service, body))
+
+
+async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
+    model = service.models.find(body.model)
+    embedder = model.require_embedder()
+    texts = await asyncio.to_thread(lambda: [embedder.tokens(text) for text in body.inputs()])
+    side: InputType = body.input_type or "document"
+    vectors: list[list[float]] = []
+    for start in range(0, len(texts), BATCH):
+        part = texts[start : start + BATCH]
+        vectors += await service.engine.call(partial(embedder.embed, part, side))
+    count = sum(map(len, texts))
+    service.metrics.prompt_tokens.labels(model.name).inc(count)
+    service.metrics.requests.labels(model.name, "finished").inc()
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    used = {"prompt_tokens": count, "total_tokens": count}
+    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": used})
+
+
+def _encoded(vector: Sequence[float], form: str | None) -> Any:
+    """base64: little-endian fp32."""
+    if form != "base64":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

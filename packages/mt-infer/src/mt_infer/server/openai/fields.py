@@ -1,0 +1,113 @@
+"""Fields of requests, with what they may be. A field that is not here is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(min_length=1, max_length=500)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known, of the types that they have in JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RequestBody(Body):
+    """The body of a request; its text is Unicode that can be written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_surrogates(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the body has half of a surrogate pair, which is no character") from None
+        except (TypeError, RecursionError):
+            raise ValueError("the body is no JSON object, or nested too deeply") from None
+        return value
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer is: any text, any JSON object, or one of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        given = self.json_schema is not None and self.json_schema.json_schema is not None
+        if given != (self.type == "json_schema"):
+            raise ValueError('type "json_schema" comes with {"json_schema": {"schema": ...}}, and no other type does')
+        return self
+
+
+class SamplingFields(RequestBody):
+    """How tokens are chosen: OpenAI's fields, and those that other servers add. null is the default everywhere."""
+
+    model: Name | None = None
+    """Needed where the server has several."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Default: 1. 0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Answers. Default: 1."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | None = None
+    """A JSON schema. This and the next three have vLLM's names."""
+    guided_regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """In Lark's form."""
+    guided_choice: Annotated[list[Stop], Field(min_length=1, max_length=1000)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Of the caller's own books; has no effect."""
+    metadata: dict[str, Any] | None = None
+    """Of the caller's own books; has no effect."""
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream=true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,77 @@
+"""The messages of a chat, from OpenAI's form to that of chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from mt_infer.server.errors import ApiError
+from mt_infer.server.openai.fields import Body
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """Text only: the models here have no other chat inputs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Raises ApiError for a call whose arguments are no JSON."""
+    return [_for_template(message, number) for number, message in enumerate(messages)]
+
+
+def _for_template(message: Message, number: int) -> dict[str, Any]:
+    parts = message.content
+    text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+    found: dict[str, Any] = {"role": message.role, "content": text}
+    found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call, number) for call in message.tool_calls]
+    return found
+
+
+def _call(call: MessageToolCall, number: int) -> dict[str, Any]:
+    """Templates write the arguments themselves, as JSON."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise ApiError(
+            f"messages: in message {number}, the arguments of the call {call.id} are no JSON", param="messages"
+        ) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,101 @@
+"""From the fields of a request to the engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.errors import ApiError
+from mt_infer.server.openai.fields import SamplingFields
+from mt_infer.server.options import ServerOptions
+from mt_infer.server.served_model import ServedModel
+
+LOWEST_TEMPERATURE = 1e-5
+"""Below it, the likeliest token has all of the probability: 0 says the same without an overflow."""
+ANY_OBJECT = {"type": "object"}
+
+
+def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, **others: Any) -> SamplingParameters:
+    """others: further SamplingParameters, which the endpoints name differently. Raises ApiError, ConfigError."""
+    others["stop"] = (*fields.stops, *others.get("stop", ()))
+    others["stop_token_ids"] = (*(fields.stop_token_ids or ()), *others.get("stop_token_ids", ()))
+    temperature, top_k = fields.temperature, fields.top_k
+    return given_parameters(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature is not None and temperature < LOWEST_TEMPERATURE else temperature,
+        top_k=None if top_k is None else max(top_k, 0),
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        presence_penalty=fields.presence_penalty,
+        logit_bias=logit_bias(fields, model),
+        seed=fields.seed,
+        n=fields.n,
+        min_tokens=fields.min_tokens,
+        **{"ignore_eod": fields.ignore_eos, **constraint(fields), **others},
+    )
+
+
+def given_parameters(**values: Any) -> SamplingParameters:
+    """Those that are not None. Raises ApiError for one that the engine does not have."""
+    given = {name: value for name, value in values.items() if value is not None}
+    known = {field.name for field in dataclass_fields(SamplingParameters)}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ApiError(f"{unknown[0]}: the engine of this server does not have it", param=unknown[0])
+    return SamplingParameters(**given)
+
+
+def constraint(fields: SamplingFields) -> dict[str, Any]:
+    """response_format, and what other servers name it, as what the text has to match. Raises ApiError for two."""
+    form = fields.response_format
+    given = {
+        "json_schema": fields.guided_json,
+        "regex": fields.guided_regex,
+        "grammar": fields.guided_grammar,
+        "choices": None if fields.guided_choice is None else tuple(fields.guided_choice),
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    if form is not None and form.type != "text":
+        if asked:
+            raise ApiError("response_format and guided_* each say what the text is; give one", param="response_format")
+        schema = form.json_schema.json_schema if form.json_schema is not None else None
+        return {"json_schema": schema or ANY_OBJECT}
+    return asked
+
+
+def logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
+    size = model.tokenizer.vocab_size
+    found = {}
+    for token, bias in (fields.logit_bias or {}).items():
+        if not token.isdecimal() or not token.isascii() or int(token[:20]) >= size:
+            raise ApiError(
+                f"logit_bias: {token[:50]!r} is no token id; they go from 0 to {size - 1}", param="logit_bias"
+            )
+        found[int(token)] = bias
+    return found
+
+
+def tokens_to_generate(
+    asked: int | None, default: int | None, prompts: Sequence[Sequence[int]], model: ServedModel, options: ServerOptions
+) -> int:
+    """max_tokens of a request, within the context and the server's limit. default: where it is not given; None: all
+    that fits. Raises ApiError for more than fits."""
+    longest, room = max(map(len, prompts)), model.longest - max(map(len, prompts))
+    wanted = 1 if asked is None else asked
+    if wanted > room:
+        raise ApiError(
+            f"this model's context is {model.longest} tokens; the request has {longest} in the prompt and asks for "
+            f"{wanted} more; shorten either",
+            param="messages" if default is None else "prompt",
+            code="context_length_exceeded",
+        )
+    limit = options.max_tokens
+    if asked is not None and limit is not None and asked > limit:
+        raise ApiError(f"max_tokens: {asked} is more than the {limit} that this server generates", param="max_tokens")
+    if asked is not None:
+        return asked
+    return min(bound for bound in (default, room, limit) if bound is not None)

@@ -1,0 +1,87 @@
+"""Running the application on a socket until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from mt_core.errors import ConfigError, TrainingError
+from mt_infer.server.app import create_app
+from mt_infer.server.service import Service
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0: the system chooses one. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+    return found
+
+
+def address_of(listening: socket.socket) -> str:
+    """http://HOST:PORT"""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Calls `on_ready` when requests are answered."""
+
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None], drain_seconds: float) -> None:
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=max(int(drain_seconds), 1),
+            lifespan="on",
+            ws="none",
+        )
+        super().__init__(settings)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+
+def serve(service: Service, listening: socket.socket, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
+    """Until SIGTERM or SIGINT: no more connections are taken then, and requests have `drain_seconds` to end; a second
+    signal ends them. Raises TrainingError when the engine fails."""
+    server = Server(create_app(service), on_ready, drain_seconds)
+
+    def end() -> None:
+        server.should_exit = True
+
+    service.engine.on_failure = end
+    with _handled_signals():
+        server.run(sockets=[listening])
+    if service.engine.failure is not None:
+        raise TrainingError(f"the engine failed: {service.engine.failure}") from service.engine.failure
+
+
+@contextlib.contextmanager
+def _handled_signals() -> Iterator[None]:
+    """uvicorn raises the signals that it got again when it has ended; what is to be closed after it still is then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""A model under its name: what it can do, and how it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mt_core.specs import Tokenizer
+from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.chat.tool_calls import Form
+from mt_infer.embedding import TextEmbedder
+from mt_infer.server.errors import ApiError
+from mt_infer.text import TextGenerator
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that generates (chat: None without a chat template), or one that embeds."""
+
+    name: str
+    created: int
+    """Seconds since 1970."""
+    generator: TextGenerator | None = None
+    embedder: TextEmbedder | None = None
+    chat: ChatFormat | None = None
+    tool_calls: Form | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        owner = self.generator or self.embedder
+        assert owner is not None
+        return owner.tokenizer
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence."""
+        owner = self.generator or self.embedder
+        assert owner is not None
+        return owner.longest
+
+    def require_generator(self) -> TextGenerator:
+        if self.generator is None:
+            raise ApiError(
+                f'the model "{self.name}" is an encoder, which generates no text; /v1/embeddings takes it',
+                param="model",
+            )
+        return self.generator
+
+    def require_embedder(self) -> TextEmbedder:
+        if self.embedder is None:
+            raise ApiError(
+                f'the model "{self.name}" generates text, and gives no embeddings; encoders (bert, biencoder) do',
+                param="model",
+            )
+        return self.embedder
+
+    def require_chat(self) -> ChatFormat:
+        self.require_generator()
+        if self.chat is None:
+            raise ApiError(
+                f'the model "{self.name}" has no chat template; its server can be started with --chat-template, and '
+                "/v1/completions needs none",
+                param="model",
+            )
+        return self.chat
+
+
+class ServedModels:
+    """By name, in order."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
+
+    @property
+    def generators(self) -> list[TextGenerator]:
+        return [model.generator for model in self.by_name.values() if model.generator is not None]
+
+    def find(self, name: str | None) -> ServedModel:
+        """The only model may be left unnamed. Raises ApiError."""
+        known = ", ".join(self.by_name)
+        if name is None:
+            if len(self.by_name) > 1:
+                raise ApiError(f"model is missing; it must be one of {known}", param="model")
+            return next(iter(self.by_name.values()))
+        if name not in self.by_name:
+            raise ApiError(
+                f'there is no model "{name}"; this server has {known}',
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self.by_name[name]

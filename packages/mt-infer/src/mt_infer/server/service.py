@@ -1,0 +1,111 @@
+"""What the endpoints share: models, limits, and generating for one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.engine_thread import EngineThread, Event, Request
+from mt_infer.server.errors import ApiError
+from mt_infer.server.metrics import RequestClock, ServerMetrics
+from mt_infer.server.options import ServerOptions
+from mt_infer.server.served_model import ServedModel, ServedModels
+from mt_infer.text import TextEvent
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that has gone; nobody reads it."""
+
+
+class Service:
+    """One server's state, which the endpoints get."""
+
+    def __init__(self, models: Sequence[ServedModel], options: ServerOptions) -> None:
+        self.models, self.options = ServedModels(models), options
+        self.metrics = ServerMetrics(self.models)
+        self.engine = EngineThread(self.models.generators)
+        self._open = 0
+        """Sequences of requests that have not ended."""
+
+    async def generate(
+        self, model: ServedModel, prompts: Sequence[Sequence[int]], sampling: SamplingParameters
+    ) -> AsyncGenerator[tuple[int, TextEvent], None]:
+        """(number of the prompt, event), as they come. Closing the iterator cancels what runs.
+
+        Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
+        """
+        generator, count = model.require_generator(), len(prompts) * sampling.n
+        self._check_room(count)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.options.request_seconds
+        requests = [Request(generator, ids, sampling, place, events, loop) for place, ids in enumerate(prompts)]
+        clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
+        outcome = "cancelled"
+        self._open += count
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while count:
+                async with asyncio.timeout_at(deadline):
+                    place, event = await events.get()
+                if isinstance(event, Exception):
+                    outcome = "failed"
+                    raise event
+                count -= event.finish is not None
+                if event.token is not None:
+                    clock.token(place * sampling.n + event.index)
+                yield place, event
+            outcome = "finished"
+        except TimeoutError:
+            outcome = "timeout"
+            raise self._late() from None
+        finally:
+            self._open -= len(prompts) * sampling.n
+            for request in requests:
+                self.engine.cancel(request)
+            clock.end(outcome)
+
+    def _check_room(self, count: int) -> None:
+        limit = self.options.max_queue
+        if count > limit:
+            raise ApiError(f"the request asks for {count} sequences (prompts times n); this server takes {limit}")
+        if self._open + count > limit:
+            raise ApiError(
+                f"the server has {self._open} sequences that run or wait, of at most {limit}; try again later",
+                status=503,
+                code="overloaded",
+                headers={"Retry-After": "1"},
+            )
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            f"the request took longer than the {self.options.request_seconds:g} s that this server allows",
+            status=504,
+            code="timeout",
+        )
+
+
+async def until_disconnect(http: HttpRequest, answer: Awaitable[Response]) -> Response:
+    """The answer; computing it ends when the client goes away. The request's body has been read."""
+    working = asyncio.ensure_future(answer)
+    watching = asyncio.ensure_future(disconnected(http.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
