@@ -177,9 +177,9 @@ def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
 
 def expected_of(reference: nn.Module, name: str, prompt: Sequence[int], inputs: dict[str, Tensor]) -> tuple[Any, Any]:
     """Greedy tokens of `generate`, and the log-probabilities of its scores."""
-    given = dict(input_ids=torch.tensor([prompt]))
+    given = {"input_ids": torch.tensor([prompt])}
     if name == "t5":
-        given = dict(input_ids=inputs["encoder_tokens"], decoder_input_ids=torch.tensor([prompt]))
+        given = {"input_ids": inputs["encoder_tokens"], "decoder_input_ids": torch.tensor([prompt])}
     if "images" in inputs:
         given["pixel_values"] = inputs["images"]
     given["attention_mask"] = torch.ones_like(given["input_ids"])
