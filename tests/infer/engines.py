@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tests.ckpt.convert_cases import MODELS
+from torch import nn
 
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
@@ -32,11 +33,44 @@ def configuration(model: str | Mapping[str, Any], **sections: Mapping[str, Any])
     return config_from_dict({"model": keys, "inference": inference, **sections}, load_plugins())
 
 
-def engine_of(config: Config, *, longest: int = 64, collective: bool = False) -> InferenceEngine:
-    """collective: the layout of config.parallel, over the world of this process."""
+def new_model(config: Config) -> nn.Module:
+    """With initial weights, in this process alone."""
+    ctx = ParallelContext()
+    model = build.build_model(config, ctx, load_plugins())
+    initialize(model, 1, ctx)
+    return model.eval()
+
+
+def randomize(model: nn.Module, scale: float = 0.2) -> None:
+    """Weights far from their initial values, norms and biases included, so that no term can hide."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith(("A_log", "dt_bias")):  # rates and time steps stay as large as they were
+                parameter.add_(0.1 * noise)
+            else:
+                is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
+                parameter.copy_(1 + 0.1 * noise if is_norm else scale * noise)
+
+
+def engine_of(
+    config: Config,
+    *,
+    longest: int = 64,
+    collective: bool = False,
+    randomized: bool = False,
+    model: nn.Module | None = None,
+) -> InferenceEngine:
+    """collective: the layout of config.parallel, over the world of this process. model: in place of a new one."""
+    if not collective:
+        model = model or new_model(config)
+        if randomized:
+            randomize(model)
+        return InferenceEngine(model, None, ParallelContext(), config.inference, longest=longest)
     host = load_plugins()
     device = torch.device("cpu")
-    ctx = build.build_context(config, device) if collective else ParallelContext(device=device)
+    ctx = build.build_context(config, device)
     stages = build_stages(config, ctx, host)
     model = build.build_model(config, ctx, host, None if stages is None else stages.own)
     initialize(model, 1, ctx)

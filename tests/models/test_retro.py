@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tests.infer.decoding import cached_logits
+from tests.infer.engines import logprobs_of, run, tokens_of
 from tests.models.bert_reference import built, canonical_size
 from tests.models.retro_reference import Retro
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
+from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
+from mt_infer.engine import InferenceEngine
+from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.retro.chunks import attending_chunks, chunks, from_attending_chunks
 from mt_models.retro.presets import PRESETS
 
@@ -290,3 +296,52 @@ def test_a_model_that_nothing_checked_names_the_layers_that_are_missing(host) ->
     model = config.model.model_copy(update={"retro_cross_attention_layers": None})
     with pytest.raises(ConfigError, match="model.num_layers=4 has no 6th layer"):
         host.models.get("retro").build.load()(model, ModelEnvironment(config, ParallelContext(), host))
+
+
+# -- generation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", [LEARNED, ROPE], ids=["learned", "rope"])
+@pytest.mark.parametrize("ends", [range(1, 19), (18,), (3, 4, 9, 18), (7, 8, 15, 16, 17, 18)], ids=str)
+def test_decoding_in_pieces_equals_the_forward(retro, positions, ends) -> None:
+    """Both rows together, and a third without neighbours. The loops above are the reference of the forward pass."""
+    model = retro(**positions)
+    batch = samples(18)
+    tokens = torch.cat([batch["tokens"], batch["tokens"][:1]])
+    inputs = [{name: batch[name][row : row + 1] for name in model.conditioned_by} for row in (0, 1)]
+    with torch.no_grad():
+        expected = torch.cat([model(**batch), model(batch["tokens"][:1])])
+    decoded = cached_logits(model, tokens, ends, [*inputs, {}])
+    torch.testing.assert_close(decoded, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_requests_of_one_engine_have_their_own_neighbours(retro) -> None:
+    """Prompts in chunks of passes, prefixes in common, and chunks that are complete after the last neighbours."""
+    model = retro(**ROPE)
+    batch = samples(8)
+    options = InferenceConfig(cache_memory_gb=0.01, cache_block_size=3, max_tokens_per_step=5, max_requests=2)
+    engine = InferenceEngine(model, None, ParallelContext(), options, longest=20)
+    sampling = SamplingParameters(temperature=0.0, max_tokens=9, logprobs=0)
+    prompts = [batch["tokens"][0, :6].tolist()] * 3
+    inputs = [{name: batch[name][row : row + 1] for name in model.conditioned_by} for row in (0, 1)]
+    for _ in range(2):
+        found = run(engine, prompts, sampling, [*inputs, {}])
+        for prompt, own, events in zip(prompts, [*inputs, {}], found, strict=True):
+            tokens = torch.tensor([[*prompt, *tokens_of(events)]])
+            whole = {name: F.pad(value, (0, 0, 0, 0, 0, 3 - 2)) for name, value in own.items()}
+            with torch.no_grad():
+                logs = model(tokens, **whole)[0, 5:-1].log_softmax(-1)
+            assert tokens_of(events) == logs.argmax(-1).tolist()
+            assert logprobs_of(events) == pytest.approx(logs.max(-1).values.tolist(), abs=1e-5)
+
+
+def test_neighbours_that_do_not_fit_are_refused(retro) -> None:
+    model = retro(**ROPE)
+    tokens = torch.zeros(1, 2, K, R)
+    for inputs, words in (
+        ({"neighbor_tokens": tokens[..., :3]}, r"shape \[1, 2, 2, 3\]; it has to be \[1, chunks, 2, 8\]"),
+        ({"neighbor_mask": tokens}, "goes with neighbor_tokens"),
+        ({"neighbor_tokens": tokens, "neighbor_mask": tokens[:, :1]}, "has their shape"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            model.check_request(torch.zeros(3), inputs)

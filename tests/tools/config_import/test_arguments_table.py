@@ -45,10 +45,7 @@ DERIVED = {
     *("megatron_fsdp_grad_comm_dtype", "muon_tp_mode", "rl_generation_lag"),
 }
 """What Megatron's validation or a version made of the defaults."""
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 --lr 1e-3 "
-    "--micro-batch-size 2 --train-iters 20 --data-path d --vocab-file v --merge-file m"
-).split()
+BASE = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--max-position-embeddings", "64", "--seq-length", "64", "--lr", "1e-3", "--micro-batch-size", "2", "--train-iters", "20", "--data-path", "d", "--vocab-file", "v", "--merge-file", "m"]
 
 
 def test_every_option_is_in_the_table_as_it_is_parsed() -> None:

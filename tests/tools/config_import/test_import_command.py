@@ -15,11 +15,7 @@ from mt_core.plugins import PluginHost
 from mt_tools.config_import.megatron import MegatronOptions, import_words
 from mt_tools.config_import.sources import import_file
 
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--eval-iters 1 --eval-interval 2 --log-interval 1"
-).split()
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2", "--train-iters", "2", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--eval-iters", "1", "--eval-interval", "2", "--log-interval", "1"]
 
 
 def test_a_configuration_goes_to_a_file_or_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,8 @@ class InferenceEngine:
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
+        if placed is not None:
+            refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
         limits = CacheLimits(
             cache_bytes(options, ctx.device),
@@ -194,7 +196,10 @@ class InferenceEngine:
             return []
         following = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
         tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
-        return log_probabilities(logits[: len(following)], tokens, [wanted] * len(following))
+        # An image token behind the vocabulary has no probability.
+        vocab = logits.shape[-1]
+        asked = [wanted if token < vocab else None for token in following]
+        return log_probabilities(logits[: len(following)], tokens.clamp(max=vocab - 1), asked)
 
     def _advance_all(
         self, chunks: Sequence[Chunk], found: Sequence[_Found], snapshots: Sequence[list[Tensor] | None]
@@ -303,6 +308,7 @@ class InferenceEngine:
                 f"the model takes no {' or '.join(unknown)} beside tokens; "
                 f"it takes {' and '.join(known) if known else 'tokens only'}"
             )
+        as_generator(self.model).check_request(torch.tensor(request.tokens), request.inputs)
         if not request.tokens:
             raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
         self._check_beams(request)
@@ -335,8 +341,17 @@ class InferenceEngine:
 def refuse_context_parallel(ctx: ParallelContext) -> None:
     if ctx.cp.size > 1:
         raise ConfigError(
-            f"parallel.context_parallel_size={ctx.cp.size} divides sequences, and the cache keeps whole ones; set it to 1 "
-            "to generate"
+            f"parallel.context_parallel_size={ctx.cp.size} divides sequences, and the cache keeps whole ones; set it "
+            "to 1 to generate"
+        )
+
+
+def refuse_divided_encoder(model: nn.Module, placed: PlacedStages, ctx: ParallelContext) -> None:
+    divided, decoded = sum(len(stage.layers) for stage in placed.stages), as_generator(model).decoded_layers
+    if divided != decoded:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={ctx.pp.size} divides {divided} layers, of which {decoded} are the "
+            "decoder's, and a request's encoder runs on one rank; set it to 1 to generate"
         )
 
 

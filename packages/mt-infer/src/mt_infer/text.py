@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mt_core.train.trainer import Trainer
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
+from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
 from mt_infer.runner import PlacedStages
@@ -61,10 +62,6 @@ class Completion:
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
 
 
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
-
-
 class TextGenerator:
     """Generates text. `generate` and `stream` serve one caller; `submit` and `step` many at a time.
 
@@ -73,6 +70,7 @@ class TextGenerator:
 
     def __init__(self, engine: LockstepEngine, tokenizer: Tokenizer, config: Config) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.prompts = PromptEncoder(tokenizer, config.model, engine.engine.runner.model.conditioned_by)
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
 
@@ -150,9 +148,12 @@ class TextGenerator:
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> int:
-        """The number of the new request. Raises ConfigError for one that cannot be served."""
+        """The number of the new request. Raises ConfigError for one that cannot be served. See PromptEncoder.encode."""
         sampling = sampling or SamplingParameters()
-        request = self.engine.add(self.prompt_tokens(prompt), sampling, inputs)
+        if not sampling.ignore_eod:
+            sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.prompts.end_tokens()))
+        tokens, beside = self.prompts.encode(prompt, inputs or {})
+        request = self.engine.add(tokens, sampling, beside)
         for index in range(sampling.n):
             self._open[request, index] = Detokenizer(self.tokenizer, sampling.stop)
         return request
@@ -194,9 +195,14 @@ class TextGenerator:
                 found[event.request][event.index].add(event)
         return [found[number] for number in numbers]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParameters | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParameters | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[str]:
         """The text of one sequence, as it comes. Ending the iteration cancels the request."""
-        request = self.submit(prompt, sampling)
+        request = self.submit(prompt, sampling, inputs)
         try:
             while not self.is_idle:
                 yield from (event.text for event in self.step() if event.text)
@@ -220,16 +226,7 @@ class TextGenerator:
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
-        if isinstance(prompt, str):
-            special = self.tokenizer.special
-            start = special.bos if special.bos is not None else special.eod
-            ids = list(self.tokenizer.encode(prompt))
-            return ids if ids or start is None else [start]
-        size = self.config.model.vocab_size or self.tokenizer.vocab_size
-        wrong = [token for token in prompt if not 0 <= token < size]
-        if wrong:
-            raise ConfigError(f"the prompt has the token {wrong[0]}; ids go from 0 to {size - 1}")
-        return list(prompt)
+        return self.prompts.tokens(prompt)
 
     def _text(self, event: TokenEvent) -> TextEvent | None:
         key = event.request, event.index

@@ -9,12 +9,12 @@ The new positions of all sequences of a forward pass are packed into one row: to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ class KeepsState(Protocol):
     """A layer that keeps something for the positions to come."""
 
     def cached_state(self) -> PositionState | SequenceState | MemoryState: ...
+
+
+def layers_with_state(*modules: nn.Module | None) -> Iterator[KeepsState]:
+    """The layers in these modules that keep something."""
+    for module in modules:
+        if module is not None:
+            yield from (layer for layer in module.modules() if isinstance(layer, KeepsState))
 
 
 Conditioning = Mapping[str, Tensor]

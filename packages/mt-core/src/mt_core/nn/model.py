@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
-from mt_core.nn.cache import Cache, Conditioning
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 
 MODEL_INPUTS = ("tokens", "position_ids", "segment_ids")
@@ -35,6 +35,13 @@ class Model(nn.Module):
         """What generation needs of a request's further inputs, computed once before its first token."""
         return {}
 
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError for a prompt [S] and further inputs that nothing can be generated from."""
+
+    def cached_layers(self) -> Iterator[KeepsState]:
+        """Layers that keep something of the positions before. A model with an encoder leaves the encoder's out."""
+        return layers_with_state(self)
+
     @property
     def needs_logits(self) -> str | None:
         """Why a loss cannot take hidden states in place of logits, although `forward` has the argument `project`."""
@@ -57,7 +64,11 @@ class Generates(Protocol):
 
     conditioned_by: ClassVar[tuple[str, ...]]
 
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None: ...
+
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning: ...
+
+    def cached_layers(self) -> Iterator[KeepsState]: ...
 
     def decode_stage(self, stage: Stage, hidden: Any, cache: Cache) -> Any:
         """The new positions of the cache's sequences through a stage's layers: hidden states [1, T, H] (None for the

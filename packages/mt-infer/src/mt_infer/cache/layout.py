@@ -9,6 +9,7 @@ from torch import nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.cache import KeepsState, MemoryState, PositionState, SequenceState
+from mt_core.nn.model import as_generator
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class CacheLayout:
 
 def cache_layout(model: nn.Module) -> CacheLayout:
     """What the layers of a model declare."""
-    keepers = [module for module in model.modules() if isinstance(module, KeepsState)]
-    states = [(module, module.cached_state()) for module in keepers]
+    states = [(layer, layer.cached_state()) for layer in as_generator(model).cached_layers()]
     positions = [(module, state) for module, state in states if isinstance(state, PositionState)]
     windows = sorted({state.window for _, state in positions}, key=lambda window: window or math.inf, reverse=True)
     groups = tuple(

@@ -14,6 +14,8 @@ from mt_core.paths import as_path
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mt_infer.sampling.parameters import SamplingParameters
     from mt_infer.text import TextGenerator
 
@@ -33,6 +35,10 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: another each time.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which the output ends. Repeatable.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(parser=as_path, metavar="FILE", help="An image for the next <image> of the prompts. Repeatable."),
+    ] = None,
     set_: SETTINGS = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     nproc: NPROC = None,
@@ -45,17 +51,35 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ()), max_tokens=max_tokens
     )
     texts = read_prompts(prompt or [""])
-    on_ranks(path, engine_settings(set_ or []), device, nproc, lambda generator: show(generator, texts, sampling))
+    images = image or []
+    on_ranks(
+        path, engine_settings(set_ or []), device, nproc, lambda generator: show(generator, texts, images, sampling)
+    )
 
 
-def show(generator: TextGenerator, texts: list[str], sampling: SamplingParameters) -> None:
-    """Prints each prompt with its continuation, as it comes."""
-    for number, text in enumerate(texts):
-        typer.echo("\n" * (number > 0) + text, nl=False)
-        for piece in generator.stream(text, sampling):
+def show(generator: TextGenerator, texts: list[str], images: list[Path], sampling: SamplingParameters) -> None:
+    """Prints each prompt with its continuation, as it comes; what an encoder reads, on a line of its own."""
+    requests = list(zip(texts, _inputs(generator, texts, images), strict=True))
+    for number, (text, inputs) in enumerate(requests):
+        typer.echo("\n" * (number > 0) + text, nl=generator.prompts.has_encoder)
+        for piece in generator.stream(text, sampling, inputs):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
         typer.echo()
+
+
+def _inputs(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[dict[str, Tensor]]:
+    """What the model takes beside each text. Raises ConfigError for images that it does not take."""
+    from mt_infer.prompts import IMAGES, deal_images, read_images
+
+    if not images:
+        return [{} for _ in texts]
+    if IMAGES not in generator.prompts.conditioned_by:
+        family = generator.config.model.family
+        raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
+    config = generator.config
+    dealt = deal_images(texts, images)
+    return [{IMAGES: read_images(own, config.model, config.data)} if own else {} for own in dealt]
 
 
 def read_prompts(prompts: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from mt_models.blocks.hugging_face_decoder import (
     decoder_fields,
     decoder_name_map,
     export_rope,
+    export_scaling,
     export_shape,
     import_rope,
     norm_rules,
@@ -123,6 +124,8 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **export_shape(config),
         **export_rope(config),
+        # A configuration that names no scaling has YaRN there.
+        "rope_scaling": export_scaling(config) or {"rope_type": "default"},
         **export_balance(moe),
         "intermediate_size": moe.ffn_size,
         "num_local_experts": moe.num_experts,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.nn.cache import Cache, Conditioning
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Model, contract
@@ -102,6 +102,15 @@ class LlavaModel(Model):
             )
             if new:
                 yield sequence.conditioning["features"][before : before + new]
+
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        try:
+            self._require_tokens(tokens == self.config.image_token_index, len(inputs.get("images", ())))
+        except DataError as error:
+            raise ConfigError(f"images: {error}") from None
+
+    def cached_layers(self) -> Iterator[KeepsState]:
+        return layers_with_state(self.language_model)
 
     @property
     def decoded_layers(self) -> int:

@@ -8,23 +8,40 @@ layers; the linear layers all-gather whole sequences, which are then split into 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import PositionState, SequenceState
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import AttentionShape
 from mt_models.blocks.cross_attention import CrossAttention
 from mt_models.retro.chunks import attending_chunks, chunks, from_attending_chunks
 
 EVERYTHING = AttentionPattern(causal=False)
 
 
-@dataclass(frozen=True)
-class Neighbors:
-    """Encoded neighbours of all chunks of a batch.
+class Neighbors(Protocol):
+    """Encoded neighbours of the chunks of a batch.
 
-    states: [B L K, r, H]. pattern: of attention to the K r tokens of a chunk's neighbours. attending: [B, S, 1] bool
-    (S as the residual stream has it), False where there is nothing to attend to. chunk_length: m.
+    attending: [B, S, 1] bool (S as the residual stream has it), False where there is nothing to attend to.
+    """
+
+    @property
+    def attending(self) -> Tensor: ...
+
+    def attend(self, layer: ChunkedCrossAttention, q: Tensor) -> Tensor:
+        """The layer's queries [B, S, N, D] -> [B, S, N, D], anything where there is nothing to attend to."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchNeighbors:
+    """Of whole sequences, as in training. Implements Neighbors.
+
+    states: [B L K, r, H]. pattern: of attention to the K r tokens of a chunk's neighbours. chunk_length: m.
     """
 
     states: Tensor
@@ -33,32 +50,67 @@ class Neighbors:
     chunk_length: int
     num_neighbors: int
 
+    def attend(self, layer: ChunkedCrossAttention, q: Tensor) -> Tensor:
+        sequences, length = q.shape[:2]
+        k, v = layer.neighbor_keys_and_values(self.states, self.num_neighbors)
+        queries = attending_chunks(q, self.chunk_length)
+        out = layer.core(queries, k, v, self.pattern, layer.dropout.begin())
+        return from_attending_chunks(out, sequences, length)
+
 
 class ChunkedCrossAttention(CrossAttention):
-    """The text's attention to neighbours: each attending chunk sees those of one chunk (CCA of the paper)."""
+    """The text's attention to neighbours: each attending chunk sees those of one chunk (CCA of the paper).
+
+    retrieved: K r, tokens of a chunk's neighbours.
+    """
+
+    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, retrieved: int) -> None:
+        super().__init__(config, core, ctx)
+        self.retrieved = retrieved
 
     def forward(self, x: Tensor, neighbors: Neighbors) -> Tensor:  # type: ignore[override]
         """[B, S, H] -> the same; 0 where there is nothing to attend to."""
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, N, D]
-        sequences, length = q.shape[:2]
-        k, v = (
-            part.unflatten(0, (-1, neighbors.num_neighbors)).flatten(1, 2)  # [B L, K r, N, D]
-            for part in self.keys_and_values(neighbors.states)
-        )
-        queries = attending_chunks(q, neighbors.chunk_length)
-        out = self.core(queries, k, v, neighbors.pattern, self.dropout.begin())
-        out = self.linear_proj(from_attending_chunks(out, sequences, length).flatten(2))
+        out = self.linear_proj(neighbors.attend(self, q).flatten(2))
         # Positions that attend to nothing get no bias either.
         return torch.where(neighbors.attending, out, 0.0)
 
+    def neighbor_keys_and_values(self, states: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:
+        """[n K, r, H] -> of n chunks [n, K r, N, D] each"""
+        k, v = (part.unflatten(0, (-1, num_neighbors)).flatten(1, 2) for part in self.keys_and_values(states))
+        return k, v
+
+    def cached_state(self) -> SequenceState:  # type: ignore[override]
+        """Keys and values of the neighbours that were encoded last."""
+        shape = (self.retrieved, self.linear_q.weight.shape[0] // self.head_dim, self.head_dim)
+        return SequenceState(((shape, self.linear_kv.weight.dtype),) * 2)
+
+
+TextChunks = tuple[Tensor, Tensor]
+"""Keys and values that neighbours attend to, of whole chunks of the text: [n, m, N, D] each."""
+
 
 class NeighborCrossAttention(CrossAttention):
-    """The attention of a chunk's neighbours to the chunk, as the decoder sees it."""
+    """The attention of a chunk's neighbours to the chunk, as the decoder sees it. chunk_length: m."""
 
-    def forward(self, x: Tensor, text: Tensor, chunk_length: int, num_neighbors: int) -> Tensor:  # type: ignore[override]
-        """[B L K, r, H], text [B, S, H] -> [B L K, r, H]"""
-        q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B L K, r, N, D]
-        k, v = (chunks(part, chunk_length) for part in self.keys_and_values(text))  # [B L, m, N, D]
+    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, chunk_length: int) -> None:
+        super().__init__(config, core, ctx)
+        self.chunk_length = chunk_length
+
+    def chunks_of(self, text: Tensor) -> TextChunks:
+        """[B, S, H] -> of B L chunks"""
+        k, v = (chunks(part, self.chunk_length) for part in self.keys_and_values(text))
+        return k, v
+
+    def cached_state(self) -> PositionState:  # type: ignore[override]
+        """Keys and values of the text, until their chunk is complete."""
+        shape = (self.linear_q.weight.shape[0] // self.head_dim, self.head_dim)
+        return PositionState((shape, shape), self.linear_kv.weight.dtype, self.chunk_length)
+
+    def forward(self, x: Tensor, text: Tensor | TextChunks, num_neighbors: int) -> Tensor:  # type: ignore[override]
+        """[n K, r, H], text [B, S, H] or its n chunks -> [n K, r, H]"""
+        q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [n K, r, N, D]
+        k, v = text if isinstance(text, tuple) else self.chunks_of(text)
         # The neighbours' tokens are queries only: they do not attend to one another.
         queries = q.unflatten(0, (-1, num_neighbors)).flatten(1, 2)
         out = self.core(queries, k, v, EVERYTHING, self.dropout.begin())

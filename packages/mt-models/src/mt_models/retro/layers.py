@@ -8,13 +8,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import build_norm
 from mt_models.blocks.cross_attention import CrossAttention
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer
-from mt_models.retro.attention import ChunkedCrossAttention, NeighborCrossAttention, Neighbors
+from mt_models.retro.attention import ChunkedCrossAttention, NeighborCrossAttention, Neighbors, TextChunks
 from mt_models.retro.config import RetroConfig
 
 
@@ -36,11 +37,12 @@ class RetroLayer(TransformerLayer):
         self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.cross_attention = cross_attention
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
-        self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
 
-    def attend(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None) -> Tensor:
+    def attend(
+        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None = None
+    ) -> Tensor:
         return self.residual(
-            x, self.self_attention(self.input_layernorm(x), pattern, angles, None), self.attention_dropout
+            x, self.self_attention(self.input_layernorm(x), pattern, angles, cache), self.attention_dropout
         )
 
     def cross(self, x: Tensor, crossed: Tensor) -> Tensor:
@@ -56,7 +58,8 @@ class RetrievalLayer(RetroLayer):
     def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
         core = self_attention_core(config, environment, causal=True)
         cross_core = cross_attention_core(config, environment)
-        cross_attention = ChunkedCrossAttention(config, cross_core, environment.parallel)
+        retrieved = config.retro_num_neighbors * config.retrieved_length
+        cross_attention = ChunkedCrossAttention(config, cross_core, environment.parallel, retrieved)
         super().__init__(config, environment, number, core, cross_attention)
 
     def retrieve(self, x: Tensor, neighbors: Neighbors | None) -> Tensor:
@@ -66,9 +69,14 @@ class RetrievalLayer(RetroLayer):
         return self.feed_forward(x)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, neighbors: Neighbors | None
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        neighbors: Neighbors | None,
+        cache: Cache | None,
     ) -> Tensor:
-        return self.retrieve(self.attend(x, pattern, angles), neighbors)
+        return self.retrieve(self.attend(x, pattern, angles, cache), neighbors)
 
 
 class NeighborLayer(RetroLayer):
@@ -77,21 +85,20 @@ class NeighborLayer(RetroLayer):
     def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
         core = self_attention_core(config, environment, causal=False)
         cross_core = cross_attention_core(config, environment)
-        cross_attention = NeighborCrossAttention(config, cross_core, environment.parallel)
+        cross_attention = NeighborCrossAttention(config, cross_core, environment.parallel, config.retro_chunk_length)
         super().__init__(config, environment, number, core, cross_attention)
-        self.chunk_length = config.retro_chunk_length
 
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
-        text: Tensor,
+        text: Tensor | TextChunks,
         num_neighbors: int,
     ) -> Tensor:
         x = self.attend(x, pattern, angles)
         normed = self.pre_cross_attn_layernorm(x)
-        x = self.cross(x, self.cross_attention(normed, text, self.chunk_length, num_neighbors))
+        x = self.cross(x, self.cross_attention(normed, text, num_neighbors))
         return self.feed_forward(x)
 
 
@@ -108,10 +115,21 @@ class NeighborEncoder(nn.Module):
             layers.append(TransformerLayer(config, core, feed_forward, environment.parallel))
         self.layers = nn.ModuleList(layers)
 
+    @property
+    def text_attention(self) -> NeighborCrossAttention:
+        attention = self.layers[0].cross_attention
+        assert isinstance(attention, NeighborCrossAttention)
+        return attention
+
     def forward(
-        self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, text: Tensor, num_neighbors: int
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        text: Tensor | TextChunks,
+        num_neighbors: int,
     ) -> Tensor:
-        """[B L K, r, H], text [B, S, H] -> [B L K, r, H]"""
+        """[n K, r, H], text [B, S, H] or its n chunks -> [n K, r, H]"""
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             return layer(x, pattern, angles) if number else layer(x, pattern, angles, text, num_neighbors)

@@ -8,25 +8,29 @@ between the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.embedding import VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
+from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.freeze import freeze
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 from mt_models.blocks.tables import like_token_embeddings
 from mt_models.gpt.model import GPTEmbedding, gpt_layer
-from mt_models.retro.attention import Neighbors
+from mt_models.retro.attention import BatchNeighbors, Neighbors, TextChunks
 from mt_models.retro.chunks import from_attending_chunks
 from mt_models.retro.config import RetroConfig, check_layers
+from mt_models.retro.decoding import CachedNeighbors, completed_text, new_positions
 from mt_models.retro.layers import NeighborEncoder, RetrievalLayer
 
 EncodeNeighbors = Callable[[Tensor], Neighbors]
@@ -50,19 +54,23 @@ class RetroDecoder(nn.Module):
             config.normalization, config.hidden_size, config.norm_epsilon, environment.parallel
         )
 
-    def forward(self, x: Tensor, angles: RotaryAngles | None, encode: EncodeNeighbors | None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: RotaryAngles | None, encode: EncodeNeighbors | None, cache: Cache | None = None
+    ) -> Tensor:
         """[B, S, H] -> [B, S, H]. encode None: no neighbours, a GPT."""
         pattern = AttentionPattern()
         neighbors: Neighbors | None = None
 
         def run(number: int, layer: nn.Module, x: Tensor) -> Tensor:
-            return layer(x, pattern, angles, neighbors if isinstance(layer, RetrievalLayer) else None)
+            if isinstance(layer, RetrievalLayer):
+                return layer(x, pattern, angles, neighbors, cache)
+            return layer(x, pattern, angles, cache)
 
         for number in range(self.first):
             x = self._step(number, x, run)
         retrieving = self.layers[self.first]
         assert isinstance(retrieving, RetrievalLayer)
-        x = self._step(self.first, x, lambda number, layer, x: retrieving.attend(x, pattern, angles))
+        x = self._step(self.first, x, lambda number, layer, x: retrieving.attend(x, pattern, angles, cache))
         if encode is not None:
             neighbors = encode(retrieving.pre_cross_attn_layernorm(x))
         x = self._step(self.first, x, lambda number, layer, x: retrieving.retrieve(x, neighbors))
@@ -130,21 +138,78 @@ class RetroModel(Model):
 
     def encode(self, neighbor_tokens: Tensor, neighbor_mask: Tensor | None, text: Tensor, length: int) -> Neighbors:
         """Neighbours [B, L, K, r] of the chunks of text [B, S, H], whose length S is `length`."""
-        batch, whole, count, retrieved = neighbor_tokens.shape
+        batch, _, count, _ = neighbor_tokens.shape
         mask = torch.ones_like(neighbor_tokens) if neighbor_mask is None else neighbor_mask
-        seen = mask.bool().view(batch * whole, count * retrieved)
-        found = seen.any(-1)
-        places = torch.arange(retrieved, device=neighbor_tokens.device)[None]
-        x = self.embedding(neighbor_tokens.flatten(0, 2), places)
-        pattern = padding_pattern(seen.view(-1, retrieved))
-        states = self.encoder(x, pattern, self._angles(places), text, count)
-        return Neighbors(
-            states=states,
+        seen = mask.bool().flatten(0, 1).flatten(1)  # [B L, K r]
+        return BatchNeighbors(
+            states=self.encoded(neighbor_tokens.flatten(0, 1), mask.flatten(0, 1), text),
             pattern=padding_pattern(seen),
-            attending=like_token_embeddings(self._attending(found, batch, length), self.ctx),
+            attending=like_token_embeddings(self._attending(seen.any(-1), batch, length), self.ctx),
             chunk_length=self.config.retro_chunk_length,
             num_neighbors=count,
         )
+
+    def encoded(self, neighbor_tokens: Tensor, neighbor_mask: Tensor, text: Tensor | TextChunks) -> Tensor:
+        """Neighbours [n, K, r] of the chunks of a text [B, S, H], or of n chunks of texts -> [n K, r, H]"""
+        _, count, retrieved = neighbor_tokens.shape
+        places = torch.arange(retrieved, device=neighbor_tokens.device)[None]
+        x = self.embedding(neighbor_tokens.flatten(0, 1), places)
+        pattern = padding_pattern(neighbor_mask.bool().flatten(0, 1))
+        return self.encoder(x, pattern, self._angles(places), text, count)
+
+    conditioned_by: ClassVar[tuple[str, ...]] = ("neighbor_tokens", "neighbor_mask")
+
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        shape = self.config.retro_num_neighbors, self.config.retrieved_length
+        for name, given in inputs.items():
+            if given.ndim != 4 or len(given) != 1 or given.shape[2:] != shape:
+                raise ConfigError(
+                    f"{name} has shape {list(given.shape)}; it has to be [1, chunks, {shape[0]}, {shape[1]}]: "
+                    "model.retro_num_neighbors, and the tokens of a neighbour"
+                )
+        if len({given.shape for given in inputs.values()}) > 1 or ("neighbor_mask" in inputs and len(inputs) == 1):
+            raise ConfigError("neighbor_mask goes with neighbor_tokens, and has their shape")
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """neighbor_tokens, neighbor_mask [1, L, K, r], of any number of chunks; those behind have no neighbours."""
+        tokens = inputs["neighbor_tokens"][0]
+        mask = inputs["neighbor_mask"][0] if "neighbor_mask" in inputs else torch.ones_like(tokens)
+        return {"neighbor_tokens": tokens, "neighbor_mask": mask}
+
+    def cached_layers(self) -> Iterator[KeepsState]:
+        yield from layers_with_state(self.decoder)
+        yield self.encoder.text_attention
+
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
+        encode: EncodeNeighbors | None = None
+        if any(sequence.conditioning for sequence in cache.sequences):
+
+            def encode(text: Tensor) -> Neighbors:
+                return self._encode_completed(text, cache)
+
+        x = self.embedding(cache.tokens, cache.position_ids)
+        x = self.decoder(x, self._angles(cache.position_ids), encode, cache)
+        return self._logits(cache.positions_for_logits(x))
+
+    def _encode_completed(self, text: Tensor, cache: Cache) -> Neighbors:
+        """Neighbours of the chunks that new positions complete, and those kept. text [1, T, H]."""
+        config = self.config
+        count, retrieved = config.retro_num_neighbors, config.retrieved_length
+        sequences = new_positions(cache, config.retro_chunk_length, count * retrieved)
+        completed = sum(len(own.completed) for own in sequences)
+        chunks = completed_text(self.encoder.text_attention, text, cache, completed)
+        states = None
+        if completed:
+            wanted = [own.completed for own in sequences]
+            tokens, mask = (of_chunks(cache, name, wanted, (count, retrieved)) for name in self.conditioned_by)
+            states = self.encoded(tokens, mask, chunks)
+        attending = torch.cat([own.attending() for own in sequences])
+        padded = nn.functional.pad(attending, (0, cache.tokens.shape[1] - len(attending)))
+        return CachedNeighbors(cache, sequences, states, like_token_embeddings(padded[None, :, None], self.ctx), count)
+
+    @property
+    def decoded_layers(self) -> int:
+        return self.config.num_layers
 
     @property
     def max_sequence_length(self) -> int | None:
@@ -173,6 +238,15 @@ class RetroModel(Model):
                 f"{whole} chunks of model.retro_chunk_length={self.config.retro_chunk_length}, so it must be "
                 f"[{len(tokens)}, {whole}, neighbours, tokens of a neighbour]"
             )
+
+
+def of_chunks(cache: Cache, name: str, wanted: Sequence[range], shape: tuple[int, int]) -> Tensor:
+    """What each sequence is conditioned by [L, K, r], of the chunks wanted of it: [n, K, r], zeros where it has none."""
+    found = torch.zeros((sum(map(len, wanted)), *shape), dtype=torch.int64, device=cache.tokens.device)
+    for sequence, chunks, rows in zip(cache.sequences, wanted, found.split([len(own) for own in wanted]), strict=True):
+        given = sequence.conditioning.get(name, found[:0])[chunks.start : chunks.stop]
+        rows[: len(given)] = given
+    return found
 
 
 def padding_pattern(seen: Tensor) -> AttentionPattern:

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, Bias
-from mt_core.nn.cache import Cache, Conditioning
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.environment import ModelEnvironment
@@ -151,6 +152,17 @@ class T5Model(Model):
 
     conditioned_by: ClassVar[tuple[str, ...]] = ("encoder_tokens",)
 
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        if "encoder_tokens" not in inputs:
+            raise ConfigError("the model needs encoder_tokens [1, S], the text that its encoder reads")
+        text, most = inputs["encoder_tokens"], self.max_sequence_length
+        if text.ndim != 2 or len(text) != 1 or not text.numel():
+            raise ConfigError(f"encoder_tokens has shape {list(text.shape)}; it has to be [1, S], S at least 1")
+        if most is not None and text.shape[1] > most:
+            raise ConfigError(
+                f"the encoder's text has {text.shape[1]} tokens, and model.max_position_embeddings={most}; shorten it"
+            )
+
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
         """encoder_tokens [1, S] -> the encoder's output"""
         return {"memory": self.encode(inputs["encoder_tokens"])}
@@ -158,6 +170,9 @@ class T5Model(Model):
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
         x = self.decoder_states(cache.tokens, None, None, cache, stage, hidden)
         return self.logits(cache.positions_for_logits(x)) if stage.last else x
+
+    def cached_layers(self) -> Iterator[KeepsState]:
+        return layers_with_state(self.decoder)
 
     @property
     def decoded_layers(self) -> int:

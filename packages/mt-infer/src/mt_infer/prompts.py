@@ -1,0 +1,116 @@
+"""From a prompt, with images or without, to what a model takes: token ids, and tensors beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.images.config import ImageDataConfig
+from mt_data.datasets.images.pixels import as_input, fit, read_image
+from mt_data.datasets.images.records import MARK
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+ENCODER_TOKENS, IMAGES = "encoder_tokens", "images"
+"""Names in a model's `conditioned_by`."""
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+class PromptEncoder:
+    """Encodes prompts for one model. model: its configuration. conditioned_by: what it takes beside tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, model: Any, conditioned_by: Sequence[str]) -> None:
+        self.tokenizer, self.model, self.conditioned_by = tokenizer, model, conditioned_by
+
+    @property
+    def has_encoder(self) -> bool:
+        return ENCODER_TOKENS in self.conditioned_by
+
+    def encode(self, prompt: Prompt, inputs: Mapping[str, Tensor]) -> tuple[list[int], Mapping[str, Tensor]]:
+        """Ids that are continued, and the inputs. Of a model with an encoder the prompt is the encoder's text, unless
+        that is among the inputs; in a text each "<image>" stands for one of the images, which else come first.
+
+        Raises ConfigError for ids that the model lacks.
+        """
+        if self.has_encoder and ENCODER_TOKENS not in inputs:
+            return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
+        if isinstance(prompt, str) and IMAGES in inputs:
+            return self._with_images(prompt, len(inputs[IMAGES])), inputs
+        return self.tokens(prompt), inputs
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
+        if isinstance(prompt, str):
+            special = self.tokenizer.special
+            start = special.bos if special.bos is not None else special.eod
+            ids = list(self.tokenizer.encode(prompt))
+            return ids if ids or start is None else [start]
+        size = self.model.vocab_size or self.tokenizer.vocab_size
+        # The image token may lie behind the vocabulary.
+        image = getattr(self.model, "image_token_index", None)
+        wrong = [token for token in prompt if not 0 <= token < size and token != image]
+        if wrong:
+            raise ConfigError(f"the prompt has the token {wrong[0]}; ids go from 0 to {size - 1}")
+        return list(prompt)
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end what a decoder with an encoder writes, beside the end of a document."""
+        end = self.tokenizer.special.eos
+        return (end,) if self.has_encoder and end is not None else ()
+
+    def _decoder_start(self) -> int:
+        """The first decoder token of training: the start of a text, and padding where a tokenizer has none (T5's)."""
+        special = self.tokenizer.special
+        start = special.bos if special.bos is not None else special.pad
+        if start is None:
+            raise ConfigError("the tokenizer has neither bos nor pad, with one of which a decoder's text begins")
+        return start
+
+    def _with_images(self, prompt: str, images: int) -> list[int]:
+        marks = prompt.count(MARK)
+        if marks not in (0, images):
+            raise ConfigError(f"the prompt has {MARK} {marks} times, and there are {images} images; they go in order")
+        pieces = prompt.split(MARK) if marks else [""] * images + [prompt]
+        image = [self.model.image_token_index] * self.model.image_seq_length
+        ids: list[int] = []
+        for number, piece in enumerate(pieces):
+            ids += (image if number else []) + list(self.tokenizer.encode(piece) if piece else ())
+        return ids
+
+
+def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]]:
+    """The images of each text: as many as it has marks, in order; all of them for a text that is the only one.
+
+    Raises ConfigError when marks and images are not as many.
+    """
+    if len(texts) == 1:
+        return [list(images)]
+    counts = [text.count(MARK) for text in texts]
+    if sum(counts) != len(images):
+        raise ConfigError(f"the prompts have {MARK} {sum(counts)} times, and there are {len(images)} images")
+    rest = iter(images)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+def read_images(paths: Sequence[Path], model: Any, data: Any) -> Tensor:
+    """[N, 3, img_h, img_w] as the model's tower takes them. model, data: sections of its configuration.
+
+    Colours are scaled as in training; of a checkpoint without data sets of images, as the tower's kind was trained.
+    Raises DataError for files that are no images.
+    """
+    config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
+    resize = getattr(data, "resize", "crop")
+    arrays = [as_input(fit(read_image(path), config.img_h, config.img_w, resize), config) for path in paths]
+    return torch.stack([torch.from_numpy(array) for array in arrays])
+
+
+def published_colours(tower: Any) -> ImageDataConfig:
+    """CLIP's mean and deviation; SigLIP's, which are 0.5, where the tower has no class token."""
+    colours = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if tower.has_class_token else {}
+    return ImageDataConfig.model_validate({"img_h": tower.img_h, "img_w": tower.img_w, **colours})

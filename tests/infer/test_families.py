@@ -1,0 +1,207 @@
+"""Every family that generates: the engine's tokens and log-probabilities against the uncached forward pass, and
+against `transformers`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.ckpt.convert_cases import GROUPED, MODELS
+from tests.infer.engines import (
+    configuration,
+    engine_of,
+    logprobs_of,
+    new_model,
+    prompts,
+    randomize,
+    run,
+    tokens_of,
+)
+from torch import Tensor, nn
+
+from mt_core.config.schema import Config
+from mt_core.plugins import PluginHost, load_plugins
+from mt_infer.requests import TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_models.hugging_face import HuggingFaceFamily, to_reference
+
+GPT_OSS = {"family": "gpt_oss", **GROUPED, "sliding_window": 5, "moe": {"num_experts": 4, "moe_router_topk": 2}}
+FAMILIES = {**{name: keys for name, keys in MODELS.items() if name not in ("bert", "vision")}, "gpt_oss": GPT_OSS}
+CONDITIONED = ("t5", "llava")
+DECODERS = [name for name in FAMILIES if name not in CONDITIONED]
+TINY = {"cache_block_size": 2, "max_requests": 3, "max_tokens_per_step": 7}
+"""A block is full after two positions, prompts take several passes, and half of the requests wait."""
+GREEDY = SamplingParameters(temperature=0.0, max_tokens=6, logprobs=3)
+SCORED = SamplingParameters(temperature=0.0, max_tokens=6, logprobs=1, prompt_logprobs=0)
+IMAGE, FEATURES = 100, 4
+
+
+@cache
+def host() -> PluginHost:
+    return load_plugins()
+
+
+def shared_prefixes() -> list[list[int]]:
+    """Six prompts; the last three begin as the first does, or are it."""
+    first, *others = prompts(19, 3, 8)
+    return [first, *others, first[:13] + others[0], first, first[:6]]
+
+
+def forward_logprobs(model: nn.Module, tokens: Sequence[int], **inputs: Tensor) -> Tensor:
+    """[S, V] of the uncached forward pass."""
+    with torch.no_grad():
+        name = "decoder_tokens" if "encoder_tokens" in inputs else "tokens"
+        return model(**{name: torch.tensor([tokens])}, **inputs)[0].float().log_softmax(-1)
+
+
+def assert_equals_forward(
+    model: nn.Module, prompt: Sequence[int], events: Sequence[TokenEvent], **inputs: Tensor
+) -> None:
+    generated = tokens_of(events)
+    logs = forward_logprobs(model, [*prompt, *generated], **inputs)
+    following = logs[len(prompt) - 1 : -1]
+    assert generated == following.argmax(-1).tolist()
+    assert logprobs_of(events) == pytest.approx(following.max(-1).values.tolist(), abs=1e-5)
+    for row, event in zip(following, events, strict=False):
+        assert event.logprobs is not None
+        top = row.topk(len(event.logprobs.top))
+        assert [token for token, _ in event.logprobs.top] == top.indices.tolist()
+    if events[0].prompt_logprobs is not None:
+        first, *found = events[0].prompt_logprobs
+        assert first is None
+        expected = logs[:-1].gather(1, torch.tensor([prompt[1:] + generated]).T).squeeze(1)[: len(prompt) - 1]
+        assert [one.token for one in found if one is not None] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_and_logprobs_are_those_of_the_full_forward(name: str) -> None:
+    engine = engine_of(configuration(FAMILIES[name], inference=TINY), randomized=True)
+    engine.model.eval()
+    for sampling, texts in ((GREEDY, shared_prefixes()), (SCORED, shared_prefixes()[:3])):
+        for text, events in zip(texts, run(engine, texts, sampling), strict=True):
+            assert_equals_forward(engine.model, text, events)
+    # Once more: everything but the ends of the prompts is in the cache.
+    hits = [text for text in shared_prefixes() if len(text) > 2]
+    for text, events in zip(hits, run(engine, hits, GREEDY), strict=True):
+        assert_equals_forward(engine.model, text, events)
+    assert engine.manager.used_blocks == 0
+    assert engine.manager.states is None or engine.manager.states.free == TINY["max_requests"]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek", "hybrid"])
+def test_a_prefix_that_is_in_the_cache_is_not_computed_again(name: str) -> None:
+    engine = engine_of(configuration(FAMILIES[name], inference=TINY))
+    (text,) = prompts(19)
+    computed = []
+    for _ in range(2):
+        engine.add(text, SamplingParameters(temperature=0.0, max_tokens=1))
+        passes = 0
+        while not engine.is_idle:
+            engine.step()
+            passes += 1
+        computed.append(passes)
+    # 19 positions in passes of 7, recurrent states cut at the last full block; then one position.
+    assert computed[0] >= 3
+    assert computed[1] == 1
+
+
+def conditioned(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
+    """Prompts, and what each is conditioned by."""
+    generator = torch.Generator().manual_seed(4)
+    if name == "t5":
+        texts = [torch.randint(1, 101, (1, length), generator=generator) for length in (9, 3, 17)]
+        return [[0], [0, 7, 3], [0]], [{"encoder_tokens": text} for text in texts]
+    image = [IMAGE] * FEATURES
+    images = torch.randn(2, 3, 8, 8, generator=generator)
+    texts = [[5, *image, 9, 8], [*image, 7, *image], [5, *image, 9, 8], [3, 4]]
+    return texts, [{"images": images[:1]}, {"images": images}, {"images": images[1:]}, {}]
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_conditioned_families_equal_the_full_forward(name: str) -> None:
+    """The third prompt of LLaVA has the first one's tokens and another image: they share nothing."""
+    engine = engine_of(configuration(FAMILIES[name], inference=TINY), randomized=True)
+    engine.model.eval()
+    texts, inputs = conditioned(name)
+    for _ in range(2):
+        found = run(engine, texts, SCORED, inputs)
+        found += run(engine, texts, GREEDY, inputs)
+        for text, own, events in zip(texts * 2, inputs * 2, found, strict=True):
+            assert_equals_forward(engine.model, text, events, **own)
+    assert engine.manager.used_blocks == 0
+
+
+# -- the reference -----------------------------------------------------------------------------------
+
+ODD = {"hidden_size": 36, "num_attention_heads": 6, "num_query_groups": 2, "ffn_hidden_size": 44, "vocab_size": 103}
+REFERENCES: dict[str, dict[str, Any]] = {
+    name: {key: value for key, value in ODD.items() if key in keys} for name, keys in FAMILIES.items()
+} | {
+    # Their head size does not depend on the hidden size, or it has to be even.
+    "bloom": {"hidden_size": 40, "vocab_size": 103},
+    "gpt_neox": {"hidden_size": 48, "vocab_size": 103},
+    "gpt_bigcode": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
+    "gpt_oss": {"vocab_size": 103},
+    "deepseek": {"hidden_size": 36, "vocab_size": 103},
+    "mamba": {"hidden_size": 40, "vocab_size": 103},
+    "hybrid": {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5},
+    "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
+    "llava": {},
+}
+
+
+def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
+    """The model of `transformers` from files with our weights, in the names that we write."""
+    transformers = pytest.importorskip("transformers")
+    family: HuggingFaceFamily = host().models.get(config.model.family).name_maps["hf"].load()
+    external = family.write_config(config.model)
+    (folder / "config.json").write_text(json.dumps(external))
+    save_file(to_reference(model, family), folder / "model.safetensors", metadata={"format": "pt"})
+    kind = getattr(transformers, external["architectures"][0])
+    reference, loading = kind.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not loading["unexpected_keys"]
+    assert not loading["missing_keys"]
+    return reference.eval()
+
+
+def expected_of(reference: nn.Module, name: str, prompt: Sequence[int], inputs: dict[str, Tensor]) -> tuple[Any, Any]:
+    """Greedy tokens of `generate`, and the log-probabilities of its scores."""
+    given = {"input_ids": torch.tensor([prompt])}
+    if name == "t5":
+        given = {"input_ids": inputs["encoder_tokens"], "decoder_input_ids": torch.tensor([prompt])}
+    if "images" in inputs:
+        given["pixel_values"] = inputs["images"]
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    done = reference.generate(
+        **given, max_new_tokens=GREEDY.max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    logs = torch.cat(done.logits).float().log_softmax(-1)
+    tokens = done.sequences[0, -len(logs) :]
+    return tokens.tolist(), logs.gather(1, tokens[:, None]).squeeze(1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_and_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    config = configuration({**FAMILIES[name], **REFERENCES[name]}, inference=TINY)
+    model = new_model(config)
+    randomize(model)
+    reference = reference_of(config, model, tmp_path)
+    texts, inputs = conditioned(name) if name in CONDITIONED else (shared_prefixes()[:4], [{}] * 4)
+    engine = engine_of(config, model=model)
+    for text, own, events in zip(texts, inputs, run(engine, texts, GREEDY, inputs), strict=True):
+        tokens, logprobs = expected_of(reference, name, text, own)
+        assert tokens_of(events) == tokens
+        assert logprobs_of(events) == pytest.approx(logprobs, abs=1e-4)
