@@ -11,6 +11,7 @@ import typer
 from mt_core.commands import need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
+from mt_infer.commands.batch import check_files, run_file, write_samples_input
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mt_infer.text import TextGenerator
 
 STANDARD_INPUT = "-"
+FILES = "Many prompts"
 
 
 def generate(
@@ -39,6 +41,20 @@ def generate(
         list[Path] | None,
         typer.Option(parser=as_path, metavar="FILE", help="An image for the next <image> of the prompts. Repeatable."),
     ] = None,
+    input_: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help='File of prompts: .jsonl, one object with "prompt" a line, or .parquet.',
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File of completions; goes on where a killed run was.", rich_help_panel=FILES)
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, help="So many texts without a prompt, to --output.", rich_help_panel=FILES)
+    ] = None,
     set_: SETTINGS = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     nproc: NPROC = None,
@@ -50,6 +66,12 @@ def generate(
     sampling = SamplingParameters(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ()), max_tokens=max_tokens
     )
+    check_files(input_, output, prompt or [], num_samples)
+    if output is not None:
+        source = input_ or write_samples_input(output, num_samples or 0)
+        settings = engine_settings(set_ or [])
+        on_ranks(path, settings, device, nproc, lambda generator: run_file(generator, source, output, sampling))
+        return
     texts = read_prompts(prompt or [""])
     images = image or []
     on_ranks(

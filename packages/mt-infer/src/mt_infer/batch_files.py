@@ -1,0 +1,232 @@
+"""From a file of prompts to a file of completions. Killed, the same command goes on where it was.
+
+A line of the input (or row of a parquet file) is {"prompt": text} or {"tokens": [ids]}; keys that are sampling
+parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output. A line of
+the output has `completions`, each with text, number of tokens and finish_reason; or `error`, for a line that cannot be
+served. Lines are in the order of the input, so that the number of whole lines in the output says what is left to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_infer.sampling.noise import sequence_seed
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import Completion, Prompt, TextGenerator
+
+PARQUET = ".parquet"
+PROMPT, TOKENS = "prompt", "tokens"
+SAMPLING_KEYS = frozenset(entry.name for entry in fields(SamplingParameters))
+ROWS = 1024
+"""Rows of a parquet file that are read at a time."""
+
+
+@dataclass
+class Line:
+    """A line of the input and what has come of it. number: from 0."""
+
+    number: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    completions: list[Completion] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or all(one.finish is not None for one in self.completions)
+
+    def as_record(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.values.items() if key not in SAMPLING_KEYS}
+        if self.error is not None:
+            return {**kept, "error": f"line {self.number + 1}: {self.error}"}
+        return {**kept, "completions": [_completion(one) for one in self.completions]}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """lines: done, those of earlier runs included. failed: of this run. tokens: generated in this run."""
+
+    lines: int
+    failed: int
+    tokens: int
+
+
+def generate_file(
+    generator: TextGenerator,
+    source: Path,
+    target: Path,
+    sampling: SamplingParameters,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Writes a line to `target` for each of `source`. Lines that `target` has already are left as they are.
+
+    sampling: for lines that do not say otherwise; with a seed, each line has one of its own that follows from it.
+    Raises ConfigError for files that cannot be read or written, and for a target that is longer than the source.
+    """
+    partial = target.with_name(target.name + ".partial") if target.suffix == PARQUET else target
+    done = _whole_lines(partial)
+    if done > count_lines(source):
+        raise ConfigError(
+            f"{partial} has {done} lines, more than {source}; it is of another input: give another output"
+        )
+    progress = Progress(done, 0, 0)
+    with partial.open("a", encoding="utf-8") as out:
+        for line in _served(generator, islice(_lines(source), done, None), sampling):
+            out.write(json.dumps(line.as_record(), ensure_ascii=False) + "\n")
+            out.flush()
+            tokens = sum(len(one.tokens) for one in line.completions)
+            failed = progress.failed + (line.error is not None)
+            progress = Progress(progress.lines + 1, failed, progress.tokens + tokens)
+            on_progress(progress)
+    if partial != target:
+        _to_parquet(partial, target)
+    return progress
+
+
+def count_lines(source: Path) -> int:
+    if source.suffix == PARQUET:
+        return int(_parquet().ParquetFile(source).metadata.num_rows)
+    with _opened(source) as file:
+        return sum(1 for _ in file)
+
+
+def _served(generator: TextGenerator, lines: Iterator[Line], sampling: SamplingParameters) -> Iterator[Line]:
+    """Lines in their order, each when it and all before it are done. Twice as many run or wait as the engine takes."""
+    most = 2 * generator.config.inference.max_requests
+    queue: deque[Line] = deque()
+    running: dict[int, Line] = {}
+    exhausted = False
+    while not exhausted or queue:
+        while not exhausted and len(running) < most and len(queue) < 2 * most:
+            line = next(lines, None)
+            if line is None:
+                exhausted = True
+                break
+            queue.append(line)
+            _submit(generator, line, sampling, running)
+        while queue and queue[0].is_done:
+            yield queue.popleft()
+        if running:
+            _step(generator, running)
+
+
+def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters, running: dict[int, Line]) -> None:
+    if line.error is not None:
+        return
+    try:
+        own = _sampling_of(line, sampling)
+        running[generator.submit(_prompt_of(line), own)] = line
+        line.completions = [Completion() for _ in range(own.n)]
+    except (ConfigError, TypeError, ValueError) as error:
+        line.error = str(error)
+
+
+def _step(generator: TextGenerator, running: dict[int, Line]) -> None:
+    for event in generator.step():
+        line = running[event.request]
+        line.completions[event.index].add(event)
+        if line.is_done:
+            del running[event.request]
+
+
+def _prompt_of(line: Line) -> Prompt:
+    """Raises ConfigError for a line without a prompt, or with two."""
+    given = [key for key in (PROMPT, TOKENS) if key in line.values]
+    if len(given) != 1:
+        found = ", ".join(line.values) or "nothing"
+        raise ConfigError(f'a line has either "{PROMPT}" (a text) or "{TOKENS}" (ids); this one has {found}')
+    value = line.values[given[0]]
+    if given[0] == PROMPT and not isinstance(value, str):
+        raise ConfigError(f'"{PROMPT}" is {json.dumps(value)[:40]}; it must be a text')
+    is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
+    if given[0] == TOKENS and not is_ids:
+        raise ConfigError(f'"{TOKENS}" must be a list of ids')
+    return value  # type: ignore[no-any-return]
+
+
+def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters:
+    own: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in _asked(line).items()
+    }
+    if "seed" not in own and sampling.seed is not None:
+        own["seed"] = sequence_seed(sampling.seed, line.number)
+    return replace(sampling, **own)
+
+
+def _asked(line: Line) -> dict[str, Any]:
+    return {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
+
+
+def _completion(done: Completion) -> dict[str, Any]:
+    return {"text": done.text, "tokens": len(done.tokens), "finish_reason": done.finish and done.finish.value}
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _lines(source: Path) -> Iterator[Line]:
+    if source.suffix == PARQUET:
+        rows = (row for batch in _parquet().ParquetFile(source).iter_batches(ROWS) for row in batch.to_pylist())
+        yield from (Line(number, _present(row)) for number, row in enumerate(rows))
+        return
+    with _opened(source) as file:
+        for number, text in enumerate(file):
+            yield _parsed(number, text)
+
+
+def _parsed(number: int, text: bytes) -> Line:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Line(number, error=f"no JSON: {error}")
+    if not isinstance(values, dict):
+        return Line(number, error=f"a line is an object with a prompt, not {type(values).__name__}")
+    return Line(number, values)
+
+
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that the row has a value for."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _opened(source: Path) -> Any:
+    try:
+        return source.open("rb")
+    except OSError as error:
+        raise ConfigError(f"--input {source} cannot be read: {error.strerror}") from error
+
+
+def _whole_lines(path: Path) -> int:
+    """Lines of the output that are complete; what a killed run has left behind them is cut off."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        count = end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
+
+
+def _to_parquet(partial: Path, target: Path) -> None:
+    import pyarrow.json
+
+    table = pyarrow.json.read_json(partial)
+    _parquet().write_table(table, target)
+    partial.unlink()
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("parquet files need pyarrow, which is not installed (pip install pyarrow)") from error
+    return pyarrow.parquet

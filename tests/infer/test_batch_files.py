@@ -1,0 +1,157 @@
+"""A file of prompts becomes a file of completions, in order, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.infer.engines import configuration, engine_of
+
+from mt_core.errors import ConfigError
+from mt_core.specs import SpecialTokens
+from mt_infer import SamplingParameters, TextGenerator
+from mt_infer.batch_files import generate_file
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.megatron_generate import megatron_generate
+
+
+class Letters:
+    """Ids 1 ... 26 are the letters, 0 ends a document."""
+
+    vocab_size = 27
+    special = SpecialTokens(eod=0)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 96 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(96 + token) for token in ids)
+
+
+@pytest.fixture
+def generator() -> TextGenerator:
+    from tests.ckpt.convert_cases import MODELS
+
+    config = configuration({**MODELS["gpt2"], "vocab_size": 27})
+    engine = engine_of(config)
+    engine.tokenizer = Letters()
+    return TextGenerator(LockstepEngine(engine), Letters(), config)
+
+
+LINES = [
+    {"prompt": "abc", "id": "first"},
+    {"prompt": "hello", "max_tokens": 2},
+    "broken {",
+    {"tokens": [3, 4, 5], "temperature": 0.0},
+    {"prompt": "x" * 100},
+    {"text": "no prompt"},
+    {"prompt": "zebra", "n": 2, "seed": 4},
+    {"prompt": "abc", "top_k": -1},
+]
+SAMPLING = SamplingParameters(seed=3, max_tokens=5, ignore_eod=True)
+
+
+def written(path: Path) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in LINES))
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
+    done = generate_file(generator, written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", SAMPLING)
+    found = records(tmp_path / "out.jsonl")
+    assert [record.get("error", "")[:7] for record in found] == [
+        "",
+        "",
+        "line 3:",
+        "",
+        "line 5:",
+        "line 6:",
+        "",
+        "line 8:",
+    ]
+    assert (done.lines, done.failed) == (8, 4)
+    assert found[0]["id"] == "first"
+    assert [len(record["completions"]) for record in found if "completions" in record] == [1, 1, 1, 2]
+    assert [record["completions"][0]["tokens"] for record in found if "completions" in record] == [5, 2, 5, 5]
+    assert "shorten the prompt" in found[4]["error"]
+    assert 'either "prompt" (a text) or "tokens"' in found[5]["error"]
+    assert "top_k is -1" in found[7]["error"]
+
+
+def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
+    source, whole, cut = written(tmp_path / "in.jsonl"), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    generate_file(generator, source, whole, SAMPLING)
+    # Killed in the middle of the fourth line.
+    cut.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"completi')
+    done = generate_file(generator, source, cut, SAMPLING)
+    assert cut.read_bytes() == whole.read_bytes()
+    assert done.lines == 8
+    assert generate_file(generator, source, cut, SAMPLING).tokens == 0
+    source.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match="has 8 lines, more than .* give another output"):
+        generate_file(generator, source, cut, SAMPLING)
+
+
+def test_parquet_files_give_the_same(generator, tmp_path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{"prompt": "abc", "id": 1}, {"prompt": "hello", "id": 2}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for suffix in ("parquet", "jsonl"):
+        generate_file(generator, tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}", SAMPLING)
+    assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == records(tmp_path / "out.jsonl")
+
+
+# -- the interface of Accelerate's plugin ----------------------------------------------------------
+
+
+def test_megatron_generate_continues_padded_prompts(generator) -> None:
+    inputs, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    found = megatron_generate(generator, inputs, mask, max_new_tokens=4, stop_token=26)
+    # The longest prompt and four more make 7, which is rounded up to 8.
+    expected = generator.generate(
+        [[5, 6, 7], [8, 9]],
+        SamplingParameters(temperature=0.0, max_tokens=5, stop_token_ids=(26,), ignore_eod=True),
+    )
+    for row, prompt, (one,) in zip(found.tolist(), ([5, 6, 7], [8, 9]), expected, strict=True):
+        assert row[: len(prompt) + len(one.tokens)] == [*prompt, *one.tokens]
+    assert found.shape[1] == max(3 + len(expected[0][0].tokens), 2 + len(expected[1][0].tokens))
+    sampled = [megatron_generate(generator, inputs[:1], max_length=12, top_k=5, random_seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0].tolist() == sampled[1].tolist() != sampled[2].tolist()
+    started = megatron_generate(generator, inputs[:1], max_length=12, add_BOS=True)
+    assert started[0, :4].tolist() == [0, 5, 6, 7]
+
+
+def test_megatron_generate_returns_beams(generator) -> None:
+    found = megatron_generate(generator, torch.tensor([[5, 6, 7]]), max_length=8, num_beams=3, stop_token=26)
+    assert found.shape[0] == 3
+    assert (found[:, :3] == torch.tensor([5, 6, 7])).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "one of max_length"),
+        ({"max_length": 8, "max_new_tokens": 2}, "one of max_length"),
+        ({"max_length": 3}, "leaves no room"),
+        ({"max_length": 8, "top_k": 1001}, "top_k is 1001; it must be an integer from 0"),
+        ({"max_length": 8, "top_k": 3, "top_p": 0.5}, "one of the two"),
+        ({"max_length": 8, "temperature": 0.0}, "temperature is 0.0"),
+        ({"max_length": 8, "top_p_decay": 2.0}, "top_p_decay is 2.0"),
+        ({"max_length": 8, "num_beams": 2, "rows": 2}, "searches for one prompt, and there are 2"),
+        ({"max_length": 8, "top_q": 1}, "knows no top_q"),
+    ],
+)
+def test_megatron_generate_names_what_it_cannot_do(generator, options, message) -> None:
+    inputs = torch.tensor([[5, 6, 7]] * options.pop("rows", 1))
+    with pytest.raises(ConfigError, match=message):
+        megatron_generate(generator, inputs, **options)
