@@ -24,7 +24,7 @@ def note(tiny, host, *settings: str, device: str = "cpu") -> str | None:
 
 
 def page_faults_of_large_tensors(rank: int, world: int, raised: bool) -> int:
-    """Of a few tensors of 64 MiB made and freed, one after another."""
+    """Of a few tensors of 40 MiB made and freed, one after another."""
     assert not raised or malloc.raise_thresholds()
     _make_tensors(20)  # an aligned tensor does not fit where one of its size was, so that the heap grows at first
     before = _page_faults()
@@ -34,7 +34,7 @@ def page_faults_of_large_tensors(rank: int, world: int, raised: bool) -> int:
 
 def _make_tensors(count: int) -> None:
     for _ in range(count):
-        torch.ones(2**24)
+        torch.ones(10 * 2**20)
 
 
 def _page_faults() -> int:
@@ -44,8 +44,9 @@ def _page_faults() -> int:
 
 
 @LINUX
+@pytest.mark.slow
 def test_memory_of_freed_tensors_is_used_again() -> None:
-    pages = 5 * 2**26 // os.sysconf("SC_PAGE_SIZE")
+    pages = 5 * 40 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     (asis,), (raised,) = (run_ranks(1, page_faults_of_large_tensors, flag) for flag in (False, True))
     assert raised < pages / 100
     assert asis > 10 * raised

@@ -11,6 +11,9 @@ from mt_core.nn.kernels.reference.accumulation import widened
 from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
 from mt_core.parallel.context import Axis
 
+CPU_BLOCK_ELEMENTS = 2**18
+"""Of logits that are worked on at a time: 1 MiB in fp32."""
+
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
     """-log softmax(logits)[column]: logits [T, V] of this rank, columns [T] -> losses [T] in fp32 or wider.
@@ -46,7 +49,8 @@ def statistics(logits: Tensor, columns: Tensor) -> Tensor:
         empty[0] = float("-inf")
         return empty
     largest = wide.amax(1)
-    sums = (wide - largest[:, None]).exp_().sum(1)
+    blocks = zip(_row_blocks(wide), _row_blocks(largest[:, None], wide), strict=True)
+    sums = torch.cat([(rows - top).exp_().sum(1) for rows, top in blocks])
     here, safe = _inside(columns, wide.shape[1])
     label = wide.gather(1, safe[:, None])[:, 0].masked_fill(~here, 0.0)
     return torch.stack((largest, sums, label))
@@ -56,10 +60,28 @@ def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tenso
     """As RowKernels."""
     if logits.shape[1] == 0:
         return
-    gradient = (widened(logits) - lse[:, None]).exp_()
     here, safe = _inside(columns, logits.shape[1])
-    gradient.scatter_add_(1, safe[:, None], -here[:, None].to(gradient.dtype))
-    logits.copy_(gradient.mul_(factor[:, None]))
+    target = -here.to(lse.dtype)
+    per_row = [_row_blocks(values[:, None], logits) for values in (lse, safe, target, factor)]
+    for rows, *values in zip(_row_blocks(logits), *per_row, strict=True):
+        _subtract_target_of_block_(rows, *values)
+
+
+def _subtract_target_of_block_(logits: Tensor, lse: Tensor, column: Tensor, target: Tensor, factor: Tensor) -> None:
+    """lse, column, target, factor: [T, 1]"""
+    wide = widened(logits)
+    gradient = wide.sub_(lse) if wide is logits else wide - lse
+    gradient.exp_().scatter_add_(1, column, target.to(gradient.dtype)).mul_(factor)
+    if wide is not logits:
+        logits.copy_(gradient)
+
+
+def _row_blocks(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Rows of x in blocks, on a CPU so few that those of `like` (by default of x) stay in its cache between passes."""
+    like = x if like is None else like
+    if like.device.type != "cpu":
+        return (x,)
+    return x.split(max(CPU_BLOCK_ELEMENTS // like.shape[1], 1))
 
 
 def _inside(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
