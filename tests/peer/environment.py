@@ -67,6 +67,20 @@ def environment_with(requirements: Sequence[str], version: str, interpreter: str
     return python
 
 
+def older_megatron(version: str) -> Path:
+    """A folder with another version of Megatron-Core for the same interpreter, made if it is not there yet. Skips the
+    test where it cannot be had."""
+    folder = _cache() / f"megatron-core-{version}"
+    python = peer_python()
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            install = ["uv", "pip", "install", "--quiet", "--python", str(python), "--no-deps", "--target", str(folder)]
+            _run([*install, f"megatron-core=={version}"], f"megatron-core {version} cannot be installed")
+            (folder / "complete").touch()
+    return folder
+
+
 def _cache() -> Path:
     given = os.environ.get("MT_PEER_DIR")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mt-peer"

@@ -81,7 +81,6 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     cuda_on_cpu.apply_before_import()
-    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *args: None  # type: ignore[assignment]
     install_kernels()
     parts = Path(f"{output}.parts")
     parts.mkdir(exist_ok=True)
@@ -132,7 +131,20 @@ def kinds(found: list[tuple[str, str, dict[str, Any]]]) -> dict[str, dict[str, l
 
 def declare(folder: str, implementation: str) -> dict[str, Any]:
     """Model -> names of the two formats, or why the version does not make it."""
+    start(folder, implementation)
+    names: dict[str, Any] = {}
+    for model in (*DECODERS, *HYBRIDS, "bert", "t5"):
+        try:
+            names[model] = _names(make(model, implementation == "local"))
+        except Exception as error:  # what a version does not have is an answer
+            names[model] = {"error": f"{type(error).__name__}: {error}"[:200]}
+    return names
+
+
+def start(folder: str, implementation: str) -> None:
+    """Imports the version that is installed in a folder, as the one rank of a run."""
     sys.path.insert(0, folder)
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *args: None  # type: ignore[assignment]
     _stand_in_for_packages(implementation)
     os.environ.update(MASTER_ADDR="localhost", RANK="0", WORLD_SIZE="1", NVTE_FLASH_ATTN="0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -144,13 +156,6 @@ def declare(folder: str, implementation: str) -> dict[str, Any]:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     random.model_parallel_cuda_manual_seed(1)
     _accept_latent_attention()
-    names: dict[str, Any] = {}
-    for model in (*DECODERS, *HYBRIDS, "bert", "t5"):
-        try:
-            names[model] = _names(_make(model, implementation == "local"))
-        except Exception as error:  # what a version does not have is an answer
-            names[model] = {"error": f"{type(error).__name__}: {error}"[:200]}
-    return names
 
 
 def _names(model: Any) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def _is_weight(name: str, value: object) -> bool:
 # -- models ---------------------------------------------------------------------------------------------
 
 
-def _make(model: str, local: bool) -> Any:
+def make(model: str, local: bool) -> Any:
     if model in DECODERS:
         return _decoder(DECODERS[model], local)
     if model in HYBRIDS:
