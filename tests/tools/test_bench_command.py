@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mt_core.errors import DataError
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.parallel.context import Axis
 from mt_core.plugins import load_plugins
-from mt_tools.bench import cpu, simulation
+from mt_tools.bench import cpu, simulation, startup
 from mt_tools.bench.compare import compare, metrics
 from mt_tools.bench.kernel_cases import CASES, SMALL
 from mt_tools.bench.kernels import PLAIN_LOSSES, measure
@@ -241,14 +242,19 @@ def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
     }
 
 
-@pytest.mark.slow
-def test_startup_counts_from_python_and_from_torch(mt, tmp_path) -> None:
+def test_startup_counts_from_the_imports_and_from_torch(mt, tmp_path, monkeypatch) -> None:
+    """Processes are replaced by sleeps of known lengths."""
+    lengths = {"pass": 0.01, "import torch": 0.02, "--help": 0.06, "plugins": 0.08, "train.exit_iteration=1": 0.05}
+    monkeypatch.setattr(startup, "_start", lambda arguments, environment: time.sleep(lengths.get(arguments[-1], 0.03)))
     out = tmp_path / "startup.json"
-    assert mt("bench", "startup", "--rounds", 1, "--train-rounds", 1, "--out", out).code == 0
+    assert mt("bench", "startup", "--rounds", 3, "--train-rounds", 3, "--out", out).code == 0
     cases = {one["name"]: one for one in read_report(out).cases}
     assert set(cases) == {"mt --help", "mt plugins", "mt train, first step"}
-    for name in ("mt --help", "mt plugins"):
-        assert cases[name]["seconds"] > cases[name]["python_seconds"]
+    for name, length in (("mt --help", 0.06), ("mt plugins", 0.08)):
+        assert cases[name]["seconds"] >= length
+        assert cases[name]["python_seconds"] >= 0.01
+        assert cases[name]["time_ratio"] > 1
+    assert cases["mt train, first step"]["import_torch"] >= 0.02
 
 
 def test_a_measured_pipeline_is_no_shorter_than_the_simulated_one(mt, tmp_path) -> None:
