@@ -54,13 +54,14 @@ class SleepingModel(nn.Module):
         self.times = times
         self.factors = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in times.forward])
 
-    def run_stage(self, stage: Stage, hidden: Tensor | None, x: Tensor) -> Tensor:
+    def run_stage(self, stage: Stage, hidden: Any, **inputs: Tensor) -> Tensor:
         number = stage.layers.start
         time.sleep(self.times.forward[number])
         factor = SleepBackward.apply(self.factors[number], self.times.backward_weight[number])
         if hidden is None:
-            return x * factor
-        return SleepBackward.apply(hidden, self.times.backward_input[number]) * factor
+            return inputs["x"] * factor
+        out: Tensor = SleepBackward.apply(hidden, self.times.backward_input[number])
+        return out * factor
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         yield self

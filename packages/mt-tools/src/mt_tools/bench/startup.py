@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import alternating
+from mt_tools.bench.timing import Call, alternating
 
 PLAIN = "python -c pass"
 IMPORT = "import typer, rich.console, rich.table"
@@ -36,7 +36,7 @@ def startup_cases(rounds: int, train_rounds: int) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
-        calls = {name: partial(_start, arguments, environment) for name, arguments in COMMANDS.items()}
+        calls: dict[str, Call] = {name: partial(_start, arguments, environment) for name, arguments in COMMANDS.items()}
         taken = {name: statistics.median(t) for name, t in alternating(calls, rounds, warm_up=1).items()}
         yield from (command_case(name, taken) for name in ("mt --help", "mt plugins"))
         yield first_step_case(Path(folder), environment, train_rounds)
@@ -62,7 +62,7 @@ def first_step_case(folder: Path, environment: Mapping[str, str], rounds: int) -
         stopped = ("--run-dir", str(run_dir), "--set", "train.exit_iteration=1")
         _start(("-m", "mt_cli", "train", *stopped), environment)
 
-    calls = {"torch": partial(_start, ("-c", "import torch"), environment), "train": train}
+    calls: dict[str, Call] = {"torch": partial(_start, ("-c", "import torch"), environment), "train": train}
     taken = {name: statistics.median(t) for name, t in alternating(calls, rounds, warm_up=1).items()}
     beside = taken["train"] - taken["torch"]
     return {"name": "mt train, first step", "import_torch": taken["torch"], "beside_torch": {"seconds": beside}}
