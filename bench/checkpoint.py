@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import platform
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +40,8 @@ from mt_core.plugins import load_plugins
 from mt_core.train.checkpoint.local_shards import whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Commit, Contents, ShardedMethod, WritesInBackground
+from mt_tools.bench.report import as_line, conditions
+from mt_tools.bench.timing import elapsed
 
 BLOCK = 4 << 20
 State = dict[str, torch.Tensor]
@@ -125,7 +126,7 @@ def make_state(mib: int) -> State:
     hidden = 1024
     num_layers = max(elements * 3 // 4 // (hidden * hidden * 4 + hidden), 1)
     vocab = max((elements - num_layers * (hidden * hidden * 4 + hidden)) // hidden, 1)
-    shapes = {"embedding": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (vocab, hidden)}
     for layer in range(num_layers):
         shapes[f"layers.{layer}.fc"] = (4 * hidden, hidden)
         shapes[f"layers.{layer}.norm"] = (hidden,)
@@ -156,12 +157,6 @@ def always_take_fresh_memory() -> None:
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
 
 
-def timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def one_round(folder: Path, state: State, methods: list[Method]) -> dict[tuple[str, str], float]:
     seconds = {}
     for method in methods:
@@ -171,10 +166,11 @@ def one_round(folder: Path, state: State, methods: list[Method]) -> dict[tuple[s
             method.save(path, state)
             sync_all(path)
 
-        seconds[method.name, "save"] = timed(save)
+        seconds[method.name, "save"] = elapsed(save)
         drop_from_cache(path)
-        seconds[method.name, "load, cold"] = timed(lambda m=method, p=path: m.load(p, state))
-        seconds[method.name, "load, cached"] = timed(lambda m=method, p=path: m.load(p, state))
+        load = partial(method.load, path, state)
+        seconds[method.name, "load, cold"] = elapsed(load)
+        seconds[method.name, "load, cached"] = elapsed(load)
         shutil.rmtree(path)
     return seconds
 
@@ -196,12 +192,12 @@ def stalls(folder: Path, state: State, rounds: int) -> tuple[float, list[tuple[f
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
     def save(iteration: int) -> float:
-        seconds = timed(lambda: writer.write(directory.checkpoint(iteration), contents))
+        seconds = elapsed(lambda: writer.write(directory.checkpoint(iteration), contents))
         writer.finish()
         return seconds
 
     first = save(0)
-    pairs = [(save(number), timed(lambda: copy_into(target, state))) for number in range(1, rounds + 1)]
+    pairs = [(save(number), elapsed(lambda: copy_into(target, state))) for number in range(1, rounds + 1)]
     writer.close()
     return first, pairs
 
@@ -247,7 +243,7 @@ def main() -> None:
     state = make_state(options.mib)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     print(f"{num_bytes / 2**20:.0f} MiB in {len(state)} fp32 tensors, {options.rounds} rounds, every save fsynced")
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs, {platform.system()}")
+    print(as_line(conditions(torch=torch.__version__)))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         check(Path(folder), state)
         rounds = []

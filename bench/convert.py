@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ import torch
 from mt_ckpt.convert import convert
 from mt_ckpt.safetensors_files import TensorInfo, split_by_size, write_safetensors
 from mt_core.plugins import PluginHost, load_plugins
+from mt_tools.bench.report import as_line, conditions
 
 HIDDEN, FFN, VOCAB, HEADS, GROUPS = 2048, 5632, 32_000, 16, 4
 SHARD_BYTES = 500 * 10**6
@@ -123,7 +123,7 @@ def main() -> None:
         chosen = methods(source, native, host, options.nproc)
         num_bytes = sum(file.stat().st_size for file in source.iterdir())
         print(f"{num_bytes / 2**20:.0f} MiB in bf16, {options.rounds} rounds after one to warm up, all fsynced")
-        print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPUs")
+        print(as_line(conditions(torch=torch.__version__)))
         costs: dict[str, list[Cost]] = {name: [] for name in chosen}
         for number in range(options.rounds + 1):
             order = list(chosen)[number % len(chosen) :] + list(chosen)[: number % len(chosen)]

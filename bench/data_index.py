@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -30,6 +28,7 @@ import numpy as np
 
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan
 from mt_data.datasets.index_engine import IndexEngine, build_index
+from mt_tools.bench.report import as_line, conditions
 
 SOURCE = r"""
 #include <stdint.h>
@@ -142,7 +141,7 @@ def main() -> None:
         print(f"  ratio to the reference: wall {statistics.median(wall):.3f} of {[round(r, 3) for r in wall]}")
         print(f"  ratio to the reference: processor {statistics.median(processor):.3f}")
     print(f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
-    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} cores, {os.getloadavg()} load")
+    print(as_line(conditions(numpy=np.__version__)))
 
 
 if __name__ == "__main__":

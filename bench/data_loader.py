@@ -14,6 +14,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def open_dataset(prefix: Path, verify_checksums: bool = True) -> Dataset:
     )
     built = dataset_spec.build.load()(config, tokenizer, SplitRequest("train", None, SEQUENCE, 1))
     assert built is not None
-    return built["train"] if isinstance(built, dict) else built
+    return built["train"] if isinstance(built, Mapping) else built
 
 
 def epoch_seconds(prefix: Path, verify_checksums: bool) -> float:

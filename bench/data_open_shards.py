@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import platform
 import resource
 import statistics
 import struct
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mt_data.indexed import IndexedDataset
+from mt_tools.bench.report import as_line, conditions
+from mt_tools.bench.timing import alternating, elapsed, ratio
 
 
 def make_shards(folder: Path, count: int, sequences: int, length: int) -> list[str]:
@@ -58,11 +58,8 @@ def read_bare(prefix: str) -> bytes:
 
 def seconds(function: Callable[[], object]) -> float:
     gc.collect()
-    begin = time.perf_counter()
-    kept = function()
-    elapsed = time.perf_counter() - begin
-    del kept
-    return elapsed
+    kept: list[object] = []  # closing what was opened is not timed
+    return elapsed(lambda: kept.append(function()))
 
 
 def main() -> None:
@@ -74,19 +71,16 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefixes = make_shards(Path(folder), options.shards, options.sequences, options.length)
-        pairs = [
-            (seconds(lambda: [IndexedDataset(prefix) for prefix in prefixes]), seconds(lambda: bare(prefixes)))
-            for _ in range(options.repeats)
-        ]
+        calls = {"ours": lambda: [IndexedDataset(prefix) for prefix in prefixes], "bare": lambda: bare(prefixes)}
+        times = alternating(calls, options.repeats, measure=seconds, warm_up=0)
         shards = [IndexedDataset(prefix) for prefix in prefixes]
         opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else -1
         reading = seconds(lambda: [shard[0] for shard in shards])
-    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
+    ours, theirs = (statistics.median(times[name]) for name in ("ours", "bare"))
+    print(as_line(conditions(numpy=np.__version__, shards=options.shards)))
     print(
-        f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} cores, {options.shards} shards"
+        f"open:            {ours:.2f} s   (bare system calls {theirs:.2f} s, ratio {ratio(times, 'ours', 'bare'):.1f})"
     )
-    print(f"open:            {ours:.2f} s   (bare system calls {theirs:.2f} s, ratio {ratio:.1f})")
     print(f"first sequences: {reading:.2f} s   (maps .idx and .bin of each)")
     print(f"descriptors open: {opened}, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
 

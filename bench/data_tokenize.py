@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from mt_data.tokenizers.gpt2_bpe import GPT2BPEConfig, build_gpt2_bpe
 from mt_data.tokenizers.merges import parse_vocab_and_merges
 from mt_data.tokenizers.patterns import PATTERNS
 from mt_data.tokenizers.training import TrainOptions, train
+from mt_tools.bench.report import as_line, conditions
+from mt_tools.bench.timing import Call, alternating, elapsed, ratio
 
 
 def documents(megabytes: float) -> list[str]:
@@ -66,11 +69,14 @@ def tokenizers_engine(vocab_file: str, merge_file: str) -> Any:
     return ByteLevelBPETokenizer.from_file(vocab_file, merge_file)
 
 
-def cpu_seconds(encode: Callable[[str], Any], texts: Iterable[str]) -> float:
-    start = time.process_time()
-    for text in texts:
-        encode(text)
-    return time.process_time() - start
+def encoding(encode: Callable[[str], Any], texts: Iterable[str]) -> Call:
+    """Encodes all texts."""
+
+    def run() -> None:
+        for text in texts:
+            encode(text)
+
+    return run
 
 
 def main() -> None:
@@ -89,19 +95,19 @@ def main() -> None:
     tokens = sum(len(bare.encode_ordinary(text)) for text in texts)
     if tokens != sum(len(ours.encode_array(text)) for text in texts):
         sys.exit("the two do not give the same number of tokens: the text holds special tokens")
-    pairs = [
-        (cpu_seconds(bare.encode_ordinary, texts), cpu_seconds(ours.encode_array, texts))
-        for _ in range(arguments.rounds)
-    ]
-    slow_seconds = cpu_seconds(slow.encode, texts)
-    ratio = statistics.median(theirs / mine for theirs, mine in pairs)
-    rate = tokens / statistics.median(mine for _, mine in pairs) / 1e6
+    cpu = partial(elapsed, clock=time.process_time)
+    calls = {"bare": encoding(bare.encode_ordinary, texts), "ours": encoding(ours.encode_array, texts)}
+    times = alternating(calls, arguments.rounds, measure=cpu, warm_up=0)
+    slow_seconds = cpu(encoding(slow.encode, texts))
+    mine = statistics.median(times["ours"])
     print(f"vocabulary: {source} ({ours.vocab_size} ids)")
     print(f"text: {len(texts)} files, {sum(map(len, texts)) / 1e6:.1f} M characters, {tokens / 1e6:.2f} M tokens")
     print(f"tiktoken {version('tiktoken')}, tokenizers {version('tokenizers')}, one thread, CPU time")
-    print(f"ours: {rate:.2f} M tokens/s")
-    print(f"ours / bare tiktoken: {ratio:.2f} (goal 0.85; {arguments.rounds} interleaved rounds, median)")
-    print(f"ours / tokenizers one at a time: {slow_seconds / statistics.median(m for _, m in pairs):.1f}")
+    rate = ratio(times, "bare", "ours")
+    print(as_line(conditions()))
+    print(f"ours: {tokens / mine / 1e6:.2f} M tokens/s")
+    print(f"ours / bare tiktoken: {rate:.2f} (goal 0.85; {arguments.rounds} interleaved rounds, median)")
+    print(f"ours / tokenizers one at a time: {slow_seconds / mine:.1f}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ training loss of the last 20 steps, and how far each is from the run without FP8
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 
@@ -18,7 +17,8 @@ import torch
 from mt_core.config.loading import load_config
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import Callback, Trainer
-from mt_core.train.callbacks import Metrics
+from mt_core.train.callbacks import Metrics, Run
+from mt_tools.bench.report import as_line, conditions
 
 SETTINGS = (
     "model.num_layers=2",
@@ -45,7 +45,7 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_step_end(self, run: Trainer, metrics: Metrics) -> None:
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
         self.values.append(float(metrics["loss"]))
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     host = load_plugins()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, FP8 emulated"
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {device}, {options.steps} steps")
+    print(as_line(conditions(torch=torch.__version__, device=device, steps=options.steps)))
     common = [*SETTINGS, f"train.train_iters={options.steps}", f"precision.dtype={options.dtype}"]
     reference: tuple[float, float] | None = None
     for recipe in [None, *options.recipes]:

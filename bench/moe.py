@@ -17,11 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from mt_core.plugins import load_plugins
 from mt_moe.config import read_moe_config
 from mt_moe.layer import MoeLayer, build_dispatcher
 from mt_moe.tokens import share_tokens
+from mt_tools.bench.report import conditions
+from mt_tools.bench.timing import alternating, elapsed, ratio
 
 
 @dataclass(frozen=True)
@@ -110,35 +112,18 @@ def bare_products(case: Case, counts: list[int]) -> Callable[[], None]:
     return run
 
 
-def measure(cases: dict[str, Callable[[], None]], rounds: int) -> list[dict[str, float]]:
-    """Processor seconds of each case, round by round, after two to warm up."""
-    found = []
-    for _ in range(rounds + 2):
-        seconds = {}
-        for name, run in cases.items():
-            started = time.process_time()
-            run()
-            seconds[name] = time.process_time() - started
-        found.append(seconds)
-    return found[2:]
-
-
-def ratio(rounds: list[dict[str, float]], above: str, below: str) -> float:
-    return round(statistics.median(seconds[above] / seconds[below] for seconds in rounds), 3)
-
-
 def measure_case(case: Case, rounds: int, even: bool) -> dict[str, Any]:
     x = torch.randn(1, case.tokens, case.shape.hidden_size, requires_grad=True)
     layer = moe_layer(case, even)
     counts = layer.router(share_tokens(x, layer.ctx)).experts.flatten().bincount(minlength=case.experts).tolist()
     cases = {"moe": step(layer, x), "bare": bare_products(case, counts), "dense": step(dense_layer(case), x)}
-    found = measure(cases, rounds)
+    times = alternating(cases, rounds, measure=partial(elapsed, clock=time.process_time))
     return {
         "tokens": case.tokens,
         "largest_over_mean_load": round(max(counts) * case.experts / sum(counts), 2),
-        "milliseconds": {name: round(1000 * statistics.median(one[name] for one in found), 1) for name in cases},
-        "time_over_bare_products_and_sort": ratio(found, "moe", "bare"),
-        "tokens_per_second_over_dense": ratio(found, "dense", "moe"),
+        "milliseconds": {name: round(1000 * statistics.median(spent), 1) for name, spent in times.items()},
+        "time_over_bare_products_and_sort": round(ratio(times, "moe", "bare"), 3),
+        "tokens_per_second_over_dense": round(ratio(times, "dense", "moe"), 3),
     }
 
 
@@ -149,18 +134,16 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="let the router choose")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    conditions = {
-        "torch": torch.__version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "threads": arguments.threads,
-        "rounds": arguments.rounds,
-        "dtype": "fp32",
-        "load": "as routed" if arguments.uneven else "even",
-        "malloc": {name: os.environ.get(name) for name in MALLOC},
-    }
+    told = conditions(
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        dtype="fp32",
+        routing="as routed" if arguments.uneven else "even",
+        malloc={name: os.environ.get(name) for name in MALLOC},
+    )
     cases = {name: measure_case(case, arguments.rounds, not arguments.uneven) for name, case in CASES.items()}
-    print(json.dumps({"conditions": conditions, "cases": cases}, indent=2))
+    print(json.dumps({"conditions": told, "cases": cases}, indent=2))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ ratios within a round, so that what slows the machine slows both sides.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +31,7 @@ from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffe
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
+from mt_tools.bench.report import as_line, conditions
 
 RANKS, WARM_UP = 2, 3
 BLOCK = {"tokens": 512, "hidden": 512, "ffn": 2048}
@@ -138,7 +137,7 @@ def buffered_step(ctx: ParallelContext, batch: Tensor, layers: int, width: int, 
         (model(batch).square().mean() / ctx.dp.size).backward()
         weights.reduce()
         optimizer.step()
-        weights.publish()
+        weights.copy_to_model()
 
     return work
 
@@ -188,10 +187,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("block", "data"), default=["block", "data"])
     arguments = parser.parse_args()
     rounds = arguments.rounds
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, {RANKS} ranks of one thread on {os.cpu_count()} cores, "
-        f"gloo, fp32, {rounds} rounds, load {os.getloadavg()[0]:.1f} at the start"
-    )
+    print(as_line(conditions(torch=torch.__version__, ranks=f"{RANKS} of one thread, gloo, fp32", rounds=rounds)))
     if "block" in arguments.parts:
         seconds = run_ranks(RANKS, measure_block, rounds, timeout=600.0)[0]
         print(f"tensor-parallel block {BLOCK}\n  {ratio(seconds, 'block', 'bare')}")

@@ -1,7 +1,7 @@
 """What each test costs in CPU seconds (user and system), with the processes that it starts.
 
 CPU time hardly depends on what else the machine does; wall time does. A run of many tests ends with the total and
-the most expensive folders and tests; `--costs FILE` writes a line of JSON for each test.
+the most expensive folders and tests; `-o costs=FILE` writes a line of JSON for each test.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ PROPERTY = "cpu_seconds"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--costs", metavar="FILE", help="write the CPU seconds of each test, a line of JSON for each")
+    # No option of its own: pytest would take the FILE behind it for a path of tests before it knows the option.
+    parser.addini("costs", "file for the CPU seconds of each test, a line of JSON for each", type="string", default="")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Meter())
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Summary(config.getoption("--costs")))
+        config.pluginmanager.register(Summary(config.getini("costs")))
 
 
 class Meter:
@@ -58,7 +59,7 @@ class Meter:
 class Summary:
     """Adds up what the tests of all workers cost."""
 
-    def __init__(self, file: str | None) -> None:
+    def __init__(self, file: str) -> None:
         self.file = Path(file) if file else None
         if self.file:
             self.file.write_text("")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench.pipeline_bubble import measured, stage_times
+from mt_tools.bench.pipeline import measured, stage_times
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
@@ -393,7 +393,7 @@ def slept(rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
-    """Never shorter, since sleep is not; and not far above, with room for a busy machine. bench/pipeline_bubble.py
+    """Never shorter, since sleep is not; and not far above, with room for a busy machine. mt bench pipeline
     measures how near."""
     found = run_ranks(2, slept)[0]
     schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mt_core.errors import DataError
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.parallel.context import Axis
 from mt_core.plugins import load_plugins
-from mt_tools.bench import simulation
+from mt_tools.bench import cpu, simulation, startup
 from mt_tools.bench.compare import compare, metrics
 from mt_tools.bench.kernel_cases import CASES, SMALL
 from mt_tools.bench.kernels import PLAIN_LOSSES, measure
@@ -225,11 +226,12 @@ def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
         assert set(measured["step"]) == {"torch", "torch.compile"}
 
 
-def test_cpu_counts_what_can_be_counted(mt, tmp_path) -> None:
+def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cpu, "SHAPES", {"bytes": cpu.SHAPES["bytes"]})
     out = tmp_path / "cpu.json"
     assert mt("bench", "cpu", "--steps", 2, "--out", out).code == 0
     cases = {one["name"]: one for one in read_report(out).cases}
-    step = cases["step against a plain loop"]
+    step = cases["step against a plain loop, bytes"]
     assert step["operators"] <= step["operators_of_plain_loop"]
     held = {name: one["bytes_a_parameter"] for name, one in cases.items() if "bytes_a_parameter" in one}
     assert held == {
@@ -238,6 +240,33 @@ def test_cpu_counts_what_can_be_counted(mt, tmp_path) -> None:
         "optimizer, bf16, remainders": 14,
         "optimizer, bf16, remainders, bf16 moments": 10,
     }
+
+
+def test_startup_counts_from_the_imports_and_from_torch(mt, tmp_path, monkeypatch) -> None:
+    """Processes are replaced by sleeps of known lengths."""
+    lengths = {"pass": 0.01, "import torch": 0.02, "--help": 0.06, "plugins": 0.08, "train.exit_iteration=1": 0.05}
+    monkeypatch.setattr(startup, "_start", lambda arguments, environment: time.sleep(lengths.get(arguments[-1], 0.03)))
+    out = tmp_path / "startup.json"
+    assert mt("bench", "startup", "--rounds", 3, "--train-rounds", 3, "--out", out).code == 0
+    cases = {one["name"]: one for one in read_report(out).cases}
+    assert set(cases) == {"mt --help", "mt plugins", "mt train, first step"}
+    for name, length in (("mt --help", 0.06), ("mt plugins", 0.08)):
+        assert cases[name]["seconds"] >= length
+        assert cases[name]["python_seconds"] >= 0.01
+        assert cases[name]["time_ratio"] > 1
+    assert cases["mt train, first step"]["import_torch"] >= 0.02
+
+
+def test_a_measured_pipeline_is_no_shorter_than_the_simulated_one(mt, tmp_path) -> None:
+    out = tmp_path / "pipeline.json"
+    sizes = ("--ranks", 2, "--micro-batches", 4, "--unit-ms", 5)
+    outcome = mt("bench", "pipeline", *sizes, "--only", "1f1b", "--svg", tmp_path / "drawn", "--out", out)
+    assert outcome.code == 0, outcome.err
+    (case,) = read_report(out).cases
+    # Each rank works 4 x 6 units; the second one begins 2 later and is waited for, 4 in its last backward pass.
+    assert case["simulated_units"] == pytest.approx(4 * 6 + 2 + 4)
+    assert case["units"] > 0.999 * case["simulated_units"]
+    assert (tmp_path / "drawn" / "1f1b.svg").exists()
 
 
 def test_sim_plays_every_schedule(mt, tmp_path) -> None:
@@ -270,6 +299,7 @@ def test_sim_says_what_does_not_fit(monkeypatch) -> None:
     [
         (["train", "--preset", "9b"], "--preset 9b: it can be 124m, 1.2b, 3b, 8b, 7b-a1b"),
         (["train", "--precision", "fp4"], "--precision fp4: it can be bf16, fp8, fp32"),
+        (["pipeline", "--only", "1f2b"], "--only 1f2b: no such schedule; there are gpipe, 1f1b"),
         (["kernels", "--only", "norm", "--rounds", "1"], "--only norm: no such kernel; there are rms_norm"),
     ],
 )

@@ -11,7 +11,7 @@ from mt_tools.bench.report import Case, Report
 
 LOWER_IS_BETTER = frozenset(
     {"ms", "microseconds", "peak_mb", "peak_gb", "idle_share", "seconds", "step_ms", "time_ratio", "operators"}
-    | {"bytes_a_parameter", "bubble", "memory_gib", "import_ratio"}
+    | {"bytes_a_parameter", "bubble", "memory_gib", "import_ratio", "beyond_imports"}
 )
 HIGHER_IS_BETTER = frozenset({"tflops", "gb_per_s", "tokens_per_second", "mfu", "percent_of_floor", "of_gemm_peak"})
 

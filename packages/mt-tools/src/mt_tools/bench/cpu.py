@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from mt_core.data.loader import collate
 from mt_core.plugins import PluginHost
 from mt_tools.bench.plain_gpt import PlainLoop, PlainShape
 from mt_tools.bench.report import Case
+from mt_tools.bench.timing import alternating, ratio
 from mt_tools.bench.training import RandomTokens, TimedRun
 from mt_tools.bench.training_presets import COMMON, TEN_BYTES
 
-SHAPE = PlainShape(layers=4, hidden=128, heads=4, vocabulary=261, sequence=128, batch=16)
-WARM_UP = 3
+SHAPES = {
+    "wide vocabulary": PlainShape(layers=6, hidden=384, heads=6, vocabulary=50304, sequence=256, batch=4),
+    "bytes": PlainShape(layers=4, hidden=128, heads=4, vocabulary=261, sequence=128, batch=16),
+}
 OPTIMIZERS = {
     "fp32": ("precision.dtype=fp32",),
     "bf16, fp32 copies": ("precision.dtype=bf16",),
@@ -35,7 +38,8 @@ OPTIMIZERS = {
 
 
 def cpu_cases(steps: int, host: PluginHost) -> Iterator[Case]:
-    yield step_against_plain_loop(SHAPE, steps, host)
+    for name, shape in SHAPES.items():
+        yield step_against_plain_loop(name, shape, steps, host)
     for name, settings in OPTIMIZERS.items():
         yield bytes_of_optimizer(name, settings, host)
     yield import_case()
@@ -59,27 +63,24 @@ def launches(call: Callable[[], object]) -> int:
     return mode.count
 
 
-def step_against_plain_loop(shape: PlainShape, steps: int, host: PluginHost) -> Case:
+def step_against_plain_loop(name: str, shape: PlainShape, steps: int, host: PluginHost) -> Case:
     """The median ratio over pairs of steps, which alternate between the two, in fp32."""
     torch.manual_seed(0)
     data, plain = RandomTokens(shape.vocabulary, shape.sequence), PlainLoop(shape)
     run = TimedRun([*shape.settings(), *COMMON, "train.device=cpu"], None, host)
     arrays = collate(data[index] for index in range(shape.batch))
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    pairs = []
     try:
-        for number in range(steps + WARM_UP):
-            ours, theirs = _seconds(run.step), _seconds(lambda: plain.step(batch))
-            if number >= WARM_UP:
-                pairs.append((ours, theirs))
+        times = alternating({"mt": run.step, "plain": lambda: plain.step(batch)}, steps)
         operators, plain_operators = launches(run.step), launches(lambda: plain.step(batch))
     finally:
         run.close()
     return {
-        "name": "step against a plain loop",
+        "name": f"step against a plain loop, {name}",
         "parameters": sum(parameter.numel() for parameter in plain.model.parameters()),
         "pairs": steps,
-        "time_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "tokens_per_second": shape.batch * shape.sequence / statistics.median(times["mt"]),
+        "time_ratio": ratio(times, "mt", "plain"),
         "operators": operators,
         "operators_of_plain_loop": plain_operators,
     }
@@ -106,16 +107,10 @@ def bytes_of_optimizer(name: str, settings: tuple[str, ...], host: PluginHost) -
 
 def import_case(rounds: int = 3) -> Case:
     """Import time of the trainer over that of torch; each import runs in a new process, alternating."""
-    taken: dict[str, list[float]] = {"torch": [], "mt_core.train": []}
-    for _ in range(rounds):
-        for module, times in taken.items():
-            command = [sys.executable, "-c", f"import {module}"]
-            times.append(_seconds(lambda command=command: subprocess.run(command, check=True)))  # type: ignore[misc]
-    torch_seconds, ours = (statistics.median(times) for times in taken.values())
-    return {"name": "importing the trainer against torch", "import_ratio": ours / torch_seconds}
+    modules = ("torch", "mt_core.train.trainer")
+    times = alternating({module: partial(_import, module) for module in modules}, rounds, warm_up=0)
+    return {"name": "importing the trainer against torch", "import_ratio": ratio(times, modules[1], modules[0])}
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def _import(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)

@@ -65,9 +65,15 @@ def conditions(**more: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         **more,
     }
+
+
+def as_line(told: Mapping[str, Any]) -> str:
+    """Conditions as one line of text."""
+    return ", ".join(f"{key} {value}" for key, value in told.items() if not isinstance(value, Mapping))
 
 
 def _version(package: str) -> str | None:

@@ -1,22 +1,34 @@
-"""Medians of alternating calls."""
+"""Times of alternating calls: `mt bench` and the scripts in bench/ share this. Imports no torch."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
+Call = Callable[[], object]
+Times = Mapping[str, Sequence[float]]
+"""Seconds of each call in each round."""
 WARM_UP = 3
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
+def elapsed(call: Call, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one call. clock: `time.process_time` counts those of the processor."""
+    started = clock()
+    call()
+    return clock() - started
+
+
+def seconds(call: Call, device: torch.device) -> float:
     """Seconds of one call; on a GPU between two events, so launch overhead counts only if it is the bottleneck."""
     if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        return elapsed(call)
+    import torch
+
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     call()
@@ -25,13 +37,28 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def medians(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Seconds of each call. Calls alternate, so that disturbances of the machine affect all of them alike."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(seconds(call, device))
+def alternating(
+    calls: Mapping[str, Call], rounds: int, *, measure: Callable[[Call], float] = elapsed, warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
+    """Times of rounds in which each call is done once, so that disturbances of the machine affect all of them alike.
+    Each round begins with another call. warm_up: rounds that are not counted."""
+    names = list(calls)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + warm_up):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            spent = measure(calls[name])
+            if number >= warm_up:
+                taken[name].append(spent)
+    return taken
+
+
+def medians(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median seconds of each of the alternating calls."""
+    taken = alternating(calls, rounds, measure=lambda call: seconds(call, device))
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def ratio(times: Times, above: str, below: str) -> float:
+    """Median over the rounds of the ratio within a round: what slows the machine slows both sides."""
+    return statistics.median(a / b for a, b in zip(times[above], times[below], strict=True))

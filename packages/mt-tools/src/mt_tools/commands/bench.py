@@ -115,6 +115,41 @@ def cpu(
 
 
 @app.command()
+def startup(
+    rounds: Annotated[int, typer.Option(help="Starts of each; medians are taken.", min=1)] = 21,
+    train_rounds: Annotated[int, typer.Option(help="Starts of mt train and of torch.", min=1)] = 5,
+    out: Out = None,
+) -> None:
+    """How long `mt --help`, `mt plugins` and the first step of `mt train` take, against their imports."""
+    need("torch", "mt-models", "mt-data", command="mt bench startup")
+    from mt_tools.bench.report import conditions
+    from mt_tools.bench.startup import startup_cases
+
+    told = conditions(rounds=rounds, train_rounds=train_rounds)
+    _write("startup", told, out, startup_cases(rounds, train_rounds))
+
+
+@app.command()
+def pipeline(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Processes, each a pipeline rank.", min=2)] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1)] = 8,
+    unit_ms: Annotated[float, typer.Option(help="Milliseconds that half of a pass of a rank takes.", min=0.1)] = 20.0,
+    only: Annotated[list[str] | None, typer.Option(help="A schedule; repeatable. Default: all.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Folder for an SVG of each measured schedule.")] = None,
+    out: Out = None,
+) -> None:
+    """Bubbles of pipeline schedules: measured on ranks whose stages sleep, against the simulator's."""
+    need("torch", "mt-models", command="mt bench pipeline")
+    from mt_tools.bench.pipeline import PipelineRun, pipeline_cases
+    from mt_tools.bench.report import conditions
+
+    run = PipelineRun(ranks, micro_batches, unit_ms / 1000)
+    told = conditions(ranks=ranks, micro_batches=micro_batches, unit_ms=unit_ms)
+    _write("pipeline", told, out, pipeline_cases(run, only or (), svg, host_of(context)))
+
+
+@app.command()
 def sim(context: typer.Context, out: Out = None) -> None:
     """Plans and pipeline schedules at 70B, 405B and DeepSeek-V3 size, without running them."""
     need("torch", "mt-models", "mt-data", command="mt bench sim")
@@ -186,10 +221,10 @@ def _conditions(machine: Machine, **more: Any) -> dict[str, Any]:
 
 def _write(kind: str, told: dict[str, Any], out: Path | None, cases: Iterable[Case]) -> None:
     """Measure case after case, each into the file and onto the console."""
-    from mt_tools.bench.report import Report
+    from mt_tools.bench.report import Report, as_line
 
     path = out or Path(f"bench-{kind}.json")
-    typer.echo(", ".join(f"{key} {value}" for key, value in told.items() if not isinstance(value, dict)))
+    typer.echo(as_line(told))
     report = Report(kind, told, path, _show)
     for case in cases:
         report.add(case)

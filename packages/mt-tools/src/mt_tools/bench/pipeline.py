@@ -1,9 +1,6 @@
 """Bubbles of pipeline schedules: measured on ranks whose stages sleep, against the simulator's.
 
-    uv run python bench/pipeline_bubble.py [--ranks 4] [--micro-batches 8] [--unit-ms 20] [--only zbv_zero_bubble]
-                                              [--pictures DIR]
-
-A rank works 2 units forward, 2 for gradients of inputs and 2 for those of weights on each micro-batch, divided over
+A rank works 2 units forward, 2 for gradients of inputs and 2 for those of weights on each micro-batch, partitioned over
 its stages, so that all schedules do the same work. Sleeping takes no processor: ranks do not disturb one another, and
 what is measured is the schedule and the runtime. Of several steps the quickest counts; the first, which exchanges
 shapes, does not.
@@ -11,23 +8,26 @@ shapes, does not.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.pipeline.pipeline import Pipeline
+from mt_core.parallel.pipeline.schedules import PipelineSchedule
 from mt_core.parallel.pipeline.simulator import StageTimes, simulate
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
-from mt_core.plugins import load_plugins
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
+from mt_tools.bench.report import Case
 
 STEPS = 5
 
@@ -54,13 +54,14 @@ class SleepingModel(nn.Module):
         self.times = times
         self.factors = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in times.forward])
 
-    def run_stage(self, stage: Stage, hidden: Tensor | None, x: Tensor) -> Tensor:
+    def run_stage(self, stage: Stage, hidden: Any, **inputs: Tensor) -> Tensor:
         number = stage.layers.start
         time.sleep(self.times.forward[number])
         factor = SleepBackward.apply(self.factors[number], self.times.backward_weight[number])
         if hidden is None:
-            return x * factor
-        return SleepBackward.apply(hidden, self.times.backward_input[number]) * factor
+            return inputs["x"] * factor
+        out: Tensor = SleepBackward.apply(hidden, self.times.backward_input[number])
+        return out * factor
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         yield self
@@ -98,34 +99,44 @@ def share(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return output.sum()
 
 
-def main() -> None:
-    registered = {spec.name: spec.schedule.load() for spec in load_plugins().pipeline_schedules}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--unit-ms", type=float, default=20.0)
-    parser.add_argument("--only", action="append", choices=list(registered), help="measure this one; repeatable")
-    parser.add_argument("--pictures", type=Path, help="write an SVG of each measured schedule into this folder")
-    options = parser.parse_args()
-    unit = options.unit_ms / 1000
-    chosen = options.only or list(registered)
-    schedules = [(name, registered[name].min_stages_per_rank) for name in chosen]
-    timelines = run_ranks(options.ranks, measured, schedules, options.micro_batches, unit, timeout=600)[0]
-    print(f"{options.ranks} ranks, {options.micro_batches} micro-batches, unit {options.unit_ms:g} ms")
-    print(f"{'schedule':24} stages/rank   step, units: measured simulated   ratio   bubble: measured simulated")
-    for (name, stages_per_rank), timeline in zip(schedules, timelines, strict=True):
-        expected = simulate(
-            registered[name], options.ranks, options.micro_batches, stage_times(options.ranks, stages_per_rank, unit)
-        )
-        print(
-            f"{name:24} {stages_per_rank:11}   {timeline.makespan / unit:21.2f} {expected.makespan / unit:9.2f}   "
-            f"{timeline.makespan / expected.makespan:5.3f}   {timeline.bubble_fraction:16.3f} "
-            f"{expected.bubble_fraction:9.3f}"
-        )
-        if options.pictures:
-            options.pictures.mkdir(parents=True, exist_ok=True)
-            write_trace(timeline, options.pictures / f"{name}.svg")
+@dataclass(frozen=True)
+class PipelineRun:
+    """unit: seconds."""
+
+    ranks: int
+    micro_batches: int
+    unit: float
+
+    def case(self, schedule: PipelineSchedule, measured: Timeline) -> Case:
+        """Lengths of a step are in units."""
+        times = stage_times(self.ranks, schedule.min_stages_per_rank, self.unit)
+        expected = simulate(schedule, self.ranks, self.micro_batches, times)
+        return {
+            "name": schedule.name,
+            "stages_per_rank": schedule.min_stages_per_rank,
+            "units": measured.makespan / self.unit,
+            "simulated_units": expected.makespan / self.unit,
+            "time_ratio": measured.makespan / expected.makespan,
+            "bubble": measured.bubble_fraction,
+            "simulated_bubble": expected.bubble_fraction,
+        }
 
 
-if __name__ == "__main__":
-    main()
+def pipeline_cases(run: PipelineRun, only: Collection[str], svg: Path | None, host: PluginHost) -> Iterator[Case]:
+    """Raises ConfigError for a name in `only` that no plugin registers. svg: a folder for the measured timelines."""
+    schedules = chosen_schedules(only, host)
+    wanted = [(name, schedule.min_stages_per_rank) for name, schedule in schedules.items()]
+    timelines = run_ranks(run.ranks, measured, wanted, run.micro_batches, run.unit, timeout=600)[0]
+    for (name, schedule), timeline in zip(schedules.items(), timelines, strict=True):
+        if svg is not None:
+            svg.mkdir(parents=True, exist_ok=True)
+            write_trace(timeline, svg / f"{name}.svg")
+        yield run.case(schedule, timeline)
+
+
+def chosen_schedules(only: Collection[str], host: PluginHost) -> dict[str, PipelineSchedule]:
+    registered = {spec.name: spec.schedule.load() for spec in host.pipeline_schedules}
+    for name in only:
+        if name not in registered:
+            raise ConfigError(f"--only {name}: no such schedule; there are {', '.join(registered)}")
+    return {name: schedule for name, schedule in registered.items() if not only or name in only}
