@@ -84,7 +84,7 @@ class DeferredCommand(TyperCommand):
     """A command of a plugin, known by its name and document until it is called."""
 
     def __init__(self, spec: CommandSpec, host: PluginHost) -> None:
-        super().__init__(spec.name, help=escape(spec.doc))
+        super().__init__(spec.name.rpartition(" ")[2], help=escape(spec.doc))
         self.spec = spec
         self.host = host
 
@@ -101,7 +101,8 @@ class DeferredCommand(TyperCommand):
         owners = self.host.commands.owners(self.spec.name)
         spec = self.host.commands.get(self.spec.name) if owners else self.spec
         try:
-            return as_command(spec.name, spec.app.load())
+            command = as_command(spec.name.rpartition(" ")[2], spec.app.load())
+            return with_subcommands(command, spec.name, self.host)
         except MtError:
             raise
         except Exception as error:  # another's code may raise anything while it is imported
@@ -126,10 +127,18 @@ def build_group(host: PluginHost) -> CommandGroup:
     return group
 
 
+def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
+    """The group with the commands that other plugins add to it, under names such as "verify generation"."""
+    for spec in host.commands:
+        if spec.name.startswith(f"{name} "):
+            command.add_command(DeferredCommand(spec, host), spec.name.rpartition(" ")[2])
+    return command
+
+
 def ordered_commands(host: PluginHost) -> list[CommandSpec]:
     """mt-cli's own commands in their order, then the others by name; one for each name."""
     own = plugin.mt_register_commands()
-    found = {spec.name: spec for spec in host.commands}
+    found = {spec.name: spec for spec in host.commands if " " not in spec.name}
     kept = [spec for spec in own if spec.name in found or spec.name in DIAGNOSIS]
     others = sorted(found.keys() - {spec.name for spec in own})
     return kept + [found[name] for name in others]

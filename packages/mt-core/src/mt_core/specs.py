@@ -601,7 +601,8 @@ class CallbackSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
-    """A sub-command of `mt`: a typer app, imported when it is called."""
+    """A sub-command of `mt`: a typer app, imported when it is called. name: "verify generation" adds `generation` to the
+    group `verify` of another plugin."""
 
     app: Lazy[Any]
 

@@ -147,7 +147,7 @@ def _prompt_of(line: Line) -> Prompt:
     is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
     if given[0] == TOKENS and not is_ids:
         raise ConfigError(f'"{TOKENS}" must be a list of ids')
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters:

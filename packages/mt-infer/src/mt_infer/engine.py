@@ -184,10 +184,15 @@ class InferenceEngine:
         others = [number for number in ending if chunks[number].sequence.beams is None]
         if others:
             last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
-            verified = verify(last, [chunks[number] for number in others])
+            verified = verify(last, [chunks[number] for number in others], self._shares)
             for number, sampled in zip(others, verified, strict=True):
                 found[number].sampled = sampled
         return found
+
+    @property
+    def _shares(self) -> Sequence[int]:
+        """Parts of the vocabulary that training's loss sums by, where its bits are wanted."""
+        return self.runner.vocab_shares if self.options.batch_invariant else ()
 
     def _prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> list[LogProbs | None]:
         """Of the prompt's tokens that follow the chunk's positions."""
@@ -199,7 +204,7 @@ class InferenceEngine:
         # An image token behind the vocabulary has no probability.
         vocab = logits.shape[-1]
         asked = [wanted if token < vocab else None for token in following]
-        return log_probabilities(logits[: len(following)], tokens.clamp(max=vocab - 1), asked)
+        return log_probabilities(logits[: len(following)], tokens.clamp(max=vocab - 1), asked, self._shares)
 
     def _advance_all(
         self, chunks: Sequence[Chunk], found: Sequence[_Found], snapshots: Sequence[list[Tensor] | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from mt_core.nn.model import as_generator
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
+from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
+from mt_core.train.pipelining import Stages
 from mt_infer.cache.batch import CachedBatch
 
 ValueT = TypeVar("ValueT")
@@ -27,6 +29,13 @@ class PlacedStages:
     ranks: tuple[int, ...]
 
 
+def placed_stages(stages: Stages | None, ctx: ParallelContext) -> PlacedStages | None:
+    """Of a model that was built with these stages."""
+    if stages is None:
+        return None
+    return PlacedStages(stages.all, ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement))
+
+
 class ModelRunner:
     """This rank's part of the forward passes. Every rank of the model (its tp and pp axes) makes the same calls.
 
@@ -38,6 +47,8 @@ class ModelRunner:
         self.ctx = ctx
         self.stages = (whole(self.model.decoded_layers),) if placed is None else placed.stages
         self.rank_of_stage = (0,) if placed is None else placed.ranks
+        self.vocab_shares: tuple[int, ...] = ()
+        """Ids of each rank of tp, after a forward pass; empty for one rank."""
         self._p2p = P2PCommunicator(ctx.pp, ctx.device) if len(self.stages) > 1 else None
 
     @property
@@ -72,7 +83,9 @@ class ModelRunner:
         return everyone[0]
 
     def _whole_rows(self, logits: Tensor, batch: CachedBatch) -> Tensor:
-        rows = gather_vocab(logits, self.ctx)[0]
+        every = gather_vocab(logits, self.ctx)
+        self.vocab_shares = every.shares
+        rows = every.logits[0]
         return (rows[batch.logit_rows] if batch.multiple > 1 else rows).float()
 
     def _send(self, hidden: Any, to: int, stage: int, batch: CachedBatch) -> None:
@@ -85,14 +98,22 @@ class ModelRunner:
         return incoming.form.pack(incoming.wait())
 
 
-def gather_vocab(logits: Tensor, ctx: ParallelContext) -> Tensor:
+class GatheredLogits(NamedTuple):
+    """logits: [1, R, vocab]. shares: ids of each rank of tp; empty for one rank."""
+
+    logits: Tensor
+    shares: tuple[int, ...]
+
+
+def gather_vocab(logits: Tensor, ctx: ParallelContext) -> GatheredLogits:
     """[1, R, ids of this rank] -> [1, R, vocab] on every rank of tp. The last ranks may have fewer ids, or none."""
     if ctx.tp.size == 1:
-        return logits
+        return GatheredLogits(logits, ())
     counts = torch.zeros(ctx.tp.size, dtype=torch.int64, device=logits.device)
     counts[ctx.tp.rank] = logits.shape[-1]
     dist.all_reduce(counts, group=ctx.tp.group)
-    share = int(counts.max())
+    shares = tuple(counts.tolist())
+    share = max(shares)
     padded = torch.nn.functional.pad(logits, (0, share - logits.shape[-1]))
     every = gather_copies(padded, logits.ndim - 1, ctx.tp)
-    return every[..., : int(counts.sum())]
+    return GatheredLogits(every[..., : sum(shares)], shares)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Tokenizer
 from mt_core.train import build
@@ -25,7 +24,7 @@ from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
-from mt_infer.runner import PlacedStages
+from mt_infer.runner import placed_stages
 from mt_infer.sampling.parameters import SamplingParameters
 
 
@@ -101,10 +100,7 @@ class TextGenerator:
         stages: Stages | None = None,
     ) -> TextGenerator:
         """Of a model in memory, in the layout that it has. stages: of its pipeline."""
-        placed = None
-        if stages is not None:
-            ranks = ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement)
-            placed = PlacedStages(stages.all, ranks)
+        placed = placed_stages(stages, ctx)
         longest = longest_sequence(config, model)
         engine = InferenceEngine(model, tokenizer, ctx, config.inference, longest=longest, placed=placed)
         return cls(LockstepEngine(engine), tokenizer, config)

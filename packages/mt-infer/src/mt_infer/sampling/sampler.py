@@ -23,10 +23,10 @@ class Sampled:
     logprobs: LogProbs | None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    """logits [B, vocab] in fp32, one for each row -> its token."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = ()) -> list[Sampled]:
+    """logits [B, vocab] in fp32, one for each row -> its token. shares: see log_probabilities."""
     tokens = choose(logits, rows)
-    reported = log_probabilities(logits, tokens, [row.sampling.logprobs for row in rows])
+    reported = log_probabilities(logits, tokens, [row.sampling.logprobs for row in rows], shares)
     return [Sampled(token, found) for token, found in zip(tokens.tolist(), reported, strict=True)]
 
 
@@ -67,13 +67,18 @@ def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=probabilities.shape[-1] - 1)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> list[LogProbs | None]:
-    """Of tokens [B] under logits [B, vocab], with the likeliest ids that each row wants; None: not wanted."""
+def log_probabilities(
+    logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], shares: Sequence[int] = ()
+) -> list[LogProbs | None]:
+    """Of tokens [B] under logits [B, vocab], with the likeliest ids that each row wants; None: not wanted.
+
+    shares: sizes of the ranks' parts of the vocabulary; then sums are taken part by part, as training's loss does.
+    """
     rows = [number for number, count in enumerate(wanted) if count is not None]
     found: list[LogProbs | None] = [None] * len(wanted)
     if not rows:
         return found
-    logs = logits[rows].log_softmax(dim=-1)
+    logs = sharded_log_softmax(logits[rows], shares) if shares else logits[rows].log_softmax(dim=-1)
     own = logs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()
     most = max(count or 0 for count in wanted)
     top = logs.topk(min(most, logs.shape[-1])) if most else None
@@ -85,3 +90,13 @@ def log_probabilities(logits: Tensor, tokens: Tensor, wanted: Sequence[int | Non
             likeliest = tuple(zip(ids, values, strict=True))
         found[number] = LogProbs(own[place], likeliest)
     return found
+
+
+def sharded_log_softmax(logits: Tensor, shares: Sequence[int]) -> Tensor:
+    """log softmax of [B, vocab], in the order of operations of vocab_parallel_cross_entropy (mt_core.nn.loss)."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    sums = [part.contiguous().exp().sum(-1) for part in shifted.split(list(shares), dim=-1) if part.shape[-1]]
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    return -(total.log()[:, None] - shifted)

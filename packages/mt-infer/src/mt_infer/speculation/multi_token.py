@@ -80,7 +80,7 @@ class MultiTokenDrafter(Drafter):
         for depth in range(self.most):
             tokens = torch.tensor([[token for span in spans for token in span.ahead(depth + 1)]], device=batch.device)
             state = self.model.predict_ahead(depth, state, tokens, passes)
-            self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx)[0])
+            self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx).logits[0])
         return [span.drafts for span in spans]
 
     def _span(self, chunk: Chunk, hidden: Tensor, sampled: list[int]) -> _Span:

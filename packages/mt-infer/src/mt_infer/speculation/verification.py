@@ -17,17 +17,20 @@ from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import Sampled, sample
 
 
-def verify(logits: Tensor, chunks: Sequence[Chunk]) -> list[list[Sampled]]:
-    """logits [R, vocab] behind each chunk's last token and each of its drafts -> its next tokens, one at least."""
+def verify(logits: Tensor, chunks: Sequence[Chunk], shares: Sequence[int] = ()) -> list[list[Sampled]]:
+    """logits [R, vocab] behind each chunk's last token and each of its drafts -> its next tokens, one at least.
+
+    shares: see log_probabilities.
+    """
     rows = [
         SamplingRow(chunk.sequence, chunk.drafts[:count]) for chunk in chunks for count in range(len(chunk.drafts) + 1)
     ]
-    sampled = iter(sample(logits, rows))
+    sampled = iter(sample(logits, rows, shares))
     return [accepted(chunk.drafts, [next(sampled) for _ in range(len(chunk.drafts) + 1)]) for chunk in chunks]
 
 
 def accepted(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
-    """The sampled tokens up to the first that differs from its draft; it is right itself, and those behind it are not."""
+    """The sampled tokens up to the first that differs from its draft: that one is right, those behind it are not."""
     count = 0
     while count < len(drafts) and sampled[count].token == drafts[count]:
         count += 1

@@ -1,0 +1,176 @@
+"""Whether an engine's tokens and log-probabilities depend on how they are computed, and are those of training.
+
+The same requests are served in several ways: one after another, together, in small chunks, with prefixes that others
+have computed, with too little memory. Last, training's forward pass and loss score the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_core.config.schema import Config, InferenceConfig
+from mt_core.nn.batch_invariance import batch_invariant
+from mt_core.nn.loss import build_cross_entropy
+from mt_core.train.trained_model import TrainedModel
+from mt_infer.engine import InferenceEngine
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.requests import TokenEvent
+from mt_infer.runner import PlacedStages
+from mt_infer.sampling.parameters import SamplingParameters
+
+TOLERANCE = 1e-3
+"""Largest difference of log-probabilities in fp32 without inference.batch_invariant. In 16 bits: 0.25."""
+TOLERANCE_16_BITS = 0.25
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one request: generated tokens, and the log-probability of each token of prompt and text but the first."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between a way and the first one. place: position in the sequence of the first that differs; None: none does.
+
+    off: largest difference of log-probabilities, where tokens are the same.
+    """
+
+    way: str
+    request: int | None = None
+    place: int | None = None
+    off: float = 0.0
+    tokens_differ: bool = False
+
+    def is_allowed(self, tolerance: float) -> bool:
+        return self.off <= tolerance and not (self.tokens_differ and tolerance == 0.0)
+
+
+Way = tuple[str, InferenceConfig, bool]
+"""Its name, the engine's options, and whether requests come one by one."""
+
+
+def ways(options: InferenceConfig, memory_gb: float) -> list[Way]:
+    """memory_gb: holds one sequence, and not all."""
+    alone = options.model_copy(update={"prefix_caching": False, "speculative_method": None})
+    return [
+        ("one by one", alone, True),
+        ("together", alone, False),
+        ("in chunks of 7", alone.model_copy(update={"max_tokens_per_step": 7}), False),
+        ("with prefixes of others", options.model_copy(update={"prefix_caching": True}), False),
+        ("with preemption", alone.model_copy(update={"cache_memory_gb": memory_gb}), False),
+    ]
+
+
+def compare_ways(
+    trained: TrainedModel, placed: PlacedStages | None, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int
+) -> list[Difference]:
+    """Each way against the first, and training against it. Collective: every rank calls it; rank 0 has the results."""
+    sampling = SamplingParameters(temperature=1.0, max_tokens=max_tokens, seed=seed, logprobs=0, prompt_logprobs=0)
+    longest = max(map(len, prompts)) + max_tokens
+    found: list[Difference] = []
+    first: list[Outcome] = []
+    for name, options, one_by_one in ways(trained.config.inference, _memory_of_one(trained, longest)):
+        engine = InferenceEngine(trained.model, None, trained.ctx, options, longest=longest, placed=placed)
+        outcomes = _serve(LockstepEngine(engine), prompts, sampling, one_by_one=one_by_one)
+        first = first or outcomes
+        found.append(compare(name, outcomes, first, prompts))
+    if trained.ctx.pp.size == 1 and trained.ctx.dp.size == 1:
+        sampled = _shared(first)
+        scored = list(_trained(trained, prompts, sampled))
+        found.append(compare("training's forward pass", scored, sampled, prompts))
+    return found[1:]
+
+
+def compare(
+    way: str, found: Sequence[Outcome], expected: Sequence[Outcome], prompts: Sequence[Sequence[int]]
+) -> Difference:
+    result = Difference(way)
+    for number, (own, other) in enumerate(zip(found, expected, strict=True)):
+        same = _common(own.tokens, other.tokens)
+        count = len(prompts[number]) - 1 + same
+        pairs = list(zip(own.logprobs[:count], other.logprobs[:count], strict=True))
+        off = max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
+        differs = own.tokens != other.tokens
+        place = next((place for place, (mine, theirs) in enumerate(pairs, 1) if mine != theirs), None)
+        if place is None and differs:
+            place = count + 1
+        if result.place is None and place is not None:
+            result = replace(result, request=number, place=place)
+        result = replace(result, off=max(result.off, off), tokens_differ=result.tokens_differ or differs)
+    return result
+
+
+def _serve(
+    engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParameters, *, one_by_one: bool
+) -> list[Outcome]:
+    """On rank 0; the others take part and have nothing."""
+    if dist.is_initialized() and dist.get_rank():
+        engine.follow()
+        return []
+    batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
+    found = [outcome for batch in batches for outcome in _run(engine, batch, sampling)]
+    engine.close()
+    return found
+
+
+def _run(engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParameters) -> Iterator[Outcome]:
+    numbers = [engine.add(prompt, sampling) for prompt in prompts]
+    events: dict[int, list[TokenEvent]] = {number: [] for number in numbers}
+    while not engine.is_idle:
+        for event in engine.step():
+            events[event.request].append(event)
+    for number in numbers:
+        prompt = next(event.prompt_logprobs for event in events[number] if event.prompt_logprobs is not None)
+        own = [event.logprobs.token for event in events[number] if event.logprobs is not None]
+        tokens = tuple(event.token for event in events[number] if event.token is not None)
+        yield Outcome(tokens, (*(one.token for one in prompt if one is not None), *own))
+
+
+@torch.no_grad()
+def _trained(trained: TrainedModel, prompts: Sequence[Sequence[int]], outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    """What the trainer's forward pass and its loss give for the same tokens."""
+    config, ctx = trained.config, trained.ctx
+    loss = build_cross_entropy(config, ctx)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        tokens = torch.tensor([[*prompt, *outcome.tokens]], device=ctx.device)
+        with batch_invariant(config.inference.batch_invariant):
+            losses: Tensor = loss(trained.model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
+        yield Outcome(outcome.tokens, tuple((-losses[0]).tolist()))
+
+
+def _shared(outcomes: list[Outcome]) -> list[Outcome]:
+    """Rank 0's, on every rank."""
+    if not dist.is_initialized():
+        return outcomes
+    box = [outcomes]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _common(own: Sequence[int], other: Sequence[int]) -> int:
+    """Number of leading tokens that are the same."""
+    return next((n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+
+
+def _memory_of_one(trained: TrainedModel, longest: int) -> float:
+    """GiB of a cache that holds one sequence of this length and little more."""
+    from mt_infer.cache.layout import cache_layout
+
+    layout, options = cache_layout(trained.model), trained.config.inference
+    positions = longest + 2 * options.cache_block_size
+    size = sum(group.bytes_per_position for group in layout.groups) * positions
+    return (size + options.max_requests * layout.bytes_per_sequence) / 2**30
+
+
+def tolerance_of(config: Config) -> float:
+    if config.inference.batch_invariant:
+        return 0.0
+    return TOLERANCE if config.precision.dtype == "fp32" else TOLERANCE_16_BITS

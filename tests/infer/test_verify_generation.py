@@ -1,0 +1,78 @@
+"""`mt verify generation`: all ways of computing agree, and a way that does not is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mt_infer.cache.batch
+from mt_cli import main
+from mt_core.nn.batch_invariance import is_batch_invariant
+from mt_infer.verify_generation import Outcome, compare
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "--max-tokens",
+    5,
+    "--prompt",
+    "import os",
+    "--prompt",
+    "import os and more than that",
+    "--set",
+    "inference.cache_memory_gb=0.05",
+)
+INVARIANT = ("--set", "inference.batch_invariant=true")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    settings = ("train.train_iters=2", "train.eval_iters=1", "data.corpus_bytes=1000000", "logging.progress=none")
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    assert main.run(["train", "--run-dir", str(folder / "run"), *arguments]) == 0
+    return str(folder / "run")
+
+
+def test_without_the_key_the_largest_difference_is_told(mt, run) -> None:
+    done = mt("verify", "generation", run, *SMALL)
+    assert done.code == 0, done.err
+    assert "2 requests of 5 tokens: within 0.001" in done.out
+
+
+def test_every_way_gives_the_same_bits(mt, run) -> None:
+    done = mt("verify", "generation", run, *SMALL, *INVARIANT)
+    assert done.code == 0, done.out
+    assert done.out.count("no difference") == 5
+    assert "2 requests of 5 tokens: the same bits" in done.out
+
+
+def test_layouts_give_the_same_bits_as_their_training(mt_process, run) -> None:
+    layout = ("--nproc", 2, "--set", "parallel.tensor_model_parallel_size=2")
+    done = mt_process("verify", "generation", run, *SMALL, *INVARIANT, *layout)
+    assert done.code == 0, done.err
+    assert done.out.count("no difference") == 5
+
+
+def test_a_way_that_differs_is_named(mt, run, monkeypatch) -> None:
+    """A cache that forgets the last bit of what it reads."""
+    real = mt_infer.cache.batch._rows
+
+    def rounded(tensor, read):
+        found = real(tensor, read)
+        return found * (1 + 2**-23) if is_batch_invariant() and len(found[0]) > 12 else found
+
+    monkeypatch.setattr(mt_infer.cache.batch, "_rows", rounded)
+    done = mt("verify", "generation", run, *SMALL, *INVARIANT)
+    assert done.code == 1
+    assert "training's forward pass: the same tokens, log-probabilities off by up to" in done.out
+    assert "NOT the same bits" in done.out
+
+
+def test_the_first_difference_is_told() -> None:
+    prompts = [[1, 2], [1, 2, 3]]
+    first = [Outcome((5, 6), (-1.0, -2.0, -3.0)), Outcome((7, 8), (-1.0, -2.0, -3.0, -4.0))]
+    other = [first[0], Outcome((7, 9), (-1.0, -2.0, -3.5, -9.0))]
+    assert compare("same", first, first, prompts).place is None
+    found = compare("other", other, first, prompts)
+    assert (found.request, found.place, found.off, found.tokens_differ) == (1, 3, 0.5, True)
+    assert torch.tensor(found.off).isfinite()
