@@ -64,7 +64,7 @@ def test_a_way_that_differs_is_named(mt, run, monkeypatch) -> None:
     monkeypatch.setattr(mt_infer.cache.batch, "_rows", rounded)
     done = mt("verify", "generation", run, *SMALL, *INVARIANT)
     assert done.code == 1
-    assert "training's forward pass: the same tokens, log-probabilities off by up to" in done.out
+    assert "in chunks of 7: the same tokens, log-probabilities off by up to" in done.out
     assert "NOT the same bits" in done.out
 
 
