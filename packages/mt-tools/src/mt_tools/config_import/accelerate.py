@@ -102,6 +102,15 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
     return "distributed_type" in values or "megatron_lm_config" in values
 
 
+def keys_with_fields() -> dict[str, list[str]]:
+    """Key -> what it is called in the YAML file."""
+    own = {SELECTIVE: "recompute.recompute_granularity", POSITIONS: "model.position_embedding_type"}
+    found: dict[str, list[str]] = {"precision.dtype": ["mixed_precision"]}
+    for name, key in {**KEYS, **own}.items():
+        found.setdefault(key, []).append(PREFIX + name)
+    return found
+
+
 def import_accelerate(values: Mapping[str, Any], source: str) -> ImportResult:
     """values: of the YAML file. Raises ConfigError for a key that Accelerate does not know, and another backend."""
     problems = Problems()
