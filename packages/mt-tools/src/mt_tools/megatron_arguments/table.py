@@ -3,8 +3,8 @@
 The data is in arguments.csv, with these columns:
 
     option, dest        as typed, without dashes; the attribute that it sets
-    takes               int, float, text, pattern (a number or a list of 0 and 1), window (two integers); with * or + any
-                        number of values, with a digit so many; true, false: it takes no value and sets this;
+    takes               int, float, text, pattern (a number or a list of 0 and 1), window (two integers); with * or +
+                        any number of values, with a digit so many; true, false: it takes no value and sets this;
                         pair: --x and --no-x
     choices             separated by |
     default             of Megatron's main branch; empty: None, False of `true`, True of `false`; none: None of these
