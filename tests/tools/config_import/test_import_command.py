@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -189,3 +191,13 @@ BAD_COMMANDS = {
 def test_bad_commands(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", *arguments]) == 2
     assert BAD_COMMANDS[arguments] in capsys.readouterr().err.replace("\n       ", " ")
+
+
+def test_importing_needs_no_torch() -> None:
+    """A machine that only prepares runs has none, and importing it takes seconds."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from mt_cli.main import run; "
+        f"sys.exit(run(['import', {str(SCRIPTS / 'tiny.sh')!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
