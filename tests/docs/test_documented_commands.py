@@ -25,6 +25,7 @@ CONFIGURED = {("train",), ("plan",), ("verify", "layout"), ("verify", "resume"),
 many; their own tests run them."""
 
 PARSED = {
+    ("import",): "reads scripts and files of others; tests/tools/config_import runs it",
     ("bench",): "measures for minutes; tests/tools/bench runs it",
     ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",

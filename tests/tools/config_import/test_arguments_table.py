@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.plugins import PluginHost
 from mt_tools.config_import.megatron import MegatronOptions, import_words
 from mt_tools.megatron_arguments.command_line import parse_arguments
-from mt_tools.megatron_arguments.table import REASONS, Argument, arguments, defaults
+from mt_tools.megatron_arguments.table import REASONS, Argument, arguments, by_option, defaults, keys_with_options
 
 OPTIONS = [line.split() for line in (Path(__file__).parent / "options.txt").read_text().splitlines()]
 """(version, option, whether it is a flag that sets True (+), False (-), either (±), or takes a value (=))"""
@@ -41,11 +42,19 @@ BY_MODEL = {
 DERIVED = {
     *("add_qkv_bias", "expert_tensor_parallel_size", "start_weight_decay", "end_weight_decay", "padded_vocab_size"),
     *("eval_global_batch_size", "eval_micro_batch_size", "dataloader_type", "overlap_p2p_comm", "align_param_gather"),
-    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "megatron_fsdp_main_grads_dtype"),
+    *(
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+        "megatron_fsdp_main_grads_dtype",
+    ),
     *("megatron_fsdp_grad_comm_dtype", "muon_tp_mode", "rl_generation_lag"),
 }
 """What Megatron's validation or a version made of the defaults."""
-BASE = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--max-position-embeddings", "64", "--seq-length", "64", "--lr", "1e-3", "--micro-batch-size", "2", "--train-iters", "20", "--data-path", "d", "--vocab-file", "v", "--merge-file", "m"]
+BASE_TEXT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 --lr 1e-3 "
+    "--micro-batch-size 2 --train-iters 20 --data-path d --vocab-file v --merge-file m"
+)
+BASE = BASE_TEXT.split()
 
 
 def test_every_option_is_in_the_table_as_it_is_parsed() -> None:
@@ -86,7 +95,14 @@ def test_every_row_says_what_becomes_of_it(host: PluginHost) -> None:
 
 
 EXCLUDED = {
-    *("rampup-batch-size", "train-samples", "lr-decay-samples", "lr-wsd-decay-samples", "data-args-path", "exit-interval"),
+    *(
+        "rampup-batch-size",
+        "train-samples",
+        "lr-decay-samples",
+        "lr-wsd-decay-samples",
+        "data-args-path",
+        "exit-interval",
+    ),
     *("per-split-data-args-path", "train-data-path", "valid-data-path", "test-data-path", "tiktoken-special-tokens"),
     "hierarchical-context-parallel-sizes",
 }
@@ -105,9 +121,7 @@ NEEDS: Mapping[str, str] = {
     "fp8-amax": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
     "num-layers-at": "--bf16 --fp8-format hybrid --first-last-layers-bf16",
     "recompute-method": "--recompute-granularity full",
-    **dict.fromkeys(
-        ("recompute-num", "distribute-saved"), "--recompute-granularity full --recompute-method block"
-    ),
+    **dict.fromkeys(("recompute-num", "distribute-saved"), "--recompute-granularity full --recompute-method block"),
     "torch-fsdp2": "--use-torch-fsdp2",
     "overlap-param": "--use-distributed-optimizer",
     "sequence": "--tensor-model-parallel-size 2",
@@ -115,6 +129,8 @@ NEEDS: Mapping[str, str] = {
     "decoupled-min": "--decoupled-lr 1e-3",
     "save": "--save-interval 5",
     "cuda-graph-warmup": "--cuda-graph-impl local",
+    "tensorboard": "--tensorboard-dir x",
+    "wandb": "--wandb-project x",
     "tokenizer-model": "--tokenizer-type Llama2Tokenizer",
     "tokenizer-sentencepiece": "--tokenizer-type Llama2Tokenizer",
     **dict.fromkeys(("tiktoken", "null-tokenizer"), "--tokenizer-type TikTokenizer"),
@@ -129,7 +145,13 @@ SCRIPTS: Mapping[str, str] = {
     "decoder-seq-length": "t5",
     **dict.fromkeys(("titles-data-path", "query-in-block-prob", "use-one-sent-docs"), "ict"),
 }
-TEXTS: Mapping[str, str] = {"context-parallel-size": "2", "fp8-recipe": "blockwise", "pipeline-model-parallel-layout": "Ett|ttL", "split": "9,1,0", "tiktoken-pattern": "v1"}
+TEXTS: Mapping[str, str] = {
+    "context-parallel-size": "2",
+    "fp8-recipe": "blockwise",
+    "pipeline-model-parallel-layout": "Ett|ttL",
+    "split": "9,1,0",
+    "tiktoken-pattern": "v1",
+}
 
 
 def other_value(argument: Argument) -> list[str]:
@@ -148,7 +170,9 @@ def other_value(argument: Argument) -> list[str]:
     return ["0.0005" if small else str(int(argument.default or 1) + 2)]
 
 
-@pytest.mark.parametrize("argument", [a for a in arguments() if a.outcome == "copy" and a.option not in EXCLUDED], ids=lambda a: a.option)
+@pytest.mark.parametrize(
+    "argument", [a for a in arguments() if a.outcome == "copy" and a.option not in EXCLUDED], ids=lambda a: a.option
+)
 def test_an_argument_that_is_copied_decides_its_key(argument: Argument, host: PluginHost) -> None:
     needed = max((name for name in NEEDS if argument.option.startswith(name)), key=len, default="")
     words = [argument.spelled, *other_value(argument)]
@@ -157,3 +181,22 @@ def test_an_argument_that_is_copied_decides_its_key(argument: Argument, host: Pl
     given = parse_arguments(words)[argument.dest].value
     account = next(one for one in result.accounts if one.words.split()[0] == argument.spelled)
     assert account.keys[argument.keys[0]] == given != argument.default
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "from-megatron.md"
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    """Each option in its table of themes decides each key beside it, by itself or together with the others."""
+    text = PAGE.read_text()
+    known = keys_with_options()
+    rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| [a-z ]*\| `--", line)]
+    rows = [row for row in rows if "Megatron" not in row[0] and "`mt " not in row[1] and "--nproc" not in row[1]]
+    assert len(rows) > 20
+    for left, right in rows:
+        options = re.findall(r"`(--[a-z0-9-]+)`", left)
+        keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", right)
+        assert all(option in by_option() for option in options), left
+        decided = {key: [option for option in options if option in known.get(key, ())] for key in keys}
+        assert all(decided.values()), (left, decided)
+    assert f"All {len(arguments())} options" in text

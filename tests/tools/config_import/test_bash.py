@@ -1,4 +1,4 @@
-"""The forms of bash that launch scripts use are read as bash would expand them, and what only running gives is named."""
+"""The forms of bash that launch scripts use are read as bash expands them, and what only running gives is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = {
     "arithmetic": """A=3; B=$A*2; train.py $((A*4)) $(( $A + 2 * (3 - 1) )) $((B % 4)) $((7/2)) $((-A))""",
     "arrays": """A=(1 "2 3"); A+=(4); A=("${A[@]}" 5); B=(); train.py ${A[@]} "${A[@]}" "${A[*]}" "${B[@]}" $A ${#A}""",
     "appending": """A=1; A+=2; A+=" 3"; train.py $A "$A\"""",
-    "continued lines": "train.py a \\\n  b\\\nc \"d\\\ne\" # f\n",
+    "continued lines": 'train.py a \\\n  b\\\nc "d\\\ne" # f\n',
     "comments": """A=( 1 # one
   # two
   3 ); train.py ${A[@]} a#b#""",
@@ -57,7 +57,12 @@ def test_forms_are_read_as_bash_expands_them(form: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(FORMS[form])
     done = subprocess.run(
-        [bash, script], capture_output=True, text=True, check=True, cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        [bash, script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )
     read = read_script(script, {}, [])
     [command] = read.commands
@@ -118,7 +123,7 @@ def test_nothing_in_a_script_is_executed(tmp_path: Path) -> None:
 REFUSED = {
     "echo hello": "starts no Python script that ends in .py",
     "if [ $# -lt 2 ]; then echo usage; exit 1; fi; torchrun pretrain_gpt.py": "it ends with the exit in line 1",
-    "if [ -f x ]; then torchrun pretrain_gpt.py --a; fi": "whether this command runs is decided by `if [ -f x ]` in line 1",
+    "if [ -f x ]; then torchrun pretrain_gpt.py --a; fi": "this command runs is decided by `if [ -f x ]` in line 1",
     "python a.py; python b.py": "starts 2 scripts: a.py in line 1, b.py in line 1",
     "A=(1 2": "line 1: an array has no end",
     'A="x': 'line 1: " has no partner',

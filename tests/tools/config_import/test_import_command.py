@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,10 +17,17 @@ from mt_core.plugins import PluginHost
 from mt_tools.config_import.megatron import MegatronOptions, import_words
 from mt_tools.config_import.sources import import_file
 
-TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2", "--train-iters", "2", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--eval-iters", "1", "--eval-interval", "2", "--log-interval", "1"]
+TINY_TEXT = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--eval-iters 1 --eval-interval 2 --log-interval 1"
+)
+TINY = TINY_TEXT.split()
 
 
-def test_a_configuration_goes_to_a_file_or_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_goes_to_a_file_or_to_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = str(SCRIPTS / "tiny.sh")
     assert run(["import", script, "-o", str(tmp_path / "run.toml"), "--define", "OUT=here"]) == 0
     report = capsys.readouterr().out
@@ -141,7 +150,10 @@ def test_what_cannot_be_done_is_named(words: str, host: PluginHost) -> None:
 
 BAD_FILES = {
     "a.yaml": ("distributed_type: FSDP\n", "distributed_type=FSDP is not read; it can be MEGATRON_LM"),
-    "b.yaml": ("distributed_type: MEGATRON_LM\nnum_process: 1\n", 'num_process is no key of Accelerate\'s (did you mean'),
+    "b.yaml": (
+        "distributed_type: MEGATRON_LM\nnum_process: 1\n",
+        "num_process is no key of Accelerate's (did you mean",
+    ),
     "c.yaml": ("megatron_lm_config: {megatron_lm_tp_degre: 1}\n", "megatron_lm_tp_degre is no key"),
     "d.yaml": ("a: 1\n", "is neither Accelerate's"),
     "e.yaml": ("trainer: {}\nmodel:\n  num_layers: ???\n", "model.num_layers is ???, a value that has to be given"),
@@ -166,7 +178,12 @@ BAD_COMMANDS = {
     (): "give mt import one thing",
     ("--accelerate-env", "--megatron-args", "--bf16"): "give mt import one thing",
     ("-o", "x.yaml", "--megatron-args", *TINY): "the name can end in .toml or .json",
-    ("--entry", "gtp", "--megatron-args", *TINY): 'it can be gpt, bert, t5, hybrid, retro, ict, vlm, rl, vision (did you mean "gpt"?)',
+    (
+        "--entry",
+        "gtp",
+        "--megatron-args",
+        *TINY,
+    ): 'it can be gpt, bert, t5, hybrid, retro, ict, vlm, rl, vision (did you mean "gpt"?)',
 }
 
 
@@ -174,3 +191,13 @@ BAD_COMMANDS = {
 def test_bad_commands(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", *arguments]) == 2
     assert BAD_COMMANDS[arguments] in capsys.readouterr().err.replace("\n       ", " ")
+
+
+def test_importing_needs_no_torch() -> None:
+    """A machine that only prepares runs has none, and importing it takes seconds."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from mt_cli.main import run; "
+        f"sys.exit(run(['import', {str(SCRIPTS / 'tiny.sh')!r}, '--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

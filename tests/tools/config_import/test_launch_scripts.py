@@ -60,11 +60,13 @@ CASES: Mapping[str, Script] = {
             "checkpoint.save": "ckpt",
             "optimizer.weight_decay": 0.1,
             "train.sample_prompt": "",
+            "logging.trackers": ["tensorboard"],
+            "logging.tensorboard_dir": "tb",
         },
         world=1024,
         launch="--nproc 8 --nnodes 128 --node-rank RANK --master-addr node0 --master-port 6000",
         arguments=("ckpt", "tb", "vocab.json", "merges.txt", "pile_text_document"),
-        idle=("--attention-backend", "--tensorboard-dir"),
+        idle=("--attention-backend",),
     ),
     "gpt2_345m": Script(
         {
@@ -92,10 +94,13 @@ CASES: Mapping[str, Script] = {
             "data.data_path": ["/data/corpus_text_document"],
             "lr_schedule.lr_warmup_iters": 2000,
             "precision.accumulate_allreduce_grads_in_fp32": None,  # bf16 has it, as here
+            "logging.trackers": ["wandb"],
+            "logging.wandb_project": "llama",
         },
         world=32,
         launch="--nproc 8 --nnodes 4 --node-rank RANK --master-addr ADDRESS --master-port PORT",
-        idle=("--no-rope-fusion", "--use-flash-attn", "--wandb-project"),
+        define={"WANDB_PROJECT": "llama"},
+        idle=("--no-rope-fusion", "--use-flash-attn"),
     ),
     "llama2_70b_slurm": Script(
         {
@@ -111,9 +116,8 @@ CASES: Mapping[str, Script] = {
         world=256,
         launch="--nproc 8 --nnodes 32 --node-rank RANK --master-addr ADDRESS --master-port PORT",
         arguments=("--seed", "7"),
-        define={"DATA": "/data/c4_text_document"},
+        define={"DATA": "/data/c4_text_document", "DATETIME": "now"},
         refused=("--exit-duration-in-mins",),
-        idle=("--tensorboard-dir",),
     ),
     "llama3_8b": Script(
         {
@@ -156,8 +160,8 @@ CASES: Mapping[str, Script] = {
         },
         world=64,
         launch="--nproc 8 --nnodes 8 --node-rank RANK --master-addr ADDRESS --master-port PORT",
-        define={"EXTRA": "--tensorboard-queue-size 5"},
-        idle=("--no-masked-softmax-fusion", "--tensorboard-queue-size"),
+        define={"EXTRA": "--tensorboard-queue-size 5 --log-throughput"},
+        idle=("--no-masked-softmax-fusion", "--tensorboard-queue-size", "--log-throughput"),
     ),
     "mixtral_8x7b": Script(
         {
@@ -232,7 +236,7 @@ CASES: Mapping[str, Script] = {
             "model.bert_binary_head": False,
             "data.bert_binary_head": False,
             "model.add_pooler": False,
-            "train.loss": "bert",
+            "train.loss": None,  # the family's own
             "tokenizer.tokenizer_type": "BertWordPieceLowerCase",
             "precision.initial_loss_scale": 65536.0,
             "precision.loss_scale_window": 500,

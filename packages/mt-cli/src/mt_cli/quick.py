@@ -12,8 +12,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-REST_OF_LINE = "ARGUMENTS..."
-"""Metavar of an option that takes the rest of the line, of any command that is made of a function."""
+from mt_core.commands import REST_OF_LINE
 
 
 class QuickParameters:

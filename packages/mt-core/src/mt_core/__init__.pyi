@@ -37,6 +37,7 @@ from .specs import FilePart as FilePart
 from .specs import FilePlan as FilePlan
 from .specs import Fragment as Fragment
 from .specs import KeepsFiles as KeepsFiles
+from .specs import KeyNamesSpec as KeyNamesSpec
 from .specs import Lazy as Lazy
 from .specs import LossSpec as LossSpec
 from .specs import LRScheduleSpec as LRScheduleSpec

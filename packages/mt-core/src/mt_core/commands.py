@@ -11,6 +11,8 @@ from mt_core.plugins import STRICT_VARIABLE, PluginHost, load_plugins
 
 INSTALL = {"torch": '"mt-core[train]"'}
 """What to install for a name, where that is not the name itself."""
+REST_OF_LINE = "ARGUMENTS..."
+"""Metavar of an option that takes the rest of the line, of any command of `mt` that is a function."""
 KIND_BROUGHT = {"mt-models": "models", "mt-data": "datasets", "mt-ckpt": "checkpoint_savers"}
 """A distribution that is wanted for a kind of thing, which any other plugin may bring instead."""
 

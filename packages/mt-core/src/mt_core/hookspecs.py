@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ContextParallelMethodSpec,
         DatasetSpec,
         FeedForwardSpec,
+        KeyNamesSpec,
         LossSpec,
         LRScheduleSpec,
         ModelSpec,
@@ -130,6 +131,12 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 @hookspec
 def mt_register_commands() -> list[CommandSpec]:
     """Sub-commands of `mt`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_key_names() -> list[KeyNamesSpec]:
+    """Names that keys of the configuration have in other software, for `mt config explain`."""
     raise NotImplementedError
 
 

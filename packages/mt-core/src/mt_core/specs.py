@@ -607,6 +607,26 @@ class CommandSpec(Spec):
     app: Lazy[Any]
 
 
+class KeyNames(Protocol):
+    def __call__(self) -> Mapping[str, Sequence[str]]:
+        """Dotted key -> what it is called there."""
+        ...
+
+
+class ExplainName(Protocol):
+    def __call__(self, name: str) -> str | None:
+        """A sentence about a name that stands for no key; None: there is no such name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNamesSpec(Spec):
+    """Names that keys of the configuration have in other software, which `mt config explain` shows and takes."""
+
+    names: Lazy[KeyNames]
+    explain: Lazy[ExplainName] | None = None
+
+
 class CheckConfig(Protocol):
     def __call__(self, config: Any) -> None:
         """config: a mt_core.config.Config. Raises ConfigError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,23 +68,28 @@ def validate(context: typer.Context, config: ConfigPath = None, preset: Preset =
     typer.echo(f"{source} is valid ({given} value{'s' * (given != 1)} set on top)")
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def explain(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(help="section.key, or only key.")],
+    key: Annotated[str, typer.Argument(help="section.key, only key, or an option of Megatron-LM.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a key means, what it can be, its default and when it counts."""
+    """Say what a key means, what it can be, its default, when it counts, and what Megatron and others call it."""
     from mt_cli.config_fields import find_fields
+    from mt_cli.key_names import keys_called, names_of, sentences_about
 
-    found = find_fields(key, host_of(context))
+    host = host_of(context)
+    if sentences := sentences_about(key, host):
+        return typer.echo("\n".join(sentences))
+    found = [field for name in keys_called(key, host) or [key] for field in find_fields(name, host)]
+    names = {field.dotted: names_of(field.dotted, host) for field in found}
     if as_json:
-        typer.echo(json.dumps([_as_dict(field) for field in found], indent=2))
-        return
+        return typer.echo(json.dumps([{**_as_dict(field), "names": names[field.dotted]} for field in found], indent=2))
     for position, field in enumerate(found):
         if position:
             typer.echo()
-        _console().print(_explanation(field))
+        _console().print(_explanation(field, names[field.dotted]))
+    return None
 
 
 @app.command()
@@ -207,7 +213,7 @@ def _choice(field: ConfigField) -> str:
     return f"{key} = {' or '.join(map(shown, field.selected_by))}" if key and field.selected_by else ""
 
 
-def _explanation(field: ConfigField) -> Table:
+def _explanation(field: ConfigField, names: Mapping[str, Sequence[str]]) -> Table:
     from rich.text import Text
 
     table = _new_table()
@@ -220,6 +226,8 @@ def _explanation(field: ConfigField) -> Table:
         table.add_row(Text("counts", "dim"), Text(f"only when {field.condition()}"))
     if choice := _choice(field):
         table.add_row(Text("needs", "dim"), Text(choice))
+    for software, words in names.items():
+        table.add_row(Text(software, "dim"), Text(", ".join(words)))
     return table
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
-from mt_cli.quick import REST_OF_LINE
-from mt_core.commands import host_of, need
+from mt_core.commands import REST_OF_LINE, host_of, need
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost, load_plugins
 

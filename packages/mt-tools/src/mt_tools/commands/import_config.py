@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mt_core.commands import host_of
+from mt_core.commands import REST_OF_LINE, host_of
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
     from mt_tools.config_import.result import ImportResult
-
-REST_OF_LINE = "ARGUMENTS..."
-"""Metavar of an option that takes every word behind it."""
 
 
 def import_config(

@@ -1,7 +1,7 @@
 """Accelerate's configuration for its Megatron-LM plugin: `accelerate config`'s YAML, and the variables of its launcher.
 
-It says how to share the work; the model, the data and the batch size are in the user's program, so that what comes out is
-a part of a configuration.
+It says how to share the work; the model, the data and the batch size are in the user's program, so that what comes out
+is a part of a configuration.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ REFUSED: Mapping[str, str] = {
     "optimizer_cpu_offload": "the optimizer's state in host memory",
     "pipeline_model_parallel_split_rank": "the pipeline rank where the decoder begins; stages are divided over encoder "
     "and decoder together",
-    "num_layers_per_virtual_pipeline_stage": "stages by their layers; set parallel.virtual_pipeline_model_parallel_size "
-    "to the stages of each rank, and parallel.pipeline_schedule=interleaved_1f1b",
+    "num_layers_per_virtual_pipeline_stage": "stages by their layers; set "
+    "parallel.virtual_pipeline_model_parallel_size to the stages of each rank, and "
+    "parallel.pipeline_schedule=interleaved_1f1b",
     "other_megatron_args": "arguments without names of their own; mt import --megatron-args translates a list of them",
 }
 OWN = (SELECTIVE, MICRO_BATCHES, POSITIONS)
@@ -93,13 +94,22 @@ TOP = (
 """Keys that Accelerate's reader takes."""
 SUPPORTED_TYPES = ("MEGATRON_LM", "MULTI_GPU", "NO")
 NOTE = (
-    "the file has no model, data, batch size or learning rate: add [model], [data] and [train], or give this file's keys "
-    "to a configuration that has them"
+    "the file has no model, data, batch size or learning rate: add [model], [data] and [train], or give this file's "
+    "keys to a configuration that has them"
 )
 
 
 def is_accelerate(values: Mapping[str, Any]) -> bool:
     return "distributed_type" in values or "megatron_lm_config" in values
+
+
+def keys_with_fields() -> dict[str, list[str]]:
+    """Key -> what it is called in the YAML file."""
+    own = {SELECTIVE: "recompute.recompute_granularity", POSITIONS: "model.position_embedding_type"}
+    found: dict[str, list[str]] = {"precision.dtype": ["mixed_precision"]}
+    for name, key in {**KEYS, **own}.items():
+        found.setdefault(key, []).append(PREFIX + name)
+    return found
 
 
 def import_accelerate(values: Mapping[str, Any], source: str) -> ImportResult:

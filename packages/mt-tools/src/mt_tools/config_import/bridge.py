@@ -1,4 +1,4 @@
-"""Configurations of Megatron-Bridge and of NeMo 1.x: YAML whose keys are Megatron's attributes, partly by other names."""
+"""Configurations of Megatron-Bridge and NeMo 1.x: YAML whose keys are Megatron's attributes, partly by other names."""
 
 from __future__ import annotations
 
@@ -50,17 +50,37 @@ NAMES: Mapping[str, str] = {
     "native_amp_growth_interval": "loss_scale_window",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "bias": "add_bias_linear",
-    "library": "tokenizer_type",
 }
 """Key there -> Megatron's attribute, where it is another name."""
 IGNORED = (
     *(TARGET, "_call_", "_partial_", "_args_", "name", "target", "precision", "devices", "num_nodes", "accelerator"),
     *("share_embeddings_and_output_weights", "gated_linear_unit", "activation_func", "activation", "betas", "type"),
     *("model_type", "params_dtype", "pipeline_dtype", "autocast_dtype", "perform_initialization", "megatron_amp_O2"),
-    *("vocab_size", "should_pad_vocab", "is_vocab_size_set", "bias_activation_fusion", "bias_dropout_fusion", "sched"),
+    *(
+        "library",
+        "vocab_size",
+        "should_pad_vocab",
+        "is_vocab_size_set",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "sched",
+    ),
 )
 """Keys that are read together with others, or that say nothing of a run."""
-OWN_SECTIONS = ("exp_manager", "ft", "inprocess_restart", "nvrx_straggler", "straggler", "profiling", "rerun_state_machine")
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "sentencepiece": ("SentencePieceTokenizer", "model"),
+    "huggingface": ("HuggingFaceTokenizer", "type"),
+}
+"""NeMo's tokenizer library -> tokenizer_type, and the key of its files."""
+OWN_SECTIONS = (
+    "exp_manager",
+    "ft",
+    "inprocess_restart",
+    "nvrx_straggler",
+    "straggler",
+    "profiling",
+    "rerun_state_machine",
+)
 """Sections about records and restarts."""
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 _PRODUCT = re.compile(r"\$\{multiply:([^,]+),(.+)\}")
@@ -100,7 +120,7 @@ def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") ->
 
 
 def _resolved(value: Any, here: str, root: Mapping[str, Any]) -> Any:
-    """References of OmegaConf: ${a.b}, ${.sibling} and ${multiply:a,b}. Raises ConfigError for ??? and what is absent."""
+    """References of OmegaConf: ${a.b}, ${.sibling}, ${multiply:a,b}. Raises ConfigError for ??? and what is absent."""
     if value == MISSING:
         raise ConfigError(f"{here} is ???, a value that has to be given")
     if not isinstance(value, str):
@@ -175,8 +195,20 @@ def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
         found["group_query_attention"] = True
     if isinstance(betas := last.get("betas"), list):
         found |= {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
+    found |= _nemo_tokenizer(flat)
     rows = {argument.dest: argument for argument in arguments()}
     return {dest: Given(rows[dest], rows[dest].spelled, value) for dest, value in found.items()}
+
+
+def _nemo_tokenizer(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """model.tokenizer of NeMo 1.x names a library, and then what it takes."""
+    library = str(flat.get("model.tokenizer.library"))
+    if library == "megatron":
+        return {"tokenizer_type": flat.get("model.tokenizer.type")}
+    if library in LIBRARIES:
+        kind, key = LIBRARIES[library]
+        return {"tokenizer_type": kind, "tokenizer_model": flat.get(f"model.tokenizer.{key}")}
+    return {}
 
 
 def _processes(flat: Mapping[str, Any], options: MegatronOptions) -> Processes:

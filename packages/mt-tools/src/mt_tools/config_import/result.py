@@ -51,9 +51,7 @@ class ImportResult:
         return [] if ALL in names else [one for one in refused if one.words.split()[0].lstrip("-") not in names]
 
 
-def result_of(
-    translation: Translation, source: str, processes: Processes, notes: Sequence[str] = ()
-) -> ImportResult:
+def result_of(translation: Translation, source: str, processes: Processes, notes: Sequence[str] = ()) -> ImportResult:
     """Of Megatron's arguments."""
     return ImportResult(
         f"{source}, as Megatron's {_VERSIONS[translation.version]} reads them",
@@ -74,8 +72,8 @@ def _notes(translation: Translation) -> list[str]:
     load, save = translation.values["load"], translation.values["save"]
     if load is not None and load == save and translation.sections["checkpoint"].get("load") is None:
         found.append(
-            f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from Megatron's, "
-            f"set checkpoint.resume_from={load} and another checkpoint.save"
+            f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
+            f"Megatron's, set checkpoint.resume_from={load} and another checkpoint.save"
         )
     if (rows := translation.padded_vocab_size) is not None:
         found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")

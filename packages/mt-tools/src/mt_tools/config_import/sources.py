@@ -49,8 +49,8 @@ def _import_values(values: Any, path: Path, host: PluginHost, options: MegatronO
     if is_bridge(values):
         return import_bridge(values, path.name, host, options)
     raise ConfigError(
-        f"{path} is neither Accelerate's (distributed_type, megatron_lm_config), nor Megatron-Bridge's or NeMo's (model "
-        f"with trainer, train or optimizer), nor a test of Megatron's ({FUNCTIONAL_TEST}); its keys are "
+        f"{path} is neither Accelerate's (distributed_type, megatron_lm_config), nor Megatron-Bridge's or NeMo's "
+        f"(model with trainer, train or optimizer), nor a test of Megatron's ({FUNCTIONAL_TEST}); its keys are "
         f"{', '.join(map(str, list(values)[:8]))}"
     )
 

@@ -26,7 +26,9 @@ def evaluate(statements: Sequence[Statement], variables: Variables) -> bool | No
 
 
 def is_test(statement: Statement) -> bool:
-    return isinstance(statement, Simple) and bool(statement.words) and _literal(statement.words[0]) in ("[", "[[", "test")
+    return (
+        isinstance(statement, Simple) and bool(statement.words) and _literal(statement.words[0]) in ("[", "[[", "test")
+    )
 
 
 def _statement(statement: Statement, variables: Variables) -> bool | None:

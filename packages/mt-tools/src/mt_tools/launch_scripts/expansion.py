@@ -1,4 +1,4 @@
-"""Words of a script as bash would expand them: parameters, arithmetic, splitting at blanks. File names are left alone."""
+"""Words of a script as bash would expand them: parameters, arithmetic, splitting at blanks, but no file names."""
 
 from __future__ import annotations
 
@@ -150,11 +150,11 @@ def _arithmetic(part: Arithmetic, variables: Variables) -> str:
         return str(_number(ast.parse(text, mode="eval").body, variables))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return variables.unknowns.mark(f"$(({text}))", f"$(({text})) is not read: give --define for its variable")
-    except _NotKnown as unknown:
+    except _UnknownError as unknown:
         return str(unknown)
 
 
-class _NotKnown(Exception):
+class _UnknownError(Exception):
     """The mark of a variable in an expression."""
 
 
@@ -173,9 +173,7 @@ def _number(node: Any, variables: Variables) -> int:
 def _number_of(name: str, variables: Variables) -> int:
     value = variables.get(name)
     if not isinstance(value, str):
-        raise _NotKnown(variables.missing(name))
+        raise _UnknownError(variables.missing(name))
     if not is_known(value):
-        raise _NotKnown(value)
+        raise _UnknownError(value)
     return _number(ast.parse(value.strip() or "0", mode="eval").body, variables)
-
-

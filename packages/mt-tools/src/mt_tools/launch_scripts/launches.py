@@ -20,7 +20,7 @@ PORT = ("master-port", "main-process-port")
 
 @dataclass(frozen=True)
 class Launch:
-    """script: the Python file. arguments: its words; values that are not known are marks. nproc: processes of a machine.
+    """script: the Python file. arguments: its words; values that are not known are marks. nproc: processes of a node.
 
     Numbers and addresses that the script does not decide are None.
     """
@@ -32,7 +32,6 @@ class Launch:
     node_rank: str | None = None
     master_addr: str | None = None
     master_port: str | None = None
-    environment: Mapping[str, str] | None = None
     line: int = 0
 
     @property
@@ -86,14 +85,16 @@ def launch_of(command: Command, unknowns: Unknowns) -> Launch:
         nproc = total // nnodes
     if nproc is None and not _first(options, PROCESSES) and total is None:
         nproc = 1
+    rank, address, port = (_readable(_first(options, names), unknowns) for names in (NODE_RANK, ADDRESS, PORT))
     return Launch(
         command.words[place],
         command.words[place + 1 :],
         nproc,
         nnodes,
-        *(_readable(_first(options, names), unknowns) for names in (NODE_RANK, ADDRESS, PORT)),
-        environment,
-        command.line,
+        node_rank=rank,
+        master_addr=address,
+        master_port=port,
+        line=command.line,
     )
 
 

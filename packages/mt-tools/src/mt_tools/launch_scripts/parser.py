@@ -190,8 +190,9 @@ class _Parser:
         return self.simple()
 
     def redirected(self, statement: Statement) -> Statement:
-        while self.skip_blanks() is None and self.redirection():
-            pass
+        self.skip_blanks()
+        while self.redirection():
+            self.skip_blanks()
         return statement
 
     def enclosed(self, opening: str, closing: str) -> tuple[Statement, ...]:
@@ -227,10 +228,12 @@ class _Parser:
         word = self.word()
         self.expect("in")
         branches = []
-        while self.skip_lines() is None and not self.stands_at(("esac",)):
+        self.skip_lines()
+        while not self.stands_at(("esac",)):
             branches.append((self.patterns(), self.statements((";;", "esac"))))
             if self.peek(2) == ";;":
                 self.at += 2
+            self.skip_lines()
         self.expect("esac")
         return Case(word, tuple(branches), line, source)
 
@@ -334,7 +337,7 @@ class _Parser:
         return True
 
     def heredoc(self, end: str, quoted: bool, tabs: bool) -> Word:
-        lines = []
+        lines: list[str] = []
         while self.at < len(self.text):
             line, _, _ = self.text[self.at :].partition("\n")
             self.at = min(self.at + len(line) + 1, len(self.text))

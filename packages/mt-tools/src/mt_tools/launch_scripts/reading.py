@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_script(path: Path, define: Mapping[str, str], arguments: Sequence[str])
     reader = _Reader(path.parent, Variables(define, arguments))
     try:
         reader.run(parse_script(_text_of(path), path.name))
-    except _Exit as end:
+    except _ExitError as end:
         return ReadScript(reader.commands, reader.variables.unknowns, end.line)
     return ReadScript(reader.commands, reader.variables.unknowns, None)
 
@@ -72,7 +73,7 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path} is no text, so that it is no script") from None
 
 
-class _Exit(Exception):
+class _ExitError(Exception):
     def __init__(self, line: int) -> None:
         self.line = line
 
@@ -147,10 +148,8 @@ class _Reader:
         self.undecided = f"`{statement.source}` in line {statement.line}"
         changed: set[str] = set()
         for body in bodies:
-            try:
+            with suppress(_ExitError):
                 self.run(body)
-            except _Exit:
-                pass
             changed |= {name for name in self.variables.values if self.variables.values[name] != before.get(name)}
             changed |= before.keys() - self.variables.values.keys()
             self.variables.values = dict(before)
@@ -217,7 +216,7 @@ class _Reader:
         self.inner_script(" ".join(words), f"eval in line {command.line}", command.line)
 
     def exit(self, command: Simple, words: Sequence[str]) -> None:
-        raise _Exit(command.line)
+        raise _ExitError(command.line)
 
     def shift(self, command: Simple, words: Sequence[str]) -> None:
         self.variables.positional = self.variables.positional[int(words[0]) if words else 1 :]

@@ -73,7 +73,10 @@ class Variables:
     def missing(self, name: str) -> str:
         """The mark of a variable that is not set."""
         if name.isdigit():
-            return self.unknowns.mark(f"${name}", f"${name} is argument {name} of the script: give --arg VALUE, once for each argument in their order")
+            return self.unknowns.mark(
+                f"${name}",
+                f"${name} is argument {name} of the script: give --arg VALUE, once for each argument in their order",
+            )
         return self.unknowns.mark(f"${name}", f"${name} is not set in the script: give --define {name}=VALUE")
 
     def undecided(self, names: Iterable[str], source: str, line: int) -> None:

@@ -86,7 +86,9 @@ def _check_count(argument: Argument, option: str, values: Sequence[str]) -> None
 
 def _read(argument: Argument, option: str, text: str) -> Any:
     if argument.choices and text not in argument.choices:
-        raise ConfigError(f"{option} {text}: it can be {', '.join(argument.choices)}{did_you_mean(text, argument.choices)}")
+        raise ConfigError(
+            f"{option} {text}: it can be {', '.join(argument.choices)}{did_you_mean(text, argument.choices)}"
+        )
     try:
         return _READERS.get(argument.kind, _text)(option, text)
     except ConfigError:  # of a pattern, which says what is wrong with it

@@ -44,8 +44,8 @@ def remove_defaults(tree: Tree, host: PluginHost) -> dict[str, Any]:
         fields = {**type_.model_fields, **{key: base.model_fields[key] for key in [base.selector] if key is not None}}
         removed |= _take_defaults(f"{name}.", values, fields)
     if moe := tree.get("model", {}).get("moe"):
-        fields = host.feed_forwards.get("moe", key="model.moe").config_type.load().model_fields
-        removed |= _take_defaults("model.moe.", moe, fields)
+        type_of_moe: Any = host.feed_forwards.get("moe", key="model.moe").config_type.load()
+        removed |= _take_defaults("model.moe.", moe, type_of_moe.model_fields)
     return removed
 
 
@@ -53,8 +53,7 @@ def _take_defaults(prefix: str, values: dict[str, Any], fields: Mapping[str, Fie
     same = [
         key
         for key, value in values.items()
-        if not fields[key].is_required()
-        and _plain(value) == _plain(fields[key].get_default(call_default_factory=True))
+        if not fields[key].is_required() and _plain(value) == _plain(fields[key].get_default(call_default_factory=True))
     ]
     return {f"{prefix}{key}": values.pop(key) for key in same}
 
@@ -79,7 +78,8 @@ def _unmet(name: str, key: str, values: Mapping[str, Any], type_: type[Section])
     conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
     for other, allowed in conditions.items():
         default = type_.model_fields[other].get_default(call_default_factory=True)
-        if values.get(other, default) not in allowed:
+        value = values.get(other, default)
+        if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
             return f"counts only when {name}.{other} is {' or '.join(map(str, allowed))}"
     return None
 

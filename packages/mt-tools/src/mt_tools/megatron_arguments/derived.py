@@ -224,9 +224,7 @@ def _check_values(values: Values) -> None:
         raise ConfigError(f"--seq-length {length} is longer than --max-position-embeddings {positions}")
     ranks = values["context_parallel_size"]
     if length is not None and ranks > 1 and length % (2 * ranks):
-        raise ConfigError(
-            f"--seq-length {length} has to be a multiple of 2 x --context-parallel-size, {2 * ranks}"
-        )
+        raise ConfigError(f"--seq-length {length} has to be a multiple of 2 x --context-parallel-size, {2 * ranks}")
     if values["min_lr"] > (values["lr"] or math.inf):
         raise ConfigError(f"--min-lr {values['min_lr']} is above --lr {values['lr']}")
     if values["save"] is not None and values["save_interval"] is None:

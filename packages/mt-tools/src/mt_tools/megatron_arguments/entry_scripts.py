@@ -17,7 +17,7 @@ BERT_TOKENIZER = "BertWordPieceLowerCase"
 class EntryScript:
     """A kind of model that Megatron has a script for.
 
-    presets: arguments that it sets where they were not given. dataset_type, loss: ours. parameters: canonical names
+    presets: arguments that it sets where they were not given. dataset_type: ours. parameters: canonical names
     that tell what its model consists of, where no argument does. unsupported: why its runs cannot be translated.
     """
 
@@ -25,7 +25,6 @@ class EntryScript:
     scripts: tuple[str, ...]
     presets: Mapping[str, Any] = field(default_factory=dict)
     dataset_type: str = "gpt"
-    loss: str = "cross_entropy"
     parameters: tuple[str, ...] = ()
     unsupported: str | None = None
 
@@ -38,7 +37,6 @@ ENTRY_SCRIPTS = (
         ("pretrain_bert.py", "pretrain_bert_core.py"),
         {"tokenizer_type": BERT_TOKENIZER},
         dataset_type="bert",
-        loss="bert",
         parameters=(*_BERT_PARAMETERS, "lm_head.dense.weight"),
     ),
     EntryScript(
@@ -59,7 +57,6 @@ ENTRY_SCRIPTS = (
         ("pretrain_ict.py",),
         {"tokenizer_type": BERT_TOKENIZER},
         dataset_type="ict",
-        loss="retrieval",
         parameters=_BERT_PARAMETERS,
     ),
     EntryScript(
@@ -68,9 +65,7 @@ ENTRY_SCRIPTS = (
         unsupported="its vision tower and projection are fixed in the script, by names that no argument gives; write "
         "model.family=llava with the sizes of both, see docs/models/llava.md",
     ),
-    EntryScript(
-        "rl", ("train_rl.py",), unsupported="it trains by reinforcement learning, which mt train does not"
-    ),
+    EntryScript("rl", ("train_rl.py",), unsupported="it trains by reinforcement learning, which mt train does not"),
     EntryScript(
         "vision",
         ("pretrain_vision_classify.py", "pretrain_vision_dino.py", "pretrain_vision_inpaint.py"),

@@ -20,9 +20,9 @@ COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
     """Dotted key -> value, those that do not count included."""
     found = copied_keys(values)
-    for rule in (_parallel, _optimizer, _schedule, _precision, _recompute, _checkpoint, _train):
+    for rule in (_parallel, _optimizer, _schedule, _precision, _recompute, _checkpoint, _train, _trackers):
         found |= rule(values)
-    return {**found, **_data(values, entry), **_tokenizer(values, version), "train.loss": entry.loss}
+    return {**found, **_data(values, entry), **_tokenizer(values, version)}
 
 
 def copied_keys(values: Values) -> Keys:
@@ -118,6 +118,13 @@ def _train(values: Values) -> Keys:
         "train.cuda_graphs": "blocks" if graphs else "none",
         "train.sample_prompt": "",  # Megatron generates no text at the end
     }
+
+
+def _trackers(values: Values) -> Keys:
+    """Megatron writes to TensorBoard when it has a folder, and to Weights & Biases when it has a project."""
+    named = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project"}
+    found: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
+    return found | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
 
 
 def _data(values: Values, entry: EntryScript) -> Keys:

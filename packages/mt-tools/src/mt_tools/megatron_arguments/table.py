@@ -3,8 +3,8 @@
 The data is in arguments.csv, with these columns:
 
     option, dest        as typed, without dashes; the attribute that it sets
-    takes               int, float, text, pattern (a number or a list of 0 and 1), window (two integers); with * or + any
-                        number of values, with a digit so many; true, false: it takes no value and sets this;
+    takes               int, float, text, pattern (a number or a list of 0 and 1), window (two integers); with * or +
+                        any number of values, with a digit so many; true, false: it takes no value and sets this;
                         pair: --x and --no-x
     choices             separated by |
     default             of Megatron's main branch; empty: None, False of `true`, True of `false`; none: None of these
@@ -118,11 +118,6 @@ def defaults(version: Version) -> dict[str, Any]:
     return {dest: argument.default_of(version) for dest, argument in by_dest().items()}
 
 
-def options_of_key(key: str) -> list[str]:
-    """The spellings that decide a key, such as model.num_layers."""
-    return [argument.spelled for argument in arguments() if key in argument.keys and argument.versions != "older"]
-
-
 def keys_with_options() -> dict[str, list[str]]:
     """Key -> the spellings that decide it."""
     found: dict[str, list[str]] = {}
@@ -130,6 +125,16 @@ def keys_with_options() -> dict[str, list[str]]:
         for key in argument.keys if argument.versions != "older" else ():
             found.setdefault(key, []).append(argument.spelled)
     return found
+
+
+def explain_option(option: str) -> str | None:
+    """What becomes of an option that decides no key; None: Megatron does not have it, or it decides one."""
+    argument = by_option().get(option)
+    if argument is None:
+        return None
+    if argument.outcome == "refused":
+        return f"cannot be done: {argument.reason}"
+    return f"no effect here: {REASONS[argument.reason]}" if argument.outcome == "none" else None
 
 
 def _second_spellings(argument: Argument) -> Iterable[str]:

@@ -115,7 +115,10 @@ def _account(
         return Account(one.words, "translated", own or found, "")
     if equal := {key: same[key] for key in argument.keys if key in same}:
         return Account(one.words, "default", equal, "")
-    reason = next((idle[key] for key in argument.keys if key in idle), "says what is so without it, or does not count with the other arguments")
+    reason = next(
+        (idle[key] for key in argument.keys if key in idle),
+        "says what is so without it, or does not count with the other arguments",
+    )
     return Account(one.words, "no effect", {}, reason)
 
 
