@@ -123,7 +123,7 @@ ORDER = (
     {"hookspecs"},
     {"plugins"},
     {"checkpoint_lookup", "commands"},
-    {"config", "name_map", "config_map", "megatron_map"},
+    {"config", "name_map", "config_map", "megatron_map", "hf_config"},
     {"data"},
     {"parallel"},
     {"nn"},

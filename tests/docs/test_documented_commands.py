@@ -35,6 +35,7 @@ PARSED = {
 NOT_RUN = {
     r"s3://": "needs an object store",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
+    r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
     r"--saver meta": "holds Llama only; tests/ckpt/test_convert_meta_target.py runs it",

@@ -12,7 +12,7 @@ import pytest
 from tests.peer.environment import python_beside_this
 
 TRACKERS = ("wandb", "mlflow", "trackio", "comet")
-PACKAGES = ("wandb", "mlflow-skinny", "sqlalchemy", "alembic", "pandas", "trackio", "comet_ml")
+PACKAGES = ("wandb", "mlflow-skinny", "sqlalchemy<3", "alembic", "trackio", "comet_ml")
 PROCESS = Path(__file__).parent / "tracker_process"
 
 

@@ -34,9 +34,10 @@ def megatron_step_line(metrics: Metrics, last_iteration: int) -> str:
 def megatron_evaluation_lines(metrics: Metrics) -> str:
     """Three lines: losses and perplexities of all validation sets between two rules."""
     line = f" validation loss at iteration {metrics['iteration']} | "
-    for name, loss in metrics.items():
-        if name.endswith("_loss"):
-            line += "{0} value: {1:.6E} | {0} PPL: {2:.6E} | ".format(loss_name(name), loss, perplexity(float(loss)))
+    for key, loss in metrics.items():
+        if key.endswith("_loss"):
+            name = loss_name(key)
+            line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(float(loss)):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 

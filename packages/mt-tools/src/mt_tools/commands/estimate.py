@@ -14,13 +14,14 @@ from mt_tools.commands.tables import gib, number_table
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mt_core.parallel.context import AxisName
     from mt_tools.plan.estimate import DtypeEstimate, Estimate
     from mt_tools.plan.machines import Machine
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 COLUMNS = ("weights", "gradients", "main", "state", "activations", "all", "s a step")
-AXES = ("tp", "cp", "dp", "pp", "ep")
+AXES: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp", "ep")
 
 
 def estimate(

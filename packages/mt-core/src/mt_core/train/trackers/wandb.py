@@ -17,7 +17,7 @@ class WandbWriter:
             project=options.wandb_project,
             entity=options.wandb_entity,
             name=options.wandb_exp_name or run.name,
-            dir=options.wandb_save_dir or run.folder,
+            dir=options.wandb_save_dir or (str(run.folder) if run.folder is not None else None),
             config=dict(run.config),
             id=run.run_id,
             resume="allow" if run.run_id is not None else None,
