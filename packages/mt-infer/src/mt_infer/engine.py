@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -129,20 +130,15 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with batch_invariant(self.options.batch_invariant):
-                if self.drafter is not None:
-                    self.drafter.propose(self.scheduler.running)
-                chunks = self.scheduler.schedule()
-                if not chunks and not fill:
-                    return []
-                snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-                batch = self._batch(chunks)
-                found = self._sample(batch, self.runner.logits(batch))
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), batch_invariant(self.options.batch_invariant):
+            if self.drafter is not None:
+                self.drafter.propose(self.scheduler.running)
+            chunks = self.scheduler.schedule()
+            if not chunks and not fill:
+                return []
+            snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
+            batch = self._batch(chunks)
+            found = self._sample(batch, self.runner.logits(batch))
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
@@ -341,6 +337,19 @@ class InferenceEngine:
                 f"the cache does not hold num_beams={beams} sequences of {length} positions; raise "
                 "inference.cache_memory_gb, or lower num_beams or max_tokens"
             )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and then as it was. A model that is in it already is left alone: there are many modules."""
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def refuse_context_parallel(ctx: ParallelContext) -> None:

@@ -20,6 +20,7 @@ from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
+from mt_infer.lm_head import store_by_columns
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.refit import Refit
@@ -88,6 +89,8 @@ class TextGenerator:
         "parallel" is the layout of the ranks that call this together. Raises CheckpointError and ConfigError.
         """
         trained = load_trained_model(path, host or load_plugins(), device=device, settings=settings)
+        if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
+            store_by_columns(trained.model)
         return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
 
     @classmethod

@@ -1,0 +1,151 @@
+"""Generation beside transformers.generate: the same small model, threads and precision, in alternating rounds.
+
+    python bench/generate.py --rounds 5
+
+Prints medians of the ratios of processor time: one request, sixteen of mixed lengths (against one after another, and as
+one padded batch), a prompt whose prefix is in the cache, and the engine's share of time outside the forward passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mt_core.config.loading import config_from_dict
+from mt_core.nn.layout import initialize
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import load_plugins
+from mt_core.train import build
+from mt_infer import InferenceEngine, SamplingParameters
+from mt_infer.lm_head import store_by_columns
+from mt_tools.bench.report import conditions
+from mt_tools.bench.timing import alternating, elapsed
+
+LAYERS, HIDDEN, HEADS, FFN, VOCAB, LONGEST = 6, 384, 6, 1024, 50304, 1024
+Prompts = Sequence[Sequence[int]]
+
+
+def our_engine() -> InferenceEngine:
+    host = load_plugins()
+    model = {
+        "family": "llama", "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "ffn_hidden_size": FFN, "vocab_size": VOCAB, "max_position_embeddings": LONGEST,
+    }  # fmt: skip
+    config = config_from_dict({"model": model, "inference": {"cache_memory_gb": 1.0}}, host)
+    ctx = ParallelContext(device=torch.device("cpu"))
+    built = build.build_model(config, ctx, host)
+    initialize(built, 1, ctx)
+    store_by_columns(built)
+    return InferenceEngine(built.eval(), None, ctx, config.inference, longest=LONGEST)
+
+
+def their_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=FFN,
+            vocab_size=VOCAB,
+            max_position_embeddings=LONGEST,
+        )
+    ).eval()
+
+
+def run_ours(engine: InferenceEngine, prompts: Prompts, counts: Sequence[int], *, keep: bool = False) -> None:
+    for prompt, count in zip(prompts, counts, strict=True):
+        engine.add(prompt, SamplingParameters(temperature=0.0, max_tokens=count, ignore_eod=True))
+    while not engine.is_idle:
+        engine.step()
+    if not keep:
+        engine.manager.forget_prefixes()
+
+
+@torch.no_grad()
+def run_theirs(model: LlamaForCausalLM, rows: Prompts, count: int) -> None:
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+
+
+def report(name: str, calls: dict[str, Callable[[], object]], rounds: int, goal: float) -> None:
+    """Prints how many times the processor time of ours the others take."""
+    taken = alternating(calls, rounds, measure=lambda call: elapsed(call, time.process_time), warm_up=1)
+    ours = taken.pop("ours")
+    for other, times in taken.items():
+        ratios = [their / own for their, own in zip(times, ours, strict=True)]
+        print(f"{name}: {other} takes {statistics.median(ratios):.2f} times as long (goal {goal}); {ratios_of(ratios)}")
+
+
+def ratios_of(ratios: list[float]) -> str:
+    return "rounds " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+def engine_share(engine: InferenceEngine, prompts: Prompts, counts: Sequence[int]) -> float:
+    """Share of processor time outside the forward passes."""
+    spent, real = 0.0, engine.runner.logits
+
+    def timed(batch: object) -> object:
+        nonlocal spent
+        started = time.process_time()
+        found = real(batch)  # type: ignore[arg-type]
+        spent += time.process_time() - started
+        return found
+
+    engine.runner.logits = timed  # type: ignore[method-assign, assignment]
+    whole = elapsed(lambda: run_ours(engine, prompts, counts), time.process_time)
+    engine.runner.logits = real  # type: ignore[method-assign]
+    return 1 - spent / whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(conditions(threads=options.threads))
+    engine, theirs = our_engine(), their_model()
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randint(1, VOCAB, (64,), generator=generator).tolist()
+    lengths = torch.randint(16, 200, (16,), generator=generator).tolist()
+    counts = torch.randint(16, 64, (16,), generator=generator).tolist()
+    mixed = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    single = {"ours": lambda: run_ours(engine, [one], [48]), "transformers": lambda: run_theirs(theirs, [one], 48)}
+    report("one request", single, options.rounds, 1.2)
+    batches = {
+        "ours": lambda: run_ours(engine, mixed, counts),
+        "transformers, one after another": lambda: [
+            run_theirs(theirs, [row], count) for row, count in zip(mixed, counts, strict=True)
+        ],
+    }
+    report("16 mixed requests", batches, options.rounds, 2.5)
+    padded = {"ours": batches["ours"], "transformers, padded": lambda: run_theirs(theirs, mixed, max(counts))}
+    report("16 mixed requests", padded, options.rounds, 1.5)
+    shared = torch.randint(1, VOCAB, (900,), generator=generator).tolist()
+    run_ours(engine, [shared], [1], keep=True)
+    prefixes = {
+        "ours": lambda: run_ours(engine, [[*shared, 7]], [1], keep=True),
+        "without the cache": lambda: run_fresh(engine, [*shared, 7]),
+    }
+    report("a prompt of 901 tokens, 896 of them cached", prefixes, options.rounds, 10)
+    print(f"engine outside the forward passes: {engine_share(engine, mixed, counts):.1%} of the time (goal 5 %)")
+
+
+def run_fresh(engine: InferenceEngine, prompt: Sequence[int]) -> None:
+    kept = engine.manager.share_prefixes
+    engine.manager.share_prefixes = False
+    run_ours(engine, [prompt], [1], keep=True)
+    engine.manager.share_prefixes = kept
+
+
+if __name__ == "__main__":
+    main()
