@@ -37,8 +37,10 @@ class BeamGroup:
 
 
 def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[list[Candidate]]:
-    """logits [B, vocab] behind each beam -> its likeliest next tokens. Penalties and the like change log-probabilities, as
-    in transformers."""
+    """logits [B, vocab] behind each beam -> its likeliest next tokens.
+
+    Penalties and the like change log-probabilities, as in transformers.
+    """
     scores = adjusted(logits.log_softmax(dim=-1), [SamplingRow(sequence) for sequence in sequences])
     return [_likeliest(row, sequence) for row, sequence in zip(scores, sequences, strict=True)]
 
