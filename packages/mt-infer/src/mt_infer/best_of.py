@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from mt_infer.completions import TextEvent
 from mt_infer.sampling.parameters import SamplingParameters
-
-if TYPE_CHECKING:
-    from mt_infer.text import TextEvent
 
 
 class BestOf:

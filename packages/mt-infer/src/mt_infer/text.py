@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +19,17 @@ from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.best_of import BestOf
+from mt_infer.completions import Completion, TextEvent
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.refit import Refit
-from mt_infer.requests import FinishReason, LogProbs, TokenEvent
+from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.runner import placed_stages
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel
 from mt_infer.speculation.loading import load_draft_model
-
-
-@dataclass(frozen=True)
-class TextEvent:
-    """What is new in one sequence: text that is final, and the token that brought it. See TokenEvent."""
-
-    request: int
-    index: int
-    text: str
-    token: int | None = None
-    logprobs: LogProbs | None = None
-    finish: FinishReason | None = None
-    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
-    score: float | None = None
-
-
-@dataclass
-class Completion:
-    """One sequence of a request: its text without the prompt, and its tokens.
-
-    score: of a beam, see TokenEvent; of a sequence that is among the best of several, its mean log-probability.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[LogProbs] = field(default_factory=list)
-    finish: FinishReason | None = None
-    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
-    score: float | None = None
-
-    def add(self, event: TextEvent) -> None:
-        self.text += event.text
-        if event.token is not None:
-            self.tokens.append(event.token)
-        if event.logprobs is not None:
-            self.logprobs.append(event.logprobs)
-        self.finish = event.finish or self.finish
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        self.score = self.score if event.score is None else event.score
 
 
 class TextGenerator:

@@ -127,19 +127,17 @@ def generate(
         raise ConfigError("log-probabilities are shown with --json; add it, or leave out --logprobs, --prompt-logprobs")
     named = options.TokenOptions(logit_bias or (), bad_words or (), forced_text, stop_token or ())
     check_files(input_, output, prompt or [], num_samples)
-    if output is not None:
+    if output is None:
+        texts = read_prompts(prompt or [""])
+    else:
         source = input_ or write_samples_input(output, num_samples or 0)
-
-        def use_file(generator: TextGenerator) -> None:
-            run_file(generator, source, output, named.applied(sampling, generator.tokenizer))
-
-        return on_ranks(path, engine_settings(set_ or []), device, nproc, use_file)
-    texts = read_prompts(prompt or [""])
-    images = image or []
 
     def use(generator: TextGenerator) -> None:
         asked = named.applied(sampling, generator.tokenizer)
-        requests = list(zip(texts, _inputs(generator, texts, images), strict=True))
+        if output is not None:
+            run_file(generator, source, output, asked)
+            return
+        requests = list(zip(texts, _inputs(generator, texts, image or []), strict=True))
         (show_json if as_json else show)(generator, requests, asked)
 
     on_ranks(path, engine_settings(set_ or []), device, nproc, use)
