@@ -103,9 +103,9 @@ def test_requests_without_a_constraint_beside_it_are_as_alone() -> None:
 
 
 def test_preemption_and_speculation_change_nothing() -> None:
-    asked = requests(4, json_schema=SCHEMA)
+    asked = requests(8, json_schema=SCHEMA)
     expected = texts(engine(), asked)
-    tight = engine(cache_memory_gb=0.000062)
+    tight = engine(cache_memory_gb=0.000062, max_requests=8)
     assert texts(tight, asked) == expected
     assert tight.scheduler.preemptions > 0
     drafting = engine(speculative_method="ngram", speculative_ngram=1)

@@ -86,7 +86,14 @@ def test_forced_tokens_come_first(temperature: float) -> None:
     assert chosen[2] != 44
 
 
-def test_top_p_keeps_the_likeliest_whatever_is_left() -> None:
-    row = row_of(SamplingParameters(top_p=1e-6), PROMPT)
-    logits = torch.zeros(1, VOCAB)
-    assert (probabilities(logits, [row]) > 0).sum() == 1
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999])
+def test_top_p_on_large_and_small_probabilities(top_p: float) -> None:
+    """Peaked, flat and in between: the likeliest is kept, the kept ones reach top_p, and one less would not."""
+    row = row_of(SamplingParameters(top_p=top_p), PROMPT)
+    for scale in (0.01, 1.0, 5.0, 30.0):
+        logits = scale * torch.randn(1, 5000, generator=torch.Generator().manual_seed(1))
+        before, kept = logits.double().softmax(-1)[0], probabilities(logits, [row])[0] > 0
+        assert kept[before.argmax()]
+        assert before[kept].sum() >= top_p - 1e-5
+        assert before[kept].sum() - before[kept].min() < top_p + 1e-5
+        assert before[~kept].max() <= before[kept].min()

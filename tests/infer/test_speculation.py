@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
-from tests.infer.engines import configuration, engine_of, prompts, run, tokens_of
+from tests.infer.engines import OPTIONS, configuration, engine_of, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, row_of, trained
 
 from mt_core.config.schema import InferenceConfig
@@ -16,6 +16,7 @@ from mt_core.errors import ConfigError
 from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
+from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import Sampled, probabilities
 from mt_infer.speculation import verification
@@ -59,6 +60,28 @@ def test_tokens_with_a_draft_model(name: str, draft: str) -> None:
     engine = drafting_engine(name, draft, max_requests=4, max_tokens_per_step=16)
     assert generated(engine) == generated(engine_like(name))
     assert engine.speculation.drafted > engine.speculation.accepted
+
+
+def test_steps_that_leave_sequences_out() -> None:
+    """Fewer positions in a step than sequences run: drafts wait with those that are left out."""
+    small = {"max_requests": 8, "max_tokens_per_step": 5}
+    expected = generated(engine_like("llama"))
+    for engine in (
+        drafting_engine("llama", "bamba", **small),
+        engine_like("llama", speculative_method="ngram", **small),
+    ):
+        assert generated(engine) == expected
+
+
+def test_log_probabilities_are_the_same_to_the_last_bit() -> None:
+    """With inference.batch_invariant, a chunk of drafts gives what its positions give one at a time."""
+    asked, texts = SamplingParameters(seed=4, max_tokens=20, logprobs=3), prompts(9, 4)
+    alone = engine_of(configuration("llama", inference={"batch_invariant": True}))
+    options = alone.options.model_copy(update={"speculative_method": "draft_model"})
+    drafting = InferenceEngine(alone.model, None, alone.ctx, options, longest=64, draft_model=DraftModel(alone.model))
+    found = [[[event.logprobs for event in events] for events in run(one, texts, asked)] for one in (alone, drafting)]
+    assert found[0] == found[1]
+    assert drafting.speculation.acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba"])
@@ -184,14 +207,29 @@ def test_methods_that_cannot_be_used(make: Any, words: str) -> None:
         make()
 
 
+def layout_engine(model: dict[str, Any], method: str, parallel: dict[str, Any]) -> InferenceEngine:
+    options = {"speculative_method": method, "speculative_ngram": 1}
+    if method != "draft_model":
+        return engine_of(configuration(model, parallel=parallel, inference=options), collective=True)
+    own, small = (engine_of(configuration(keys, parallel=parallel), collective=True) for keys in (model, "gpt2"))
+    draft = DraftModel(small.model, PlacedStages(small.runner.stages, small.runner.rank_of_stage))
+    placed = PlacedStages(own.runner.stages, own.runner.rank_of_stage)
+    options = InferenceConfig(**{**OPTIONS, **options})
+    return InferenceEngine(own.model, None, own.ctx, options, longest=64, placed=placed, draft_model=draft)
+
+
 def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel: dict[str, Any]) -> Any:
-    config = configuration(model, parallel=parallel, inference={"speculative_method": method, "speculative_ngram": 1})
-    engine = LockstepEngine(engine_of(config, collective=True))
+    engine = LockstepEngine(layout_engine(model, method, parallel))
     if rank:
         return engine.follow()
     found = generated(engine)
     engine.close()
+    assert engine.engine.speculation.drafted > 0
     return found
+
+
+TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+PREDICTING = {**MODELS["deepseek"], "mtp_num_layers": 1}
 
 
 @pytest.mark.dist
@@ -199,12 +237,21 @@ def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel:
 @pytest.mark.parametrize(
     ("model", "method", "parallel"),
     [
-        (MODELS["llama"], "ngram", {"tensor_model_parallel_size": 2}),
-        (MODELS["hybrid"], "ngram", {"pipeline_model_parallel_size": 2}),
-        ({**MODELS["deepseek"], "mtp_num_layers": 1}, "mtp", {"tensor_model_parallel_size": 2}),
-        ({**MODELS["deepseek"], "mtp_num_layers": 1}, "mtp", {"pipeline_model_parallel_size": 2}),
+        (MODELS["llama"], "ngram", TP),
+        (MODELS["hybrid"], "ngram", PP),
+        (MODELS["hybrid"], "draft_model", TP),
+        (MODELS["llama"], "draft_model", PP),
+        (PREDICTING, "mtp", TP),
+        (PREDICTING, "mtp", PP),
     ],
-    ids=str,
+    ids=[
+        "llama-ngram-tp",
+        "hybrid-ngram-pp",
+        "hybrid-draft-tp",
+        "llama-draft-pp",
+        "deepseek-mtp-tp",
+        "deepseek-mtp-pp",
+    ],
 )
 def test_tokens_in_layouts(model: dict[str, Any], method: str, parallel: dict[str, Any]) -> None:
     assert run_ranks(2, on_rank, model, method, parallel)[0] == generated(engine_of(configuration(model)))

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import Tensor
 
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
-from mt_infer.requests import FinishReason, RunningSequence, TokenEvent
-from mt_infer.sampling.beam_search import BeamSearch, Candidate, Continuation, Hypothesis
+from mt_infer.requests import BeamGroup, FinishReason, RunningSequence, TokenEvent
+from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import adjusted
 from mt_infer.scheduler import Scheduler
 
 
-@dataclass(eq=False)
-class BeamGroup:
-    """The beams of one request, which go on together. One at first, for the prompt."""
-
-    search: BeamSearch
-    members: list[RunningSequence] = field(default_factory=list)
-    candidates: dict[RunningSequence, list[Candidate]] = field(default_factory=dict)
-    """Of the members whose logits are known."""
-
-    @property
-    def missing(self) -> int:
-        """Beams that are still to come."""
-        return self.search.sampling.num_beams - len(self.members)
-
-    @property
-    def is_ready(self) -> bool:
-        return len(self.candidates) == len(self.members)
-
-
 def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[list[Candidate]]:
-    """logits [B, vocab] behind each beam -> its likeliest next tokens. Penalties and the like change log-probabilities, as
-    in transformers."""
+    """logits [B, vocab] behind each beam -> its likeliest next tokens.
+
+    Penalties and the like change log-probabilities, as in transformers.
+    """
     scores = adjusted(logits.log_softmax(dim=-1), [SamplingRow(sequence) for sequence in sequences])
     return [_likeliest(row, sequence) for row, sequence in zip(scores, sequences, strict=True)]
 

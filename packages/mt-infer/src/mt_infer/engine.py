@@ -19,12 +19,12 @@ from mt_core.nn.cache import Conditioning
 from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
-from mt_infer.beams import BeamGroup, advance_beams, beam_candidates
+from mt_infer.beams import advance_beams, beam_candidates
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.memory import cache_bytes
-from mt_infer.requests import FinishReason, LogProbs, Request, RunningSequence, TokenEvent
+from mt_infer.requests import BeamGroup, FinishReason, LogProbs, Request, RunningSequence, TokenEvent
 from mt_infer.runner import ModelRunner, PlacedStages
 from mt_infer.sampling.beam_search import BeamSearch, Candidate
 from mt_infer.sampling.constraints import Constraints

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mt_core.nn.cache import Conditioning
 from mt_infer.cache.tables import BlockTable, PrefixKeys
+from mt_infer.sampling.beam_search import BeamSearch, Candidate
+from mt_infer.sampling.constraints import Matcher
 from mt_infer.sampling.parameters import SamplingParameters
-
-if TYPE_CHECKING:
-    from mt_infer.beams import BeamGroup
-    from mt_infer.sampling.constraints import Matcher
 
 
 class FinishReason(StrEnum):
@@ -104,3 +101,22 @@ class RunningSequence:
     def waiting(self) -> int:
         """Positions that are to be computed before the next token can be sampled."""
         return len(self.tokens) - self.computed
+
+
+@dataclass(eq=False)
+class BeamGroup:
+    """The beams of one request, which go on together. One at first, for the prompt."""
+
+    search: BeamSearch
+    members: list[RunningSequence] = field(default_factory=list)
+    candidates: dict[RunningSequence, list[Candidate]] = field(default_factory=dict)
+    """Of the members whose logits are known."""
+
+    @property
+    def missing(self) -> int:
+        """Beams that are still to come."""
+        return self.search.sampling.num_beams - len(self.members)
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.candidates) == len(self.members)

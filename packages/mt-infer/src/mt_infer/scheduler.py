@@ -92,12 +92,10 @@ class Scheduler:
         return Chunk(sequence, chunk.start, chunk.count + len(drafts), 1 + len(drafts), drafts)
 
     def _admit(self, sequences: Sequence[RunningSequence], budget: int) -> Sequence[RunningSequence]:
-        """Memory for waiting sequences that run together: for the first chunk of one, for all of several. Empty if there
-        is none."""
-        if (
-            self._awaits_prefix(sequences[0])
-            or self._taken + self._wanted(sequences) > self.manager.limits.max_requests
-        ):
+        """Waiting sequences that run together, with memory for the first chunk of one, or all of several; none if there
+        is no room."""
+        taken = self._taken + self._wanted(sequences)
+        if self._awaits_prefix(sequences[0]) or taken > self.manager.limits.max_requests:
             return []
         try:
             for sequence in sequences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +18,19 @@ from mt_core.train import build
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import load_trained_model
 from mt_core.train.trainer import Trainer
+from mt_infer.best_of import BestOf
+from mt_infer.completions import Completion, TextEvent
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lm_head import store_by_columns
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.refit import Refit
-from mt_infer.requests import FinishReason, LogProbs, TokenEvent
+from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.runner import placed_stages
 from mt_infer.sampling.parameters import SamplingParameters
-
-
-@dataclass(frozen=True)
-class TextEvent:
-    """What is new in one sequence: text that is final, and the token that brought it. See TokenEvent."""
-
-    request: int
-    index: int
-    text: str
-    token: int | None = None
-    logprobs: LogProbs | None = None
-    finish: FinishReason | None = None
-    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
-
-
-@dataclass
-class Completion:
-    """One sequence of a request: its text without the prompt, and its tokens."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[LogProbs] = field(default_factory=list)
-    finish: FinishReason | None = None
-    prompt_logprobs: tuple[LogProbs | None, ...] | None = None
-
-    def add(self, event: TextEvent) -> None:
-        self.text += event.text
-        if event.token is not None:
-            self.tokens.append(event.token)
-        if event.logprobs is not None:
-            self.logprobs.append(event.logprobs)
-        self.finish = event.finish or self.finish
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+from mt_infer.speculation.building import DraftModel
+from mt_infer.speculation.loading import load_draft_model
 
 
 class TextGenerator:
@@ -73,6 +44,7 @@ class TextGenerator:
         self.prompts = PromptEncoder(tokenizer, config.model, engine.engine.runner.model.conditioned_by)
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
+        self._best: dict[int, BestOf] = {}
 
     @classmethod
     def load(
@@ -88,10 +60,13 @@ class TextGenerator:
         settings: section -> values in place of the checkpoint's; those of "inference" configure the engine, and
         "parallel" is the layout of the ranks that call this together. Raises CheckpointError and ConfigError.
         """
-        trained = load_trained_model(path, host or load_plugins(), device=device, settings=settings)
+        host = host or load_plugins()
+        trained = load_trained_model(path, host, device=device, settings=settings)
         if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
             store_by_columns(trained.model)
-        return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
+        longest = longest_sequence(trained.config, trained.model)
+        draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
+        return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)
 
     @classmethod
     def of_model(
@@ -101,11 +76,18 @@ class TextGenerator:
         config: Config,
         ctx: ParallelContext,
         stages: Stages | None = None,
+        draft_model: DraftModel | None = None,
     ) -> TextGenerator:
         """Of a model in memory, in the layout that it has. stages: of its pipeline."""
-        placed = placed_stages(stages, ctx)
-        longest = longest_sequence(config, model)
-        engine = InferenceEngine(model, tokenizer, ctx, config.inference, longest=longest, placed=placed)
+        engine = InferenceEngine(
+            model,
+            tokenizer,
+            ctx,
+            config.inference,
+            longest=longest_sequence(config, model),
+            placed=placed_stages(stages, ctx),
+            draft_model=draft_model,
+        )
         return cls(LockstepEngine(engine), tokenizer, config)
 
     @classmethod
@@ -149,20 +131,35 @@ class TextGenerator:
     ) -> int:
         """The number of the new request. Raises ConfigError for one that cannot be served. See PromptEncoder.encode."""
         sampling = sampling or SamplingParameters()
+        self._check_tokens(sampling)
         if not sampling.ignore_eod:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.prompts.end_tokens()))
+        best = BestOf(sampling) if sampling.best_of is not None else None
         tokens, beside = self.prompts.encode(prompt, inputs or {})
-        request = self.engine.add(tokens, sampling, beside)
-        for index in range(sampling.n):
+        request = self.engine.add(tokens, sampling if best is None else best.generated, beside)
+        for index in range(sampling.sequences):
             self._open[request, index] = Detokenizer(self.tokenizer, sampling.stop)
+        if best is not None:
+            self._best[request] = best
         return request
 
     def step(self) -> list[TextEvent]:
-        """What one forward pass brings."""
-        return [text for event in self.engine.step() if (text := self._text(event)) is not None]
+        """What one forward pass brings; of a request for the best of several sequences, all with its end."""
+        events = [text for event in self.engine.step() if (text := self._text(event)) is not None]
+        return [chosen for event in events for chosen in self._chosen(event)]
+
+    def _chosen(self, event: TextEvent) -> list[TextEvent]:
+        best = self._best.get(event.request)
+        if best is None:
+            return [event]
+        chosen = best.add(event)
+        if chosen:
+            del self._best[event.request]
+        return chosen
 
     def cancel(self, request: int) -> None:
         self.engine.cancel(request)
+        self._best.pop(request, None)
         for key in [key for key in self._open if key[0] == request]:
             del self._open[key]
 
@@ -200,7 +197,11 @@ class TextGenerator:
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Iterator[str]:
-        """The text of one sequence, as it comes. Ending the iteration cancels the request."""
+        """The text of one sequence, as it comes. Ending the iteration cancels the request.
+
+        Raises ConfigError for several sequences, and for one that is chosen among several at their end.
+        """
+        refuse_to_stream(sampling or SamplingParameters())
         request = self.submit(prompt, sampling, inputs)
         try:
             while not self.is_idle:
@@ -227,6 +228,16 @@ class TextGenerator:
         """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
         return self.prompts.tokens(prompt)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self.config.model.vocab_size or self.tokenizer.vocab_size
+
+    def _check_tokens(self, sampling: SamplingParameters) -> None:
+        for name, token in sampling.named_tokens():
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(f"{name} has the token {token}; ids go from 0 to {self.vocab_size - 1}")
+
     def _text(self, event: TokenEvent) -> TextEvent | None:
         key = event.request, event.index
         detokenizer = self._open.get(key)
@@ -241,7 +252,21 @@ class TextGenerator:
         if finish is not None:
             text += detokenizer.finish()
             del self._open[key]
-        return TextEvent(*key, text, event.token, event.logprobs, finish, event.prompt_logprobs)
+        return TextEvent(*key, text, event.token, event.logprobs, finish, event.prompt_logprobs, event.score)
+
+
+def refuse_to_stream(sampling: SamplingParameters) -> None:
+    """Raises ConfigError for what is known only at the end of several sequences."""
+    for name, several in (
+        ("num_beams", sampling.num_beams > 1),
+        ("best_of", sampling.best_of is not None),
+        ("n", sampling.n > 1),
+    ):
+        if several:
+            raise ConfigError(
+                f"{name}={getattr(sampling, name)} makes several sequences, and one can be streamed; leave out one or "
+                "the other"
+            )
 
 
 def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:

@@ -486,8 +486,8 @@ class InferenceConfig(Section):
     prefix_caching: bool = True
     """Keep what was computed for prompts, for others that begin alike."""
     speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None
-    """Guess tokens, and verify several in one forward pass: from the text itself, by a small model, or by the model's own
-    layers of multi-token prediction. The tokens are those without."""
+    """Guess tokens and verify several in one forward pass, for the same output: from the text itself, by a small model,
+    or by the model's own layers of multi-token prediction."""
     speculative_tokens: PositiveInt = 4
     """Tokens that are guessed at a time; with mtp at most the model's mtp_num_layers."""
     speculative_ngram: PositiveInt = 3

@@ -108,8 +108,11 @@ def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...
 
 
 def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:
-    """Blocks that a sequence of the longest length uses at a time."""
-    longest = limits.longest
+    return blocks_of_sequence(group, limits, limits.longest)
+
+
+def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, longest: int) -> int:
+    """Blocks that a sequence of so many positions uses at a time."""
     if group.window is not None:
         longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
     return -(-longest // limits.block_size)

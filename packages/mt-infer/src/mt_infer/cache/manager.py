@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError
-from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups
+from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups, blocks_of_sequence
 from mt_infer.cache.storage import GroupStorage, StateStorage
 from mt_infer.cache.tables import BlockTable, PrefixKeys, longest_shared
 
@@ -44,8 +44,10 @@ class CacheManager:
 
     def holds(self, sequences: int, positions: int) -> bool:
         """Whether so many sequences of a length fit at once, whatever they have in common."""
-        blocks = -(-positions // self.limits.block_size)
-        return all(sequences * blocks <= pool.count for pool in self.pools)
+        return all(
+            sequences * blocks_of_sequence(group, self.limits, positions) <= pool.count
+            for pool, group in zip(self.pools, self.layout.groups, strict=True)
+        )
 
     def new_tables(self) -> list[BlockTable]:
         return [

@@ -69,8 +69,8 @@ class BlockTable:
         self._left = first
 
     def fork(self, positions: int) -> tuple[BlockTable, tuple[int, int] | None]:
-        """A table with the same first positions: full blocks are shared; the last one, if it is not full, is a new block
-        for a copy (its number here, and there). Raises OutOfBlocksError, and then has taken none."""
+        """A table with the same first positions. Full blocks are shared; a last one that is not full is to be copied,
+        from the first to the second of the numbers. Raises OutOfBlocksError, and then has taken none."""
         full, rest = divmod(positions, self.block_size)
         if rest and not self.pool.free:
             raise OutOfBlocksError

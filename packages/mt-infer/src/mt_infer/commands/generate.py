@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +13,7 @@ import typer
 from mt_core.commands import need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
+from mt_infer.commands import sampling as options
 from mt_infer.commands.batch import check_files, run_file, write_samples_input
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mt_infer.sampling.parameters import SamplingParameters
-    from mt_infer.text import TextGenerator
+    from mt_infer.text import Completion, TextGenerator
+
+    PromptWithInputs = tuple[str, dict[str, Tensor]]
 
 STANDARD_INPUT = "-"
 FILES = "Many prompts"
@@ -31,16 +36,43 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; - reads standard input. Repeatable.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Default: another each time.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text before which the output ends. Repeatable.")] = None,
+    max_tokens: options.MAX_TOKENS = 200,
+    min_tokens: options.MIN_TOKENS = 0,
+    temperature: options.TEMPERATURE = None,
+    top_k: options.TOP_K = 0,
+    top_p: options.TOP_P = 1.0,
+    top_p_decay: options.TOP_P_DECAY = 0.0,
+    top_p_bound: options.TOP_P_BOUND = 0.0,
+    min_p: options.MIN_P = 0.0,
+    typical_p: options.TYPICAL_P = 1.0,
+    repetition_penalty: options.REPETITION_PENALTY = 1.0,
+    frequency_penalty: options.FREQUENCY_PENALTY = 0.0,
+    presence_penalty: options.PRESENCE_PENALTY = 0.0,
+    logit_bias: options.LOGIT_BIAS = None,
+    bad_words: options.BAD_WORDS = None,
+    forced_text: options.FORCED_TEXT = "",
+    seed: options.SEED = None,
+    stop: options.STOP = None,
+    stop_token: options.STOP_TOKEN = None,
+    ignore_eod: options.IGNORE_EOD = False,
+    n: options.N = 1,
+    best_of: options.BEST_OF = None,
+    logprobs: options.LOGPROBS = None,
+    prompt_logprobs: options.PROMPT_LOGPROBS = None,
+    num_beams: options.NUM_BEAMS = 1,
+    length_penalty: options.LENGTH_PENALTY = 1.0,
+    early_stopping: options.EARLY_STOPPING = "false",
+    json_schema: options.JSON_SCHEMA = None,
+    regex: options.REGEX = None,
+    grammar: options.GRAMMAR = None,
+    choice: options.CHOICE = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(parser=as_path, metavar="FILE", help="An image for the next <image> of the prompts. Repeatable."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A line of JSON for each sequence: text, tokens, log-probabilities.")
+    ] = False,
     input_: Annotated[
         Path | None,
         typer.Option(
@@ -61,29 +93,68 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
-    from mt_infer.sampling.parameters import SamplingParameters
-
-    sampling = SamplingParameters(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ()), max_tokens=max_tokens
+    sampling = options.sampling_of(
+        {
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "top_p_decay": top_p_decay,
+            "top_p_bound": top_p_bound,
+            "min_p": min_p,
+            "typical_p": typical_p,
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "seed": seed,
+            "stop": tuple(stop or ()),
+            "ignore_eod": ignore_eod,
+            "n": n,
+            "best_of": best_of,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "num_beams": num_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "json_schema": json_schema,
+            "regex": regex,
+            "grammar": grammar,
+            "choices": tuple(choice or ()),
+        }
     )
+    if not (as_json or output) and (logprobs is not None or prompt_logprobs is not None):
+        raise ConfigError("log-probabilities are shown with --json; add it, or leave out --logprobs, --prompt-logprobs")
+    named = options.TokenOptions(logit_bias or (), bad_words or (), forced_text, stop_token or ())
     check_files(input_, output, prompt or [], num_samples)
-    if output is not None:
+    if output is None:
+        texts = read_prompts(prompt or [""])
+    else:
         source = input_ or write_samples_input(output, num_samples or 0)
-        settings = engine_settings(set_ or [])
-        on_ranks(path, settings, device, nproc, lambda generator: run_file(generator, source, output, sampling))
-        return
-    texts = read_prompts(prompt or [""])
-    images = image or []
-    on_ranks(
-        path, engine_settings(set_ or []), device, nproc, lambda generator: show(generator, texts, images, sampling)
-    )
+
+    def use(generator: TextGenerator) -> None:
+        asked = named.applied(sampling, generator.tokenizer)
+        if output is not None:
+            run_file(generator, source, output, asked)
+            return
+        requests = list(zip(texts, _inputs(generator, texts, image or []), strict=True))
+        (show_json if as_json else show)(generator, requests, asked)
+
+    on_ranks(path, engine_settings(set_ or []), device, nproc, use)
 
 
-def show(generator: TextGenerator, texts: list[str], images: list[Path], sampling: SamplingParameters) -> None:
-    """Prints each prompt with its continuation, as it comes; what an encoder reads, on a line of its own."""
-    requests = list(zip(texts, _inputs(generator, texts, images), strict=True))
+def show(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:
+    """Prints each prompt with its continuation, as it comes; or with each of several, once they are known. What an
+    encoder reads is on a line of its own."""
+    several = sampling.num_beams > 1 or sampling.sequences > 1
     for number, (text, inputs) in enumerate(requests):
-        typer.echo("\n" * (number > 0) + text, nl=generator.prompts.has_encoder)
+        typer.echo("\n" * (number > 0), nl=False)
+        if several:
+            before = text + "\n" * generator.prompts.has_encoder
+            found = generator.generate([text], sampling, [inputs])[0]
+            typer.echo("\n\n".join(before + done.text for done in found))
+            continue
+        typer.echo(text, nl=generator.prompts.has_encoder)
         for piece in generator.stream(text, sampling, inputs):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
@@ -102,6 +173,19 @@ def _inputs(generator: TextGenerator, texts: list[str], images: list[Path]) -> l
     config = generator.config
     dealt = deal_images(texts, images)
     return [{IMAGES: read_images(own, config.model, config.data)} if own else {} for own in dealt]
+
+
+def show_json(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:
+    """All prompts together, in one batch."""
+    texts, inputs = [text for text, _ in requests], [beside for _, beside in requests]
+    for text, found in zip(texts, generator.generate(texts, sampling, inputs), strict=True):
+        for index, done in enumerate(found):
+            typer.echo(json.dumps({"prompt": text, "index": index, **as_record(done)}, ensure_ascii=False))
+
+
+def as_record(done: Completion) -> dict[str, object]:
+    """What was asked for of a sequence, for JSON."""
+    return {name: value for name, value in asdict(done).items() if value not in (None, [])}
 
 
 def read_prompts(prompts: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ at once, and no row depends on another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -33,7 +34,7 @@ def add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     ]
     if found:
         numbers, tokens, biases = zip(*found, strict=True)
-        logits[list(numbers), list(tokens)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        logits[list(numbers), list(tokens)] += _tensor(biases, logits)
 
 
 def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -42,24 +43,24 @@ def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     asking = [number for number, row in enumerate(rows) if row.sampling.penalizes]
     if not asking:
         return
-    asked = [rows[number] for number in asking]
-    penalized = logits[asking]
-    seen = token_counts([row.tokens for row in asked], logits) > 0
-    repetition = _column([row.sampling.repetition_penalty for row in asked], logits)
-    repeated = torch.where(penalized < 0, penalized * repetition, penalized / repetition)
-    penalized = torch.where(seen, repeated, penalized)
-    counts = token_counts([row.generated for row in asked], logits)
-    frequency = _column([row.sampling.frequency_penalty for row in asked], logits)
-    presence = _column([row.sampling.presence_penalty for row in asked], logits)
-    logits[asking] = penalized - frequency * counts - presence * (counts > 0)
+    seen = [times_generated(rows[number], logits.shape[-1]) for number in asking]
+    numbers = [number for number, counts in zip(asking, seen, strict=True) for _ in counts]
+    tokens = [token for counts in seen for token in counts]
+    counts = torch.tensor([count for one in seen for count in one.values()], device=logits.device)
+    of_row = torch.tensor([place for place, one in enumerate(seen) for _ in one], device=logits.device)
+    repetition, frequency, presence = (
+        _tensor([getattr(rows[number].sampling, name) for number in asking], logits)[of_row]
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    )
+    found = logits[numbers, tokens]
+    repeated = torch.where(found < 0, found * repetition, found / repetition)
+    logits[numbers, tokens] = repeated - frequency * counts - presence * (counts > 0)
 
 
-def token_counts(texts: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """[B, vocab]: how often each id is in each text."""
-    vocab = like.shape[-1]
-    places = [number * vocab + token for number, text in enumerate(texts) for token in text]
-    flat = torch.tensor(places, dtype=torch.int64, device=like.device)
-    return torch.bincount(flat, minlength=len(texts) * vocab).view(len(texts), vocab)
+def times_generated(row: SamplingRow, vocab: int) -> dict[int, int]:
+    """Of each token of the prompt and the text. A prompt may have ids behind the vocabulary, which stand for images."""
+    generated = Counter(row.generated)
+    return {token: generated[token] for token in dict.fromkeys(row.tokens) if token < vocab}
 
 
 def rule_out(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -97,6 +98,5 @@ def _set(
         logits[list(numbers), list(tokens)] = value
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[B, 1]"""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _tensor(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)

@@ -75,7 +75,7 @@ class TokenTable:
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> TokenTable:
         """Raises ConfigError for a tokenizer whose ids stand for no bytes, or without an end of document."""
-        pieces = tokenizer.token_bytes() if isinstance(tokenizer, HasTokenBytes) else None
+        pieces = _token_bytes(tokenizer)
         if tokenizer is None or pieces is None:
             raise ConfigError(
                 f"text cannot be constrained with {type(tokenizer).__name__}, whose ids stand for no fixed bytes; "
@@ -85,6 +85,10 @@ class TokenTable:
         if end is None:
             raise ConfigError("text cannot be constrained with a tokenizer that has no end-of-document token")
         return cls(tokenizer, pieces, end)
+
+
+def _token_bytes(tokenizer: object) -> list[bytes | None] | None:
+    return tokenizer.token_bytes() if isinstance(tokenizer, HasTokenBytes) else None
 
 
 class Matcher:

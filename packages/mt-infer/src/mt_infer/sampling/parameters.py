@@ -173,7 +173,7 @@ class SamplingParameters:
         return (self.top_k, self.top_p, self.min_p, self.typical_p) != (0, 1.0, 0.0, 1.0)
 
     def top_p_at(self, index: int) -> float:
-        """For generated token number `index`, from 0: top_p * top_p_decay^index, not below top_p_bound (Megatron-LM)."""
+        """For generated token number `index`, from 0: top_p * top_p_decay^index, at least top_p_bound (Megatron-LM)."""
         return max(self.top_p * self.top_p_decay**index, self.top_p_bound) if self.top_p_decay else self.top_p
 
     def named_tokens(self) -> Iterator[tuple[str, int]]:

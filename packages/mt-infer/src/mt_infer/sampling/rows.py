@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from mt_infer.requests import RunningSequence
 from mt_infer.sampling.noise import uniform
 from mt_infer.sampling.parameters import SamplingParameters
-
-if TYPE_CHECKING:
-    from mt_infer.requests import RunningSequence
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ NEVER = float("-inf")
 
 
 def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """In the order of transformers; each measure sees what the ones before left. Rows that do not ask stay as they are."""
+    """In the order of transformers: each measure sees what the ones before left. Other rows stay as they are."""
     logits = _where(logits, [row.sampling.top_k for row in rows], 0, keep_top_k)
     logits = _where(logits, [row.sampling.top_p_at(row.index) for row in rows], 1.0, keep_top_p)
     logits = _where(logits, [row.sampling.min_p for row in rows], 0.0, keep_min_p)
@@ -32,13 +32,16 @@ def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
-    """The smallest set of likeliest ids whose probabilities add up to p (Holtzman et al., 2020)."""
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    removed = before >= p
-    removed[:, 0] = False
-    return _unsorted(ordered.masked_fill(removed, NEVER), order)
+    """The smallest set of likeliest ids whose probabilities add up to p (Holtzman et al., 2020), and those equal to the
+    last of them."""
+    probabilities = logits.softmax(dim=-1)
+    # Below this, all ids together have less than 1 - p: only the others are sorted.
+    unlikely = (1 - p) / logits.shape[-1]
+    candidates = int((probabilities >= unlikely).sum(dim=-1).max())
+    ordered = probabilities.topk(max(candidates, 1)).values
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = (before < p).sum(dim=-1, keepdim=True).clamp(min=1)
+    return logits.masked_fill(probabilities < ordered.gather(-1, kept - 1), NEVER)
 
 
 def keep_min_p(logits: Tensor, p: Tensor) -> Tensor:
@@ -52,10 +55,11 @@ def keep_typical(logits: Tensor, p: Tensor) -> Tensor:
     logs = logits.log_softmax(dim=-1)
     probabilities = logs.exp()
     entropy = -(logs * probabilities).nansum(dim=-1, keepdim=True)
-    distance, order = (-logs - entropy).abs().sort(stable=True)
-    last = (probabilities.gather(-1, order).cumsum(dim=-1) < p).sum(dim=-1, keepdim=True)
-    farthest_kept = distance.gather(-1, last.clamp(max=logits.shape[-1] - 1))
-    return _unsorted(logits.gather(-1, order).masked_fill(distance > farthest_kept, NEVER), order)
+    distance = (-logs - entropy).abs()
+    ordered, order = distance.sort(stable=True)
+    before = (probabilities.gather(-1, order).cumsum(dim=-1) < p).sum(dim=-1, keepdim=True)
+    farthest_kept = ordered.gather(-1, before.clamp(max=logits.shape[-1] - 1))
+    return logits.masked_fill(distance > farthest_kept, NEVER)
 
 
 def _where(logits: Tensor, limits: Sequence[float], none: float, keep: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -68,7 +72,3 @@ def _where(logits: Tensor, limits: Sequence[float], none: float, keep: Callable[
         return keep(logits, limit)
     logits[asking] = keep(logits[asking], limit)
     return logits
-
-
-def _unsorted(ordered: Tensor, order: Tensor) -> Tensor:
-    return torch.empty_like(ordered).scatter_(-1, order, ordered)

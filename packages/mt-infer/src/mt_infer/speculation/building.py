@@ -29,7 +29,7 @@ class DraftModel:
 def build_drafter(
     options: InferenceConfig, manager: CacheManager, runner: ModelRunner, draft: DraftModel | None
 ) -> Drafter | None:
-    """None without inference.speculative_method. Raises ConfigError for a method that the model or layout cannot use."""
+    """None without inference.speculative_method. Raises ConfigError for one that the model or layout cannot use."""
     method, most = options.speculative_method, options.speculative_tokens
     if method is None:
         return None

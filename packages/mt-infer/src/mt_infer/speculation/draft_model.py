@@ -28,7 +28,7 @@ class _Drafted:
 
 
 class ModelDrafter(Drafter):
-    """Samples with the same uniform numbers as the model will: where both have the same distribution all is accepted."""
+    """Samples with the uniform numbers that the model will use: where distributions agree, so do tokens."""
 
     def __init__(self, most: int, runner: ModelRunner, manager: CacheManager, *, is_batch_invariant: bool) -> None:
         super().__init__(most)

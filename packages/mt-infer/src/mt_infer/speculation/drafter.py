@@ -34,5 +34,8 @@ class Drafter:
         return max(min(self.most, sequence.capacity - length - 1), 0)
 
     def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """Sequences whose next token is the only thing to compute, with room for more."""
-        return [one for one in running if one.waiting == 1 and self.usable(one, len(one.tokens))]
+        """Sequences whose next token is the only thing to compute, with room for more.
+
+        Those that the last step left out have drafts still.
+        """
+        return [one for one in running if one.waiting == 1 and not one.drafts and self.usable(one, len(one.tokens))]

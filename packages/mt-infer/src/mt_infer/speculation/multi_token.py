@@ -1,8 +1,8 @@
 """Drafts by a model's own layers of multi-token prediction (DeepSeek-V3, 2024).
 
-Depth d predicts behind position i the token i + d + 1, from the state of depth d - 1 and the token i + d. The depths run
-after each forward pass over its positions, whose next tokens are then known: the last of each depth above the first is a
-draft, so that these positions are computed again in the pass that follows.
+Depth d predicts behind position i the token i + d + 1, from the state of depth d - 1 and the token i + d. The depths
+run after each forward pass, over its positions. At the last ones depths above the first read drafts; these positions
+are computed again after the next pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Tail:
 
 @dataclass
 class _Span:
-    """Positions start ... end - 1 of a sequence: hidden [end - start, H] and all tokens known so far. wanted: drafts."""
+    """Positions start ... end - 1 of a sequence: hidden [end - start, H], and all tokens so far. wanted: drafts."""
 
     sequence: RunningSequence
     start: int

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last tokens when they stood in it before (prompt lookup, Saxena, 2023)."""
+"""Drafts from the text itself: what followed the last tokens where they stood before (prompt lookup, Saxena, 2023)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which drafts are right.
 
-At each drafted position the model's own token is sampled, with that position's uniform number. A draft is accepted while
-it is that token. So tokens are those that are sampled one at a time, for the same seed, and their distribution is the
-model's, whatever drafts are like.
+At each drafted position the model's own token is sampled, with that position's uniform number. A draft is accepted
+while it is that token. So tokens are those that are sampled one at a time, for the same seed, and their distribution is
+the model's, whatever drafts are like.
 """
 
 from __future__ import annotations
