@@ -65,6 +65,12 @@ class MegatronBody(RequestBody):
             raise ValueError("top_k and top_p cannot be used together")
         if "" in self.prompts and not self.add_BOS:
             raise ValueError("an empty prompt needs add_BOS=true")
+        if self.beam_width is not None and len(self.prompts) > 1:
+            raise ValueError("beam_width takes one prompt")
+        if self.length_penalty != 1.0 and self.beam_width is None:
+            raise ValueError("length_penalty is for beam_width")
+        if self.prevent_newline_after_colon:
+            raise ValueError("prevent_newline_after_colon: this server bans no token because of the one before it")
         return self
 
 
