@@ -138,6 +138,7 @@ class ScriptedGenerator:
 
     def __init__(self, text: str, *, forever: bool = False) -> None:
         self.tokenizer = ByteLevelTokenizer()
+        self.prompts = SimpleNamespace(has_encoder=False)
         scheduler = SimpleNamespace(running=[], waiting=[], preemptions=0)
         engine = SimpleNamespace(scheduler=scheduler, manager=SimpleNamespace(pools=[], used_blocks=0))
         self.engine = SimpleNamespace(ctx=SimpleNamespace(world=SimpleNamespace(size=1)), engine=engine)

@@ -51,7 +51,11 @@ def is_error(body: Any) -> bool:
 
 def test_an_api_key_guards_all_but_the_page_and_health() -> None:
     with live([scripted_model("ok")], ServerOptions(api_key="secret")) as served:
-        for headers, expected in (({}, 401), ({"Authorization": "Bearer wrong"}, 401), ({"Authorization": "Bearer secret"}, 200)):
+        for headers, expected in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
             for path, body in (("/v1/models", None), ("/metrics", None), ("/v1/completions", {"prompt": "x"})):
                 status, answer = served.call(path, body, headers=headers)
                 assert status == expected
@@ -184,7 +188,9 @@ def test_two_hundred_streams_at_a_time() -> None:
     async def text(port: int, number: int) -> str:
         body = {"prompt": f"prompt {number}", "max_tokens": 4, "temperature": 0, "stream": True}
         sent = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + sent)
         lines = (await reader.read()).decode().splitlines()

@@ -27,7 +27,9 @@ ENDPOINTS: dict[str, tuple[str, type, dict[str, Any]]] = {
 }
 numbers = st.one_of(st.integers(), st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30]), st.floats(allow_nan=False))
 texts = st.one_of(st.text(max_size=8), st.sampled_from(["", "\x00", "\ufffd", "json_object", "function", "user"]))
-keys = st.one_of(texts, st.sampled_from(["type", "role", "content", "schema", "json_schema", "name", "function", "text"]))
+keys = st.one_of(
+    texts, st.sampled_from(["type", "role", "content", "schema", "json_schema", "name", "function", "text"])
+)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, texts),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=3)),
@@ -60,7 +62,7 @@ def require_error(status: int, body: bytes) -> None:
     assert {"message", "type", "param", "code"} == set(json.loads(body)["error"])
 
 
-@pytest.mark.parametrize("examples", [120, pytest.param(5000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [300, pytest.param(5000, marks=pytest.mark.exhaustive)])
 def test_malformed_fields_are_errors(small: Live, examples: int) -> None:
     connection = http.client.HTTPConnection(small.url.removeprefix("http://"), timeout=30)
     seen: dict[int, int] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 import torch
@@ -76,7 +78,9 @@ def test_echoed_log_probabilities_are_the_models(client: openai.OpenAI, alpha) -
     assert found.token_logprobs[0] is None
     assert found.top_logprobs[0] is None
     assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
-    assert [max(top.values()) for top in found.top_logprobs[1:]] == pytest.approx(logs.max(-1).values.tolist(), abs=1e-4)
+    assert [max(top.values()) for top in found.top_logprobs[1:]] == pytest.approx(
+        logs.max(-1).values.tolist(), abs=1e-4
+    )
     assert text.startswith(PROMPT)
     assert found.tokens[: len(ids)] == list(PROMPT)
     assert found.text_offset == list(range(len(ids) + 1))
@@ -123,6 +127,30 @@ def test_embeddings_are_the_mean_of_the_encoders_states(client: openai.OpenAI, s
     assert found.usage.prompt_tokens == sum(map(len, texts)) + 4
 
 
+def test_answers_are_held_to_a_format(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    done = client.chat.completions.create(model="alpha", messages=CHAT, response_format=form, seed=1)
+    assert json.loads(done.choices[0].message.content)["n"] in (1, 2)
+    for asked, allowed in (({"guided_regex": "a{3}b"}, ("aaab",)), ({"guided_choice": ["yes", "no"]}, ("yes", "no"))):
+        text = client.completions.create(model="alpha", prompt="x", extra_body=asked, seed=1).choices[0].text
+        assert text in allowed
+    with pytest.raises(openai.BadRequestError, match="regex is not valid"):
+        client.completions.create(model="alpha", prompt="x", extra_body={"guided_regex": "("})
+
+
+def test_penalties_and_bias_change_what_is_likeliest(client: openai.OpenAI) -> None:
+    def tokens(**asked: object) -> list[str]:
+        done = client.completions.create(model="alpha", prompt="x", max_tokens=8, temperature=0, logprobs=0, **asked)
+        return done.choices[0].logprobs.tokens
+
+    free = tokens()
+    assert tokens(logit_bias={"97": 100}) == ["a"] * 8
+    penalized = tokens(presence_penalty=2, frequency_penalty=2, logit_bias={str(token): 3 for token in range(97, 107)})
+    assert len(set(penalized)) > len(set(tokens(logit_bias={str(token): 3 for token in range(97, 107)})))
+    assert free == tokens(presence_penalty=0)
+
+
 CHAT = [{"role": "user", "content": "hi"}]
 REFUSED = [
     ("completions", {"model": "gamma", "prompt": "x"}, openai.NotFoundError, "alpha, beta, bert"),
@@ -136,7 +164,12 @@ REFUSED = [
     ("completions", {"model": "bert", "prompt": "x"}, openai.BadRequestError, "encoder"),
     ("chat.completions", {"model": "bert", "messages": CHAT}, openai.BadRequestError, "encoder"),
     ("chat.completions", {"model": "alpha", "messages": []}, openai.BadRequestError, "messages: List should have"),
-    ("chat.completions", {"model": "alpha", "messages": CHAT, "top_logprobs": 2}, openai.BadRequestError, "logprobs=true"),
+    (
+        "chat.completions",
+        {"model": "alpha", "messages": CHAT, "top_logprobs": 2},
+        openai.BadRequestError,
+        "logprobs=true",
+    ),
     ("embeddings", {"model": "alpha", "input": "x"}, openai.BadRequestError, "encoders"),
     ("embeddings", {"model": "bert", "input": "x" * CONTEXT}, openai.BadRequestError, "258 tokens"),
     ("embeddings", {"model": "bert", "input": "x", "dimensions": 8}, openai.BadRequestError, "dimensions"),

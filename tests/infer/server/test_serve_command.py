@@ -53,13 +53,13 @@ def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def post(url: str, body: dict):
     data = json.dumps(body).encode()
-    return urllib.request.urlopen(
-        urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
-    )
+    return urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60)
 
 
 def complete(address: str, model: str) -> str:
-    with post(f"{address}/v1/completions", {"model": model, "prompt": "The", "max_tokens": 12, "temperature": 0}) as answer:
+    with post(
+        f"{address}/v1/completions", {"model": model, "prompt": "The", "max_tokens": 12, "temperature": 0}
+    ) as answer:
         return json.load(answer)["choices"][0]["text"]
 
 

@@ -8,12 +8,13 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.infer.server.served import live, scripted_model
+from tests.infer.server.served import chat_format, generator, live, scripted_model
 
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.chat.tool_calls import ToolCallParser, form_of_template
+from mt_infer.server.served_model import ServedModel
 
 HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 TWO = HERMES + '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
@@ -142,5 +143,30 @@ def test_the_client_gets_tool_calls(qwen: ChatFormat) -> None:
         assert client.chat.completions.create(**{**asked, "messages": back}).usage.prompt_tokens > 200
         without = client.chat.completions.create(**{**asked, "tool_choice": "none"}).choices[0]
         assert (without.message.content, without.message.tool_calls) == (TWO, None)
-        with pytest.raises(openai.BadRequestError, match="tool_choice"):
-            client.chat.completions.create(**{**asked, "tool_choice": "required"})
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_a_required_call_is_made_by_any_model(form: str) -> None:
+    """Random weights, held to the form of a call."""
+    chat = chat_format()
+    with live([ServedModel("tiny", 0, generator(1), chat=chat, tool_calls=form)]) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        parameters = {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        }
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "seed": 1}
+        template = chat._text
+        chat._text = lambda messages, tools, **options: template(messages, None, **options)  # chatml refuses tools
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            answer = client.chat.completions.create(**asked, tools=tools, tool_choice=choice).choices[0]
+            (call,) = answer.message.tool_calls
+            assert answer.finish_reason == "tool_calls"
+            assert call.function.name in ("f", "g") if choice == "required" else call.function.name == "g"
+            assert json.loads(call.function.arguments)["days"] in (1, 2)
+        with pytest.raises(openai.BadRequestError, match='no tool is named "h"'):
+            choice = {"type": "function", "function": {"name": "h"}}
+            client.chat.completions.create(**asked, tools=tools, tool_choice=choice)
