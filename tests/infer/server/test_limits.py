@@ -15,7 +15,6 @@ import openai
 import pytest
 from tests.infer.server.served import (
     Live,
-    chat_format,
     generator,
     language_model,
     live,

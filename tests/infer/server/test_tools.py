@@ -167,6 +167,6 @@ def test_a_required_call_is_made_by_any_model(form: str) -> None:
             assert answer.finish_reason == "tool_calls"
             assert call.function.name in ("f", "g") if choice == "required" else call.function.name == "g"
             assert json.loads(call.function.arguments)["days"] in (1, 2)
+        missing = {"type": "function", "function": {"name": "h"}}
         with pytest.raises(openai.BadRequestError, match='no tool is named "h"'):
-            choice = {"type": "function", "function": {"name": "h"}}
-            client.chat.completions.create(**asked, tools=tools, tool_choice=choice)
+            client.chat.completions.create(**asked, tools=tools, tool_choice=missing)
