@@ -7,9 +7,12 @@ import json
 import openai
 import pytest
 import torch
-from tests.infer.server.served import CONTEXT, Live, generator
+from tests.infer.server.served import CONTEXT, VOCABULARY, Live, configuration, generator, live, model_of
 
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.embedding import TextEmbedder
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.served_model import ServedModel
 
 PROMPT = "The quick brown"
 CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -187,3 +190,18 @@ def test_what_cannot_be_is_refused_with_words_that_help(client: openai.OpenAI, e
 def test_an_unknown_field_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no such field"):
         client.completions.create(model="alpha", prompt="x", extra_body={"temprature": 1})
+
+
+def test_a_biencoder_embeds_questions_and_documents_by_their_own_towers() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model_keys = {"family": "biencoder", **sizes, "vocab_size": VOCABULARY, "biencoder_projection_dim": 8}
+    model, ctx = model_of(configuration(model_keys), 1)
+    embedder = TextEmbedder(model, ByteLevelTokenizer(), ctx.device, VOCABULARY)
+    with live([ServedModel("two", 0, embedder=embedder)]) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        for side, tower in (("query", model.query_tower), ("document", model.context_tower)):
+            done = client.embeddings.create(model="two", input=["ab", "abcd"], extra_body={"input_type": side})
+            for text, one in zip(("ab", "abcd"), done.data, strict=True):
+                with torch.inference_mode():
+                    expected = tower(torch.tensor([[259, *text.encode(), 260]]))[0].tolist()
+                assert one.embedding == pytest.approx(expected, abs=1e-5)
