@@ -26,6 +26,8 @@ many; their own tests run them."""
 
 PARSED = {
     ("import",): "reads scripts and files of others; tests/tools/config_import runs it",
+    ("serve",): "runs until it is ended; tests/infer/server runs it",
+    ("chat",): "asks for lines; tests/infer/server/test_chat_command.py runs it",
     ("bench",): "measures for minutes; tests/tools/bench runs it",
     ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",

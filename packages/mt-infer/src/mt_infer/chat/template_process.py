@@ -32,13 +32,20 @@ class TemplateProcess:
         """The text. Raises DataError for a template that refuses the values, is not valid, or takes too long."""
         with self._lock:
             if self._process is None:
-                self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                self._exchange({"source": self.source, "name": self.name}, START_SECONDS)
+                self._start()
             return self._exchange(values, self.seconds)
 
     def close(self) -> None:
         with self._lock:
             self._end()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            self._exchange({"source": self.source, "name": self.name}, START_SECONDS)
+        except DataError:
+            self._end()
+            raise
 
     def _exchange(self, message: Mapping[str, Any], seconds: float) -> str:
         process = self._process

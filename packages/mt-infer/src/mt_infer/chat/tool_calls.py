@@ -8,13 +8,16 @@ between, after `<|python_tag|>` or not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Form = Literal["hermes", "llama3_json"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+
+
+KEYS: Mapping[Form, str] = {"hermes": "arguments", "llama3_json": "parameters"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,21 @@ def form_of_template(source: str) -> Form | None:
     if PYTHON_TAG in source or ('"parameters"' in source and "ipython" in source):
         return "llama3_json"
     return None
+
+
+def call_constraint(form: Form, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The SamplingParameters for an answer that is one call of one of the functions (OpenAI's objects: name, parameters
+    as a JSON schema)."""
+    schema = {"anyOf": [_call_schema(function, KEYS[form]) for function in functions]}
+    if form == "llama3_json":
+        return {"json_schema": schema}
+    return {"grammar": f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(schema)}'}
+
+
+def _call_schema(function: Mapping[str, Any], key: str) -> dict[str, Any]:
+    parameters = function.get("parameters") or {"type": "object"}
+    properties = {"name": {"const": function["name"]}, key: parameters}
+    return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
 
 
 class ToolCallParser:
@@ -83,7 +101,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
         if not rest.startswith(OPEN):
             return []
         inside, _, rest = rest.removeprefix(OPEN).partition(CLOSE)
-        call = _call(_object(inside), "arguments")
+        call = _call(_object(inside), KEYS["hermes"])
         if call is None:
             return []
         calls.append(call)
@@ -100,7 +118,7 @@ def parse_llama3(text: str) -> list[ToolCall]:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
-        call = _call(value, "parameters") or _call(value, "arguments")
+        call = _call(value, KEYS["llama3_json"]) or _call(value, "arguments")
         if call is None:
             return []
         calls.append(call)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_core.commands import need
+from mt_core.commands import listed, need
 from mt_core.errors import PluginError
 from mt_core.paths import as_path
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mt_infer.server.served_model import ServedModel
 
 LOOPBACK = "127.0.0.1"
+EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def serve(
@@ -53,6 +55,7 @@ def serve(
     """Serve models over HTTP: OpenAI's interface, Megatron's PUT /api, and a page."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt serve")
     _need_server()
+    start_ranks(nproc)
     from mt_core.launch.environment import read_environment
     from mt_core.launch.session import rank_session
     from mt_core.train.build import resolve_device
@@ -60,7 +63,6 @@ def serve(
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
 
-    start_ranks(nproc)
     options = ServerOptions(
         api_key=api_key or None,
         any_host=host is not None,
@@ -82,12 +84,9 @@ def serve(
 
 def _need_server() -> None:
     """Raises PluginError without the packages of the extra."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise PluginError(f'mt serve needs {error.name}; pip install "mt-infer[server]"') from error
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise PluginError(f'mt serve needs {listed(missing)}; pip install "mt-infer[server]"')
 
 
 def _serve(models: list[ServedModel], options: ServerOptions, listening: socket.socket, drain_seconds: float) -> None:
@@ -100,11 +99,10 @@ def _serve(models: list[ServedModel], options: ServerOptions, listening: socket.
         names = ", ".join(service.models.by_name)
         typer.echo(f"serving {names} at {address_of(listening)} (page at /, OpenAI's interface at /v1)")
 
-    try:
-        serve(service, listening, on_ready=announce, drain_seconds=drain_seconds)
-    finally:
-        for generator in service.models.generators:
-            generator.close()
+    serve(service, listening, on_ready=announce, drain_seconds=drain_seconds)
+    # Not after a failure, in which the other ranks may wait for something else: the session ends them.
+    for generator in service.models.generators:
+        generator.close()
 
 
 def _follow(models: list[ServedModel]) -> None:

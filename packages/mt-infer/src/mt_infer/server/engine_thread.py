@@ -18,7 +18,7 @@ from mt_infer.text import Prompt, TextEvent, TextGenerator
 
 log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 30.0
-"""How often idle ranks step: the others wait in a collective operation, which has a time-out."""
+"""How often idle ranks step at least: they wait in a collective operation, which has a time-out."""
 
 
 Event = tuple[int, TextEvent | Exception]

@@ -18,7 +18,7 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import finite
 from mt_infer.server.openai.fields import RequestBody, TokenId
-from mt_infer.server.openai.sampling import given_parameters
+from mt_infer.server.openai.sampling import given_parameters, longest_prompt
 from mt_infer.server.openai.token_texts import token_texts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service, until_disconnect
@@ -65,6 +65,12 @@ class MegatronBody(RequestBody):
             raise ValueError("top_k and top_p cannot be used together")
         if "" in self.prompts and not self.add_BOS:
             raise ValueError("an empty prompt needs add_BOS=true")
+        if self.beam_width is not None and len(self.prompts) > 1:
+            raise ValueError("beam_width takes one prompt")
+        if self.length_penalty != 1.0 and self.beam_width is None:
+            raise ValueError("length_penalty is for beam_width")
+        if self.prevent_newline_after_colon:
+            raise ValueError("prevent_newline_after_colon: this server bans no token because of the one before it")
         return self
 
 
@@ -95,7 +101,7 @@ def _prompt(model: ServedModel, body: MegatronBody, text: str) -> list[int]:
 
 
 def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence[int]]) -> SamplingParameters:
-    longest = max(map(len, prompts)) + body.tokens_to_generate
+    longest = longest_prompt(prompts, model) + body.tokens_to_generate
     if longest > model.longest:
         raise ApiError(
             f"the longest prompt and tokens_to_generate are {longest} tokens; this model's context is {model.longest}",
@@ -131,7 +137,7 @@ def _described(
 ) -> dict[str, Any]:
     """With the stop text, as Megatron has it, which stands in the tokens."""
     tokens = [[*prompt, *one.tokens] for prompt, one in zip(prompts, done, strict=True)]
-    segments = [token_texts(model.tokenizer, ids) for ids in tokens]
+    segments = [token_texts(model, ids) for ids in tokens]
     texts = [text + "".join(own[len(ids) :]) for text, own, ids in zip(body.prompts, segments, prompts, strict=True)]
     logprobs = [_logprobs(one) for one in done] if body.logprobs else None
     return {"text": texts, "tokens": tokens, "segments": segments, "logprobs": logprobs}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from mt_core.specs import Tokenizer
+from mt_core.specs import HasTokenBytes, Tokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.chat.tool_calls import Form
 from mt_infer.embedding import TextEmbedder
@@ -30,6 +31,11 @@ class ServedModel:
         owner = self.generator or self.embedder
         assert owner is not None
         return owner.tokenizer
+
+    @cached_property
+    def token_bytes(self) -> Sequence[bytes | None] | None:
+        """What each id adds to a text; None where that depends on its neighbours."""
+        return self.tokenizer.token_bytes() if isinstance(self.tokenizer, HasTokenBytes) else None
 
     @property
     def longest(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
+from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.engine_thread import EngineThread, Event, Request
 from mt_infer.server.errors import ApiError
@@ -17,6 +19,7 @@ from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel, ServedModels
 from mt_infer.text import TextEvent
 
+TIMEOUT = "timeout"
 CLIENT_CLOSED = 499
 """nginx's status for a client that has gone; nobody reads it."""
 
@@ -38,37 +41,60 @@ class Service:
 
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
-        generator, count = model.require_generator(), len(prompts) * sampling.n
+        count = len(prompts) * sampling.n
         self._check_room(count)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.options.request_seconds
-        requests = [Request(generator, ids, sampling, place, events, loop) for place, ids in enumerate(prompts)]
         clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
+        events: asyncio.Queue[Event] = asyncio.Queue()
         outcome = "cancelled"
+        with self._submitted(model, prompts, sampling, events):
+            try:
+                async for place, event in self._until_finished(events, count):
+                    if event.token is not None:
+                        clock.token(place * sampling.n + event.index)
+                    yield place, event
+                outcome = "finished"
+            except (ApiError, MtError) as error:
+                outcome = "timeout" if isinstance(error, ApiError) and error.code == TIMEOUT else "failed"
+                raise
+            finally:
+                clock.end(outcome)
+
+    @contextmanager
+    def _submitted(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParameters,
+        events: asyncio.Queue[Event],
+    ) -> Iterator[None]:
+        """While it is open the engine has the prompts; then what still runs is cancelled."""
+        generator, loop, count = model.require_generator(), asyncio.get_running_loop(), len(prompts) * sampling.n
+        requests = [Request(generator, ids, sampling, place, events, loop) for place, ids in enumerate(prompts)]
         self._open += count
+        for request in requests:
+            self.engine.submit(request)
         try:
-            for request in requests:
-                self.engine.submit(request)
-            while count:
-                async with asyncio.timeout_at(deadline):
-                    place, event = await events.get()
-                if isinstance(event, Exception):
-                    outcome = "failed"
-                    raise event
-                count -= event.finish is not None
-                if event.token is not None:
-                    clock.token(place * sampling.n + event.index)
-                yield place, event
-            outcome = "finished"
-        except TimeoutError:
-            outcome = "timeout"
-            raise self._late() from None
+            yield
         finally:
-            self._open -= len(prompts) * sampling.n
+            self._open -= count
             for request in requests:
                 self.engine.cancel(request)
-            clock.end(outcome)
+
+    async def _until_finished(
+        self, events: asyncio.Queue[Event], count: int
+    ) -> AsyncGenerator[tuple[int, TextEvent], None]:
+        """The events of `count` sequences. Raises what is against one of them, and ApiError when time is up."""
+        deadline = asyncio.get_running_loop().time() + self.options.request_seconds
+        while count:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    place, event = await events.get()
+            except TimeoutError:
+                raise self._late() from None
+            if isinstance(event, Exception):
+                raise event
+            count -= event.finish is not None
+            yield place, event
 
     def _check_room(self, count: int) -> None:
         limit = self.options.max_queue
@@ -86,7 +112,7 @@ class Service:
         return ApiError(
             f"the request took longer than the {self.options.request_seconds:g} s that this server allows",
             status=504,
-            code="timeout",
+            code=TIMEOUT,
         )
 
 

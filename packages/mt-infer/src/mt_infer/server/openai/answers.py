@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mt_infer.detokenizer import INCOMPLETE
 from mt_infer.requests import LogProbs
 from mt_infer.server.openai.token_texts import TokenTexts
 
@@ -64,7 +63,4 @@ def chat_logprob(texts: TokenTexts, token: int, found: LogProbs) -> Piece:
 
 
 def _chat_entry(texts: TokenTexts, token: int, logprob: float) -> Piece:
-    text = texts.text(token)
-    # The tokenizer does not say which bytes of a character a token is.
-    known = list(text.encode()) if text and INCOMPLETE not in text else None
-    return {"token": texts.label(token), "logprob": finite(logprob), "bytes": known}
+    return {"token": texts.label(token), "logprob": finite(logprob), "bytes": texts.bytes_of(token)}

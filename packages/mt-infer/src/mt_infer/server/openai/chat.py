@@ -13,13 +13,14 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mt_infer.chat.tool_calls import ToolCall, ToolCallParser
+from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
 from mt_infer.server.openai.messages import Messages, for_template
-from mt_infer.server.openai.sampling import sampling_of, tokens_to_generate
+from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.openai.token_texts import TokenTexts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service, until_disconnect
@@ -40,6 +41,15 @@ class Tool(Body):
     function: Function
 
 
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(SamplingFields):
     """The body of /v1/chat/completions."""
 
@@ -50,7 +60,7 @@ class ChatBody(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names for the chat template, such as enable_thinking."""
@@ -70,6 +80,18 @@ class ChatBody(SamplingFields):
         if self.tools is None or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def required_functions(self) -> list[dict[str, Any]]:
+        """Those of which the answer has to be a call. Raises ApiError for a name that no tool has."""
+        functions = [tool["function"] for tool in self.offered_tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            named = [function for function in functions if function["name"] == name]
+            if not named:
+                raise ApiError(f'tool_choice: no tool is named "{name}"', param="tool_choice")
+            return named
+        return functions if self.tool_choice == "required" else []
 
 
 @dataclass
@@ -112,7 +134,19 @@ def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequ
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stop=chat.stop,
         stop_token_ids=() if body.ignore_eos else chat.stop_token_ids,
+        **_required_call(model, body),
     )
+
+
+def _required_call(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+    functions = body.required_functions
+    if not functions:
+        return {}
+    if model.tool_calls is None:
+        raise ApiError(f'tool_choice: the chat template of "{model.name}" has no tool calls', param="tool_choice")
+    if constraint(body):
+        raise ApiError("tool_choice says what the answer is; leave out response_format", param="tool_choice")
+    return call_constraint(model.tool_calls, functions)
 
 
 class Choice:
@@ -122,7 +156,7 @@ class Choice:
         self.index = index
         form = job.model.tool_calls if job.body.offered_tools else None
         self._parser = ToolCallParser(form) if form else None
-        self._texts = TokenTexts(job.model.tokenizer) if job.body.logprobs else None
+        self._texts = TokenTexts(job.model) if job.body.logprobs else None
         self.calls: list[Piece] = []
 
     def add(self, event: TextEvent) -> tuple[str, list[Piece], str | None]:

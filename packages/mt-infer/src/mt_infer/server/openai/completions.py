@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import CompletionLogProbs, Piece, envelope, usage
 from mt_infer.server.openai.fields import Count, Ids, SamplingFields
@@ -84,10 +85,10 @@ class Job:
             return None
         # Tokens that the tokenizer puts before a text, such as BOS, are not in the text that is echoed.
         added = len(self._text(place)) - len(self.echoed(place)) if self.body.echo else 0
-        return CompletionLogProbs(TokenTexts(self.model.tokenizer), self.body.logprobs, -added)
+        return CompletionLogProbs(TokenTexts(self.model), self.body.logprobs, -added)
 
     def _text(self, place: int) -> str:
-        return "".join(token_texts(self.model.tokenizer, self.prompts[place]))
+        return "".join(token_texts(self.model, self.prompts[place]))
 
 
 async def create_completion(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
@@ -103,6 +104,8 @@ async def create_completion(service: Service, body: CompletionBody, http: HttpRe
 def _sampling(
     service: Service, model: ServedModel, body: CompletionBody, prompts: Sequence[Sequence[int]]
 ) -> SamplingParameters:
+    if body.scores_prompt and model.require_generator().prompts.has_encoder:
+        raise ApiError("echo: this model reads the prompt with an encoder, which gives it no probability", param="echo")
     max_tokens = tokens_to_generate(body.max_tokens, DEFAULT_TOKENS, prompts, model, service.options)
     # Who scores a text asks for one token more, and reads the rows before it: there has to be one, whatever it is.
     ignore_eod = bool(body.ignore_eos) or (body.scores_prompt and max_tokens == 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from mt_infer.sampling.parameters import SamplingParameters
@@ -40,13 +39,8 @@ def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, 
 
 
 def given_parameters(**values: Any) -> SamplingParameters:
-    """Those that are not None. Raises ApiError for one that the engine does not have."""
-    given = {name: value for name, value in values.items() if value is not None}
-    known = {field.name for field in dataclass_fields(SamplingParameters)}
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ApiError(f"{unknown[0]}: the engine of this server does not have it", param=unknown[0])
-    return SamplingParameters(**given)
+    """The defaults for what is None. Raises ConfigError."""
+    return SamplingParameters(**{name: value for name, value in values.items() if value is not None})
 
 
 def constraint(fields: SamplingFields) -> dict[str, Any]:
@@ -84,7 +78,8 @@ def tokens_to_generate(
 ) -> int:
     """max_tokens of a request, within the context and the server's limit. default: where it is not given; None: all
     that fits. Raises ApiError for more than fits."""
-    longest, room = max(map(len, prompts)), model.longest - max(map(len, prompts))
+    longest = longest_prompt(prompts, model)
+    room = model.longest - longest
     wanted = 1 if asked is None else asked
     if wanted > room:
         raise ApiError(
@@ -99,3 +94,8 @@ def tokens_to_generate(
     if asked is not None:
         return asked
     return min(bound for bound in (default, room, limit) if bound is not None)
+
+
+def longest_prompt(prompts: Sequence[Sequence[int]], model: ServedModel) -> int:
+    """Positions of the decoder that the longest prompt takes; a model with an encoder reads the prompt there."""
+    return 1 if model.require_generator().prompts.has_encoder else max(map(len, prompts))

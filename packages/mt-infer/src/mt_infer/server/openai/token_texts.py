@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mt_core.specs import Tokenizer
 from mt_infer.detokenizer import INCOMPLETE
+from mt_infer.server.served_model import ServedModel
 
 CONTEXT = 4
 """Ids decoded before a token: a tokenizer may write a token at the start of a text in another way."""
@@ -14,8 +14,8 @@ CONTEXT = 4
 class TokenTexts:
     """The text of each token of one sequence, given those before it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, model: ServedModel) -> None:
+        self._tokenizer, self._bytes = model.tokenizer, model.token_bytes
         self._before: list[int] = []
         self._decoded = ""
 
@@ -26,9 +26,20 @@ class TokenTexts:
         return self._tokenizer.decode([*self._before, token])[len(self._decoded) :]
 
     def label(self, token: int) -> str:
-        """The text, or `token_id:N` for a token that is no whole character."""
+        """The text; of a token that is no whole character its bytes, as OpenAI writes them, or its id."""
         text = self.text(token)
-        return text if text and INCOMPLETE not in text else f"token_id:{token}"
+        if text and INCOMPLETE not in text:
+            return text
+        known = self._own_bytes(token)
+        return f"token_id:{token}" if not known else "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """None where they are not known."""
+        text = self.text(token)
+        if text and INCOMPLETE not in text:
+            return list(text.encode())
+        known = self._own_bytes(token)
+        return None if known is None else list(known)
 
     def advance(self, token: int) -> None:
         """The sequence goes on with this token."""
@@ -36,9 +47,12 @@ class TokenTexts:
             self._before = [*self._before[-CONTEXT + 1 :], token]
             self._decoded = self._tokenizer.decode(self._before)
 
+    def _own_bytes(self, token: int) -> bytes | None:
+        return self._bytes[token] if self._bytes is not None and token < len(self._bytes) else None
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    texts = TokenTexts(tokenizer)
+
+def token_texts(model: ServedModel, tokens: Sequence[int]) -> list[str]:
+    texts = TokenTexts(model)
     found = []
     for token in tokens:
         found.append(texts.text(token))

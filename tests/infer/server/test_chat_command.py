@@ -1,0 +1,81 @@
+"""`mt chat`: its commands, a model in this process, a server."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator
+
+import pytest
+from rich.console import Console
+from tests.infer.server.served import Live, chat_format, generator
+
+from mt_core.errors import ConfigError
+from mt_infer.chat.conversation import Conversation
+from mt_infer.chat.local_model import LocalModel
+from mt_infer.chat.partners import ChatSettings
+from mt_infer.chat.remote_model import RemoteModel
+
+
+class Echo:
+    """Answers with what it is sent."""
+
+    name = "echo"
+
+    def answer(self, messages, settings: ChatSettings) -> Generator[str, None, None]:
+        if messages[-1]["content"] == "fail":
+            raise ConfigError("no [bold] answer")
+        yield "|".join(one["content"] for one in messages)
+        yield f" \x1b]0;title\x07at {settings.temperature}"
+
+
+def talk(partner, *lines: str, settings: ChatSettings | None = None) -> str:
+    """What the terminal shows."""
+    shown = io.StringIO()
+    given = iter(lines)
+
+    def read() -> str:
+        try:
+            return next(given)
+        except StopIteration:
+            raise EOFError from None
+
+    Conversation(partner, Console(file=shown, width=300), settings or ChatSettings()).run(read)
+    return shown.getvalue()
+
+
+def test_commands_of_a_conversation() -> None:
+    shown = talk(
+        Echo(), "a", "/system S", "b", "/undo", "/temperature 0.5", "c", "/reset", "fail", "d", "/temperature x",
+        "/temprature", "/seed 3", "/settings", "/help", "/quit", "never",
+    ).splitlines()  # fmt: skip
+    assert shown[0] == "a ]0;titleat 0.8"
+    assert shown[1].startswith("S|a|a ")
+    assert "|b ]" in shown[1]
+    assert shown[2] == "temperature = 0.5"
+    assert shown[3].startswith("S|a|a ")
+    assert "|c ]0;titleat 0.5" in shown[3]
+    assert "|b" not in shown[3]
+    text = "\n".join(shown)
+    assert "error: no [bold] answer" in text
+    assert "S|d ]" in text  # neither what came before /reset nor the question that failed
+    for words in ("/temperature takes a number, not 'x'", 'did you mean "temperature"', "seed = 3", "/undo"):
+        assert words in text
+    assert "never" not in text
+
+
+def test_a_server_answers_as_the_model_does_here(served: Live) -> None:
+    settings = ChatSettings(temperature=0.0, max_tokens=9)
+    chat = chat_format()
+    here = talk(LocalModel("alpha", generator(1), chat), "hi", "and", settings=settings)
+    there = talk(RemoteModel(served.url + "/v1/", None, None), "hi", "and", settings=settings)
+    chat.close()
+    assert here == there
+    assert len(here) > 10
+
+
+def test_what_cannot_be_answered_is_said(served: Live) -> None:
+    assert "context is 256" in talk(RemoteModel(served.url, "alpha", None), "x" * 300)
+    assert "300 tokens" in talk(LocalModel("alpha", generator(1), chat_format("plain")), "x" * 282)
+    assert "there is no model" in talk(RemoteModel(served.url, "gamma", None), "hi")
+    with pytest.raises(ConfigError, match="no server answers"):
+        RemoteModel("http://127.0.0.1:1", None, None)

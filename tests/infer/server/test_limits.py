@@ -1,0 +1,209 @@
+"""Limits of a server, clients that go away, and templates of ill will."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from tests.infer.server.served import (
+    Live,
+    generator,
+    language_model,
+    live,
+    scripted_model,
+)
+
+from mt_core.errors import ConfigError
+from mt_data.datasets.sft.chat_templates import ChatTemplate
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_data.tokenizers.null import NullConfig, NullTokenizer
+from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.loading import model_names
+from mt_infer.server.options import ServerOptions
+from mt_infer.server.running import listen
+from mt_infer.server.served_model import ServedModel
+
+SAMPLING = SamplingParameters(temperature=0.0, max_tokens=4)
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+LONG = {"prompt": "x", "model": "alpha", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def is_error(body: Any) -> bool:
+    return isinstance(body, dict) and {"message", "type", "param", "code"} <= set(body.get("error", ()))
+
+
+def test_an_api_key_guards_all_but_the_page_and_health() -> None:
+    with live([scripted_model("ok")], ServerOptions(api_key="secret")) as served:
+        for headers, expected in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
+            for path, body in (("/v1/models", None), ("/metrics", None), ("/v1/completions", {"prompt": "x"})):
+                status, answer = served.call(path, body, headers=headers)
+                assert status == expected
+                assert status == 200 or is_error(answer)
+        assert served.call("/")[0] == served.call("/health")[0] == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_limits_of_size_tokens_queue_and_time() -> None:
+    options = ServerOptions(max_body_bytes=2000, max_tokens=50, max_queue=3, request_seconds=0.3)
+    with live([scripted_model("ab", forever=True)], options) as served:
+        cases = [
+            ({"prompt": "x" * 3000}, 413, "2000 bytes"),
+            ({"prompt": "x", "max_tokens": 51}, 400, "50 that this server"),
+            ({"prompt": ["x"] * 4}, 400, "4 sequences"),
+            ({"prompt": "x"}, 504, "0.3 s"),
+        ]
+        for body, expected, words in cases:
+            status, answer = served.call("/v1/completions", body)
+            assert (status, words in answer["error"]["message"]) == (expected, True)
+        model = served.service.models.find(None).generator
+        assert until(lambda: model.is_idle)
+        threads = [threading.Thread(target=served.call, args=("/v1/completions", {"prompt": "x"})) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert until(lambda: served.service._open == 3)
+        status, answer = served.call("/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        for thread in threads:
+            thread.join()
+        # A stream that has begun ends with the error as an event.
+        status, answer = served.call("/v1/completions", {"prompt": "x", "stream": True})
+        assert status == 200
+        lines = answer.strip().split("\n\n")
+        assert is_error(json.loads(lines[-2].removeprefix("data: ")))
+        assert lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_the_cache(served: Live, stream: bool) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    body = json.dumps({**LONG, "stream": stream, "n": 3})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    assert until(lambda: served.used_blocks > 0)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    assert until(lambda: served.used_blocks == 0)
+    assert served.service.engine.is_idle
+    _, metrics = served.call("/metrics")
+    assert 'mt_requests_total{model="alpha",outcome="cancelled"}' in metrics
+
+
+def test_requests_for_other_hosts_are_refused(served: Live) -> None:
+    status, answer = served.call("/v1/models", headers={"Host": "example.org"})
+    assert (status, answer["error"]["code"]) == (403, "wrong_host")
+    with live([scripted_model("ok")], ServerOptions(any_host=True)) as open_to_all:
+        assert open_to_all.call("/v1/models", headers={"Host": "example.org"})[0] == 200
+
+
+TEMPLATES = [
+    ("{{ raise_exception('no such thing') }}", "no such thing"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.5 s"),
+    ("{{ messages[0].nothing.here }}", "nothing"),
+    ("{{ 'a' * (1024 ** 4) }}", "memory"),
+    ("{{ ().__class__.__base__.__subclasses__() }}", "unsafe"),
+    ("{% if %}", "no valid Jinja"),
+]
+
+
+@pytest.mark.parametrize(("source", "words"), TEMPLATES)
+def test_a_template_that_fails_or_loops_is_an_error_in_bounded_time(source: str, words: str) -> None:
+    tokenizer = ByteLevelTokenizer()
+    template = ChatTemplate("it", "", {}, eod_after_answer=False)
+    template.source = source
+    model = scripted_model("ok", chat=ChatFormat(template, tokenizer, seconds=0.5))
+    with live([model]) as served:
+        started = time.monotonic()
+        status, answer = served.call("/v1/chat/completions", CHAT)
+        assert status == 400
+        assert words in answer["error"]["message"]
+        assert time.monotonic() - started < 20
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 200
+
+
+def test_without_a_chat_template_or_a_tokenizer_the_rest_works() -> None:
+    ids = NullTokenizer(NullConfig(vocab_size=261))
+    with live([ServedModel("ids", 0, generator(1, ids))]) as served:
+        status, answer = served.call("/v1/chat/completions", CHAT)
+        assert (status, "--chat-template" in answer["error"]["message"]) == (400, True)
+        status, answer = served.call("/v1/completions", {"prompt": "some text"})
+        assert (status, "reads whole numbers" in answer["error"]["message"]) == (400, True)
+        status, answer = served.call("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1})
+        assert status == 200
+        assert len(answer["choices"][0]["text"].split()) == 3
+
+
+def test_an_engine_that_fails_ends_the_server_and_says_so() -> None:
+    model = scripted_model("ok")
+
+    def step() -> None:
+        raise RuntimeError("no memory")
+
+    model.generator.step = step
+    with live([model]) as served:
+        failed = threading.Event()
+        served.service.engine.on_failure = failed.set
+        status, answer = served.call("/v1/completions", {"prompt": "x"})
+        assert (status, "engine has failed" in answer["error"]["message"]) == (500, True)
+        assert failed.wait(5)
+        assert served.call("/health")[0] == 503
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 503
+
+
+def test_names_and_addresses_that_cannot_be(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--name is given 1 times"):
+        model_names([tmp_path / "a", tmp_path / "b"], ["one"])
+    with pytest.raises(ConfigError, match='two models are named "a"'):
+        model_names([tmp_path / "x" / "a", tmp_path / "y" / "a"], [])
+    assert model_names([tmp_path / "mine" / "checkpoints" / "latest"], []) == ["mine"]
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another --host or --port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_two_hundred_streams_at_a_time() -> None:
+    async def text(port: int, number: int) -> str:
+        body = {"prompt": f"prompt {number}", "max_tokens": 4, "temperature": 0, "stream": True}
+        sent = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + sent)
+        lines = (await reader.read()).decode().splitlines()
+        writer.close()
+        assert "data: [DONE]" in lines
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return "".join(one["text"] for piece in pieces for one in piece["choices"])
+
+    async def all_texts(port: int) -> list[str]:
+        return await asyncio.gather(*(text(port, number) for number in range(200)))
+
+    with live([language_model("many", 1)]) as served:
+        found = asyncio.run(all_texts(int(served.url.rpartition(":")[2])))
+        assert served.used_blocks == 0
+    some = range(0, 200, 25)
+    alone = generator(1).generate([f"prompt {number}" for number in some], SAMPLING)
+    assert [found[number] for number in some] == [one[0].text for one in alone]

@@ -1,0 +1,207 @@
+"""The `openai` package against a live server."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import torch
+from tests.infer.server.served import CONTEXT, VOCABULARY, Live, configuration, generator, live, model_of
+
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.embedding import TextEmbedder
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.served_model import ServedModel
+
+PROMPT = "The quick brown"
+CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def client(served: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def alpha():
+    """The weights of the served model, in an engine of its own."""
+    return generator(1)
+
+
+def greedy(alpha, prompt: str | list[int], count: int) -> str:
+    return alpha.generate([prompt], SamplingParameters(temperature=0.0, max_tokens=count))[0][0].text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["alpha", "beta", "bert"]
+    assert client.models.retrieve("beta").id == "beta"
+
+
+def test_prompts_of_every_form_are_completed(client: openai.OpenAI, alpha) -> None:
+    ids = list(PROMPT.encode())
+    expected = greedy(alpha, PROMPT, 12)
+    for prompt, count in ((PROMPT, 1), ([PROMPT, PROMPT], 2), (ids, 1), ([ids, ids], 2)):
+        done = client.completions.create(model="alpha", prompt=prompt, max_tokens=12, temperature=0)
+        assert [(one.index, one.text) for one in done.choices] == [(place, expected) for place in range(count)]
+        assert done.usage is not None
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids) * count, 12 * count)
+        assert {one.finish_reason for one in done.choices} == {"length"}
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
+    asked = {"model": "alpha", "prompt": [PROMPT, "A"], "n": 2, "seed": 5, "max_tokens": 9, "logprobs": 1}
+    whole = client.completions.create(**asked)
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for choice in whole.choices:
+        own = [one for piece in pieces for one in piece.choices if one.index == choice.index]
+        assert "".join(one.text for one in own) == choice.text
+        assert [one.finish_reason for one in own if one.finish_reason] == [choice.finish_reason]
+        tokens = [token for one in own if one.logprobs for token in one.logprobs.tokens]
+        assert tokens == choice.logprobs.tokens
+    assert [piece.usage for piece in pieces if piece.usage] == [whole.usage]
+    assert len({choice.text for choice in whole.choices}) > 1
+
+
+def test_same_seed_same_text(client: openai.OpenAI) -> None:
+    def text(seed: int) -> str:
+        return client.completions.create(model="alpha", prompt=PROMPT, seed=seed, max_tokens=8).choices[0].text
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_echoed_log_probabilities_are_the_models(client: openai.OpenAI, alpha) -> None:
+    done = client.completions.create(model="alpha", prompt=PROMPT, echo=True, logprobs=3, max_tokens=1, temperature=0)
+    found, text = done.choices[0].logprobs, done.choices[0].text
+    ids = list(PROMPT.encode())
+    with torch.inference_mode():
+        logs = alpha.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0]
+    generated = int(logs[-1].argmax())
+    expected = [logs[place, token].item() for place, token in enumerate([*ids[1:], generated])]
+    assert found.token_logprobs[0] is None
+    assert found.top_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert [max(top.values()) for top in found.top_logprobs[1:]] == pytest.approx(
+        logs.max(-1).values.tolist(), abs=1e-4
+    )
+    assert text.startswith(PROMPT)
+    assert found.tokens[: len(ids)] == list(PROMPT)
+    assert found.text_offset == list(range(len(ids) + 1))
+
+
+def test_chat_is_the_template_completed(client: openai.OpenAI, alpha) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    prompt = "".join(CHATML.format(one["role"], one["content"]) for one in messages) + "<|im_start|>assistant\n"
+    done = client.chat.completions.create(
+        model="alpha", messages=messages, max_tokens=10, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert done.choices[0].message.role == "assistant"
+    assert done.choices[0].message.content == greedy(alpha, prompt, 10)
+    assert done.usage.prompt_tokens == len(prompt)
+    entries = done.choices[0].logprobs.content
+    assert len(entries) == 10
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
+    pieces = client.chat.completions.create(model="alpha", messages=messages, max_tokens=10, temperature=0, stream=True)
+    deltas = [piece.choices[0] for piece in pieces]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(one.delta.content or "" for one in deltas) == done.choices[0].message.content
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, alpha) -> None:
+    text = greedy(alpha, PROMPT, 20)
+    stop = text[5:7]
+    done = client.completions.create(model="alpha", prompt=PROMPT, max_tokens=20, temperature=0, stop=[stop])
+    assert done.choices[0].text == text[: text.index(stop)]
+    assert done.choices[0].finish_reason == "stop"
+
+
+def test_embeddings_are_the_mean_of_the_encoders_states(client: openai.OpenAI, served: Live) -> None:
+    texts = ["a text", "a longer text than that"]
+    found = client.embeddings.create(model="bert", input=texts)  # asks for base64
+    plain = client.embeddings.create(model="bert", input=texts, encoding_format="float")
+    model = served.service.models.find("bert").embedder.model
+    for text, one, other in zip(texts, found.data, plain.data, strict=True):
+        ids = torch.tensor([[259, *text.encode(), 260]])
+        with torch.inference_mode():
+            expected = model.hidden_states(ids)[0].mean(0).tolist()
+        assert one.embedding == pytest.approx(expected, abs=1e-5)
+        assert other.embedding == pytest.approx(expected, abs=1e-5)
+    assert found.usage.prompt_tokens == sum(map(len, texts)) + 4
+
+
+def test_answers_are_held_to_a_format(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    done = client.chat.completions.create(model="alpha", messages=CHAT, response_format=form, seed=1)
+    assert json.loads(done.choices[0].message.content)["n"] in (1, 2)
+    for asked, allowed in (({"guided_regex": "a{3}b"}, ("aaab",)), ({"guided_choice": ["yes", "no"]}, ("yes", "no"))):
+        text = client.completions.create(model="alpha", prompt="x", extra_body=asked, seed=1).choices[0].text
+        assert text in allowed
+    with pytest.raises(openai.BadRequestError, match="regex is not valid"):
+        client.completions.create(model="alpha", prompt="x", extra_body={"guided_regex": "("})
+
+
+def test_penalties_and_bias_change_what_is_likeliest(client: openai.OpenAI) -> None:
+    def tokens(**asked: object) -> list[str]:
+        done = client.completions.create(model="alpha", prompt="x", max_tokens=8, temperature=0, logprobs=0, **asked)
+        return done.choices[0].logprobs.tokens
+
+    free = tokens()
+    assert tokens(logit_bias={"97": 100}) == ["a"] * 8
+    penalized = tokens(presence_penalty=2, frequency_penalty=2, logit_bias={str(token): 3 for token in range(97, 107)})
+    assert len(set(penalized)) > len(set(tokens(logit_bias={str(token): 3 for token in range(97, 107)})))
+    assert free == tokens(presence_penalty=0)
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+REFUSED = [
+    ("completions", {"model": "gamma", "prompt": "x"}, openai.NotFoundError, "alpha, beta, bert"),
+    ("completions", {"model": "alpha", "prompt": "x" * CONTEXT}, openai.BadRequestError, f"context is {CONTEXT}"),
+    ("completions", {"model": "alpha", "prompt": "x", "max_tokens": 300}, openai.BadRequestError, "asks for 300"),
+    ("completions", {"model": "alpha", "prompt": [999]}, openai.BadRequestError, "ids go from 0 to 260"),
+    ("completions", {"model": "alpha", "prompt": "x", "logprobs": 99}, openai.BadRequestError, "20"),
+    ("completions", {"model": "alpha", "prompt": "x", "suffix": "y"}, openai.BadRequestError, "suffix"),
+    ("completions", {"model": "alpha", "prompt": "x", "logit_bias": {"a": 1}}, openai.BadRequestError, "token id"),
+    ("completions", {"model": "alpha", "prompt": "x", "n": 0}, openai.BadRequestError, "greater than or equal to 1"),
+    ("completions", {"model": "bert", "prompt": "x"}, openai.BadRequestError, "encoder"),
+    ("chat.completions", {"model": "bert", "messages": CHAT}, openai.BadRequestError, "encoder"),
+    ("chat.completions", {"model": "alpha", "messages": []}, openai.BadRequestError, "messages: List should have"),
+    (
+        "chat.completions",
+        {"model": "alpha", "messages": CHAT, "top_logprobs": 2},
+        openai.BadRequestError,
+        "logprobs=true",
+    ),
+    ("embeddings", {"model": "alpha", "input": "x"}, openai.BadRequestError, "encoders"),
+    ("embeddings", {"model": "bert", "input": "x" * CONTEXT}, openai.BadRequestError, "258 tokens"),
+    ("embeddings", {"model": "bert", "input": "x", "dimensions": 8}, openai.BadRequestError, "dimensions"),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "asked", "error", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_is_refused_with_words_that_help(client: openai.OpenAI, endpoint, asked, error, words) -> None:
+    owner = client.chat.completions if endpoint == "chat.completions" else getattr(client, endpoint)
+    with pytest.raises(error) as raised:
+        owner.create(**asked)
+    assert words in raised.value.body["message"]
+
+
+def test_an_unknown_field_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no such field"):
+        client.completions.create(model="alpha", prompt="x", extra_body={"temprature": 1})
+
+
+def test_a_biencoder_embeds_questions_and_documents_by_their_own_towers() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model_keys = {"family": "biencoder", **sizes, "vocab_size": VOCABULARY, "biencoder_projection_dim": 8}
+    model, ctx = model_of(configuration(model_keys), 1)
+    embedder = TextEmbedder(model, ByteLevelTokenizer(), ctx.device, VOCABULARY)
+    with live([ServedModel("two", 0, embedder=embedder)]) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        for side, tower in (("query", model.query_tower), ("document", model.context_tower)):
+            done = client.embeddings.create(model="two", input=["ab", "abcd"], extra_body={"input_type": side})
+            for text, one in zip(("ab", "abcd"), done.data, strict=True):
+                with torch.inference_mode():
+                    expected = tower(torch.tensor([[259, *text.encode(), 260]]))[0].tolist()
+                assert one.embedding == pytest.approx(expected, abs=1e-5)

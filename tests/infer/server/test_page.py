@@ -1,0 +1,136 @@
+"""The page at / in a real browser: Debian's chromium, or the one that playwright has installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.infer.server.served import Live
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.slow
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    with playwright.sync_playwright() as started:
+        if program is None and not Path(started.chromium.executable_path).exists():
+            pytest.skip("no chromium: apt-get install chromium, or uv run playwright install chromium")
+        # Chromium's sandbox does not start for root, as which containers run.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        opened = started.chromium.launch(executable_path=program, args=arguments)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, served: Live) -> Iterator[Page]:
+    """Fails on any message of the console, such as one about the Content-Security-Policy."""
+    context = browser.new_context(viewport=DESKTOP)
+    opened = context.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("request", lambda request: complaints.append(request.url) if served.url not in request.url else None)
+    opened.goto(served.url)
+    opened.wait_for_selector(".pane >> nth=1")
+    yield opened
+    context.close()
+    ignored = ("data:", "Failed to load resource: the server responded with a status of 400")
+    assert [complaint for complaint in complaints if not complaint.startswith(ignored)] == []
+
+
+def wait_for_the_end(page: Page) -> None:
+    page.wait_for_selector("#send:not([hidden])")
+
+
+def test_two_models_side_by_side_by_keyboard(page: Page) -> None:
+    page.check("#probabilities")
+    page.fill("#max_tokens", "12")
+    page.fill("#system", "be brief")
+    page.focus("#input")
+    page.keyboard.type("Hello")
+    page.keyboard.press("Enter")
+    wait_for_the_end(page)
+    assert page.locator(".pane h2").all_inner_texts()[0].startswith("alpha")
+    assert page.locator(".turn.user").all_inner_texts() == ["Hello", "Hello"]
+    answers = page.locator(".turn.assistant")
+    assert answers.count() == 2
+    assert all("(length)" in text for text in answers.all_inner_texts())
+    # One stop of the tabulator for an answer, arrow keys between its tokens.
+    first = answers.first.locator(".token")
+    assert [token.get_attribute("tabindex") for token in first.all()].count("0") == 1
+    first.first.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
+    assert page.locator("#tip").is_visible()
+    assert page.locator("#tip tr").count() >= 5
+    assert page.locator("#tip tr.chosen").count() >= 1
+    assert 0 < float(first.first.evaluate("token => token.style.getPropertyValue('--p')")) < 1
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+    first.nth(2).hover()
+    assert page.locator("#tip").is_visible()
+    # A second question goes with the first and its answer.
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.fill("#input", "And?")
+        page.press("#input", "Enter")
+    roles = [message["role"] for message in asked.value.post_data_json["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    wait_for_the_end(page)
+
+
+def test_stopping_and_errors(page: Page, served: Live) -> None:
+    page.fill("#max_tokens", "230")
+    page.click("#tab-completion")
+    page.fill("#input", "Once")
+    page.press("#input", "Control+Enter")
+    given = page.locator(".turn.assistant .given").first
+    expect_more = "node => node.parentElement.textContent.length > 6"
+    while not given.evaluate(expect_more):
+        page.wait_for_timeout(10)
+    page.click("#stop")
+    wait_for_the_end(page)
+    assert page.locator(".turn.assistant").first.inner_text().startswith("Once")
+    assert "(stopped)" in page.locator(".turn.assistant").first.inner_text()
+    page.fill("#max_tokens", "9999")
+    page.select_option("#second", "")
+    page.press("#input", "Control+Enter")
+    page.wait_for_selector(".turn.error")
+    assert "context is 256" in page.locator(".turn.error").inner_text()
+    assert page.locator(".pane").count() == 1
+
+
+def test_it_fits_a_phone(page: Page) -> None:
+    page.set_viewport_size(PHONE)
+    assert page.locator("#settings").is_hidden()
+    page.click("#settings-toggle")
+    assert page.locator("#temperature").is_visible()
+    page.fill("#max_tokens", "8")
+    page.click("#settings-toggle")
+    page.fill("#input", "Hello " * 30)
+    page.click("#send")
+    wait_for_the_end(page)
+    assert page.locator(".turn.assistant").count() == 2
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("#send").bounding_box()["y"] < PHONE["height"]
+
+
+def test_the_policy_lets_only_its_own_script_and_style_run(served: Live) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(served.url) as response:
+        policy = response.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2

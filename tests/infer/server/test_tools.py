@@ -1,0 +1,172 @@
+"""Tool calls: found in answers, given to templates."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.infer.server.served import chat_format, generator, live, scripted_model
+
+from mt_data.datasets.sft.chat_templates import ChatTemplate
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.chat.tool_calls import ToolCallParser, form_of_template
+from mt_infer.server.served_model import ServedModel
+
+HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+TWO = HERMES + '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
+WEATHER, TIME = ("weather", {"city": "Köln"}), ("time", {})
+CASES = [
+    ("hermes", HERMES, "Let me see.\n", [WEATHER]),
+    ("hermes", TWO, "Let me see.\n", [WEATHER, TIME]),
+    ("hermes", "no <tool is called", "no <tool is called", []),
+    ("hermes", HERMES[:-20], HERMES[:-20], []),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    ("llama3_json", LLAMA, "", [WEATHER]),
+    ("llama3_json", "<|python_tag|>" + LLAMA + '; {"name": "time", "parameters": {}}', "", [WEATHER, TIME]),
+    ("llama3_json", '{"city": "Köln"}', '{"city": "Köln"}', []),
+    ("llama3_json", "It is {warm}.", "It is {warm}.", []),
+    ("llama3_json", LLAMA[:-3], LLAMA[:-3], []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_calls_are_found_however_the_text_comes(form, text, content, calls, cuts) -> None:
+    parser = ToolCallParser(form)
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    shown = "".join(parser.add(text[start:end]) for start, end in zip(bounds, bounds[1:], strict=False))
+    rest, found = parser.finish()
+    assert shown + rest == content
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+MESSAGES = [
+    {"role": "user", "content": "Weather in Köln?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "1"},
+]
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    chat = ChatFormat(ChatTemplate("qwen", QWEN, {}, eod_after_answer=False), ByteLevelTokenizer())
+    yield chat
+    chat.close()
+
+
+SYSTEM = """<|im_start|>system
+# Tools
+<tools>{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": \
+{"city": {"type": "string"}}}}}</tools>
+Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
+""".replace("\\\n", "")
+TURNS = """<|im_start|>user
+Weather in Köln?<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{"name": "weather", "arguments": {"city": "Köln"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+rain
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
+
+
+def test_templates_get_tools_and_calls(qwen: ChatFormat) -> None:
+    assert bytes(qwen.prompt(MESSAGES)).decode() == TURNS
+    assert bytes(qwen.prompt(MESSAGES, TOOLS)).decode() == SYSTEM + TURNS
+
+
+def test_the_form_of_calls_and_the_end_of_answers_are_the_templates(qwen: ChatFormat) -> None:
+    assert form_of_template(QWEN) == "hermes"
+    assert form_of_template("{{ messages }}") is None
+    assert form_of_template('"parameters" ipython') == "llama3_json"
+    assert (qwen.stop, qwen.stop_token_ids) == (("<|im_end|>",), ())  # bytes: the mark is no single id
+
+
+def test_the_client_gets_tool_calls(qwen: ChatFormat) -> None:
+    with live([scripted_model(TWO, chat=qwen, tool_calls="hermes")]) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see.\n"
+        found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+        assert found == [WEATHER, TIME]
+        with client.chat.completions.stream(**asked) as stream:
+            final = stream.get_final_completion().choices[0]
+        streamed = [(call.function.name, json.loads(call.function.arguments)) for call in final.message.tool_calls]
+        assert (streamed, final.finish_reason) == (found, "tool_calls")
+        # The answer's own calls, sent back, are what the template writes.
+        back = [asked["messages"][0], choice.message.model_dump(exclude_none=True), {"role": "tool", "content": "rain"}]
+        assert client.chat.completions.create(**{**asked, "messages": back}).usage.prompt_tokens > 200
+        without = client.chat.completions.create(**{**asked, "tool_choice": "none"}).choices[0]
+        assert (without.message.content, without.message.tool_calls) == (TWO, None)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_a_required_call_is_made_by_any_model(form: str) -> None:
+    """Random weights, held to the form of a call."""
+    chat = chat_format()
+    with live([ServedModel("tiny", 0, generator(1), chat=chat, tool_calls=form)]) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        parameters = {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        }
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "seed": 1}
+        template = chat._text
+        chat._text = lambda messages, tools, **options: template(messages, None, **options)  # chatml refuses tools
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            answer = client.chat.completions.create(**asked, tools=tools, tool_choice=choice).choices[0]
+            (call,) = answer.message.tool_calls
+            assert answer.finish_reason == "tool_calls"
+            assert call.function.name in ("f", "g") if choice == "required" else call.function.name == "g"
+            assert json.loads(call.function.arguments)["days"] in (1, 2)
+        missing = {"type": "function", "function": {"name": "h"}}
+        with pytest.raises(openai.BadRequestError, match='no tool is named "h"'):
+            client.chat.completions.create(**asked, tools=tools, tool_choice=missing)
