@@ -59,6 +59,7 @@ class InferenceEngine:
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
+        refuse_invariant_quantization(options)
         if placed is not None:
             refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
@@ -71,7 +72,7 @@ class InferenceEngine:
             unread=KEYS if options.batch_invariant else 0,
         )
         self.manager = CacheManager(
-            cache_layout(model),
+            cache_layout(model, options.cache_dtype),
             limits,
             ctx.device,
             share_prefixes=options.prefix_caching,
@@ -348,6 +349,14 @@ def refuse_context_parallel(ctx: ParallelContext) -> None:
         raise ConfigError(
             f"parallel.context_parallel_size={ctx.cp.size} divides sequences, and the cache keeps whole ones; set it "
             "to 1 to generate"
+        )
+
+
+def refuse_invariant_quantization(options: InferenceConfig) -> None:
+    if options.batch_invariant and (options.quantize_weights is not None or options.cache_dtype != "auto"):
+        raise ConfigError(
+            "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
+            "leave inference.quantize_weights and inference.cache_dtype out"
         )
 
 

@@ -22,6 +22,7 @@ from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
+from mt_infer.quantization.weights import quantize_weights
 from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, LogProbs, TokenEvent
 from mt_infer.runner import placed_stages
@@ -88,6 +89,7 @@ class TextGenerator:
         "parallel" is the layout of the ranks that call this together. Raises CheckpointError and ConfigError.
         """
         trained = load_trained_model(path, host or load_plugins(), device=device, settings=settings)
+        quantize_weights(trained.model, trained.config.inference)
         return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
 
     @classmethod
