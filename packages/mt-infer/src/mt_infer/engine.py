@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -130,20 +131,15 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            with batch_invariant(self.options.batch_invariant):
-                if self.drafter is not None:
-                    self.drafter.propose(self.scheduler.running)
-                chunks = self.scheduler.schedule()
-                if not chunks and not fill:
-                    return []
-                snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-                batch = self._batch(chunks)
-                found = self._sample(batch, self.runner.logits(batch))
-        finally:
-            self.model.train(training)
+        with self._evaluating():
+            if self.drafter is not None:
+                self.drafter.propose(self.scheduler.running)
+            chunks = self.scheduler.schedule()
+            if not chunks and not fill:
+                return []
+            snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
+            batch = self._batch(chunks)
+            found = self._sample(batch, self.runner.logits(batch))
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
@@ -153,6 +149,17 @@ class InferenceEngine:
         self.manager.forget_prefixes()
 
     # -- parts of a step --------------------------------------------------------------------------
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model may be one that is being trained: without dropout, and in its mode again afterwards."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with batch_invariant(self.options.batch_invariant):
+                yield
+        finally:
+            self.model.train(training)
 
     def _batch(self, chunks: Sequence[Chunk]) -> CachedBatch:
         return CachedBatch(
@@ -302,7 +309,7 @@ class InferenceEngine:
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
-        with batch_invariant(self.options.batch_invariant):
+        with self._evaluating():
             return as_generator(self.model).condition(inputs) if inputs else {}
 
     def check(self, request: Request) -> None:

@@ -128,7 +128,8 @@ class CachedBatch:
         for chunk, end in zip(self.sequences, self.ends, strict=True):
             memory = chunk.sequence.memory
             if id(layer) not in memory:
-                memory[id(layer)] = make(chunk.conditioning["memory"])
+                length = int(chunk.conditioning["memory_length"])
+                memory[id(layer)] = tuple(x[:, :length] for x in make(chunk.conditioning["memory"]))
             found.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
         if self.filler:
             found.append(torch.zeros_like(new[0][:, self.count :]))
