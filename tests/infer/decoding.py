@@ -20,9 +20,11 @@ from mt_infer.sampling.parameters import SamplingParameters
 Inputs = Mapping[str, Tensor]
 
 
-def new_manager(model: nn.Module, sequences: int, length: int, block_size: int = 4) -> CacheManager:
+def new_manager(
+    model: nn.Module, sequences: int, length: int, block_size: int = 4, cache_dtype: str = "auto"
+) -> CacheManager:
     limits = CacheLimits(2**26, block_size, sequences, length, sequences * length)
-    return CacheManager(cache_layout(model), limits, torch.device("cpu"), share_prefixes=False)
+    return CacheManager(cache_layout(model, cache_dtype), limits, torch.device("cpu"), share_prefixes=False)
 
 
 def sequence_of(model: nn.Module, manager: CacheManager, row: Tensor, inputs: Inputs) -> RunningSequence:
@@ -37,13 +39,18 @@ def sequence_of(model: nn.Module, manager: CacheManager, row: Tensor, inputs: In
 
 @torch.no_grad()
 def cached_logits(
-    model: nn.Module, tokens: Tensor, ends: Sequence[int], inputs: Sequence[Inputs] = (), block_size: int = 4
+    model: nn.Module,
+    tokens: Tensor,
+    ends: Sequence[int],
+    inputs: Sequence[Inputs] = (),
+    block_size: int = 4,
+    cache_dtype: str = "auto",
 ) -> Tensor:
     """Logits [B, S, V] of tokens [B, S]: a forward pass up to each end, of all rows together.
 
     inputs: what each row is conditioned by.
     """
-    manager = new_manager(model, *tokens.shape, block_size)
+    manager = new_manager(model, *tokens.shape, block_size, cache_dtype)
     runner = ModelRunner(model, ParallelContext())
     each = inputs or [{}] * len(tokens)
     rows = [sequence_of(model, manager, row, own) for row, own in zip(tokens, each, strict=True)]

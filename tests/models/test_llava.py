@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.infer.decoding import cached_logits
-from tests.infer.engines import run, tokens_of
+from tests.infer.engines import logprobs_of, run, tokens_of
 from tests.models.vision_reference import (
     assert_near,
     assert_round_trip,
@@ -207,6 +207,25 @@ def test_a_prompt_with_an_image_is_continued_as_the_reference_does(host) -> None
     greedy = SamplingParameters(temperature=0.0, max_tokens=6)
     (events,) = run(engine, prompt.tolist(), greedy, [{"images": images}])
     assert tokens_of(events) == expected
+
+
+def test_an_image_token_that_was_generated_is_a_word(host) -> None:
+    """As in the reference, which splices features into prompts only."""
+    model, reference = make_pair(host, "CLIP and Llama")
+    prompt, images = text_with_images(FEATURES)[:1], images_of_text()[:1]
+    options = InferenceConfig(cache_memory_gb=0.01, cache_block_size=4)
+    engine = InferenceEngine(model, None, ParallelContext(), options, longest=22)
+    forced = SamplingParameters(temperature=0.0, max_tokens=4, logit_bias={IMAGE: 1000.0}, logprobs=0)
+    (events,) = run(engine, prompt.tolist(), forced, [{"images": images}])
+    assert tokens_of(events) == [IMAGE] * 4
+    words = torch.full((1, 4), IMAGE)
+    with torch.no_grad():
+        embedded = reference.get_input_embeddings()(words)
+        cache = reference(prompt, pixel_values=images, use_cache=True)
+        logits = reference.model.language_model(inputs_embeds=embedded, past_key_values=cache.past_key_values)
+        after = reference.lm_head(logits.last_hidden_state)[0]
+    expected = torch.cat([cache.logits[0, -1:], after[:-1]]).log_softmax(-1)[:, IMAGE]
+    assert logprobs_of(events) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_several_images_a_sample_come_in_order(host) -> None:

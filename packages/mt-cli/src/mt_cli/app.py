@@ -23,6 +23,7 @@ HOMES = {
     "convert": "mt-ckpt",
     "moe": "mt-moe",
     "generate": "mt-infer",
+    "quantization": "mt-infer",
     "plan": "mt-tools",
     "verify": "mt-tools",
     "bench": "mt-tools",

@@ -60,6 +60,7 @@ class InferenceEngine:
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
+        refuse_invariant_quantization(options)
         if placed is not None:
             refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
@@ -72,7 +73,7 @@ class InferenceEngine:
             unread=KEYS if options.batch_invariant else 0,
         )
         self.manager = CacheManager(
-            cache_layout(model),
+            cache_layout(model, options.cache_dtype),
             limits,
             ctx.device,
             share_prefixes=options.prefix_caching,
@@ -130,7 +131,7 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
-        with evaluating(self.model), batch_invariant(self.options.batch_invariant):
+        with self._evaluating():
             if self.drafter is not None:
                 self.drafter.propose(self.scheduler.running)
             chunks = self.scheduler.schedule()
@@ -148,6 +149,12 @@ class InferenceEngine:
         self.manager.forget_prefixes()
 
     # -- parts of a step --------------------------------------------------------------------------
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model may be one that is being trained: without dropout, and in its mode again afterwards."""
+        with evaluating(self.model), batch_invariant(self.options.batch_invariant):
+            yield
 
     def _batch(self, chunks: Sequence[Chunk]) -> CachedBatch:
         return CachedBatch(
@@ -297,7 +304,7 @@ class InferenceEngine:
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
-        with batch_invariant(self.options.batch_invariant):
+        with self._evaluating():
             return as_generator(self.model).condition(inputs) if inputs else {}
 
     def check(self, request: Request) -> None:
@@ -357,6 +364,14 @@ def refuse_context_parallel(ctx: ParallelContext) -> None:
         raise ConfigError(
             f"parallel.context_parallel_size={ctx.cp.size} divides sequences, and the cache keeps whole ones; set it "
             "to 1 to generate"
+        )
+
+
+def refuse_invariant_quantization(options: InferenceConfig) -> None:
+    if options.batch_invariant and (options.quantize_weights is not None or options.cache_dtype != "auto"):
+        raise ConfigError(
+            "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
+            "leave inference.quantize_weights and inference.cache_dtype out"
         )
 
 

@@ -15,6 +15,11 @@ def mt_register_commands() -> list[CommandSpec]:
             app=Lazy("mt_infer.commands.verify:verify_generation"),
         ),
         CommandSpec(
+            name="quantization",
+            doc="Show what quantized weights and a quantized cache cost in perplexity",
+            app=Lazy("mt_infer.commands.quantization:quantization"),
+        ),
+        CommandSpec(
             name="generate",
             doc="Continue prompts with a trained model",
             app=Lazy("mt_infer.commands.generate:generate"),

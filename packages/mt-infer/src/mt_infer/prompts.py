@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.images.config import ImageDataConfig
+from mt_data.datasets.images.config import ImageDataConfig, Resize
 from mt_data.datasets.images.pixels import as_input, fit, read_image
 from mt_data.datasets.images.records import MARK
 
@@ -105,7 +105,7 @@ def read_images(paths: Sequence[Path], model: Any, data: Any) -> Tensor:
     Raises DataError for files that are no images.
     """
     config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
-    resize = getattr(data, "resize", "crop")
+    resize: Resize = getattr(data, "resize", "crop")
     arrays = [as_input(fit(read_image(path), config.img_h, config.img_w, resize), config) for path in paths]
     return torch.stack([torch.from_numpy(array) for array in arrays])
 

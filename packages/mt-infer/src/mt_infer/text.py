@@ -25,6 +25,7 @@ from mt_infer.engine import InferenceEngine
 from mt_infer.lm_head import store_by_columns
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
+from mt_infer.quantization.weights import quantize_weights
 from mt_infer.refit import Refit
 from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.runner import placed_stages
@@ -64,6 +65,7 @@ class TextGenerator:
         trained = load_trained_model(path, host, device=device, settings=settings)
         if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
             store_by_columns(trained.model)
+        quantize_weights(trained.model, trained.config.inference)
         longest = longest_sequence(trained.config, trained.model)
         draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
         return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)

@@ -485,6 +485,15 @@ class InferenceConfig(Section):
     """Positions of a block, the unit in which the cache's memory is given."""
     prefix_caching: bool = True
     """Keep what was computed for prompts, for others that begin alike."""
+    quantize_weights: Literal["int8", "int4", "fp8"] | None = None
+    """Store matrices in 8 or 4 bits, quantized when a checkpoint is loaded. Embeddings, norms, routers and, without
+    quantize_output_layer, the LM head keep their dtype. Default: all do."""
+    quantize_group_size: PositiveInt = used_when(128, quantize_weights=("int8", "int4", "fp8"))
+    """Input features of a matrix that share a scale."""
+    quantize_output_layer: bool = used_when(False, quantize_weights=("int8", "int4", "fp8"))
+    """Quantize the LM head too, where it is not tied to the embeddings."""
+    cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
     speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None
     """Guess tokens and verify several in one forward pass, for the same output: from the text itself, by a small model,
     or by the model's own layers of multi-token prediction."""

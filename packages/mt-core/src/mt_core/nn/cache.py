@@ -139,7 +139,8 @@ class Cache(Protocol):
         new: tuple[Tensor, ...],
         make: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> Tensor:
-        """As `attend`, over the layer's MemoryState: `make` computes it from the encoder's output, once a sequence."""
+        """As `attend`, over the layer's MemoryState: `make` computes it once a sequence from "memory" of its
+        conditioning, of which the first "memory_length" positions are kept."""
         ...
 
     def advance(

@@ -105,13 +105,13 @@ class CachedBatch:
     ) -> Tensor:
         number = self._groups[id(layer)]
         stored, places = self.manager.storages[number].of(layer), self._of_group(number)
-        for tensor, values in zip(stored, kept, strict=True):
-            tensor.index_copy_(0, places.written, values[0, : self.count])
+        pairs = zip(stored, kept, strict=True)
+        own = [store.write(places.written, values[0, : self.count])[None] for store, values in pairs]
         found = []
         for chunk, end, read in zip(self.sequences, self.ends, places.read, strict=True):
             span = slice(end - chunk.count, end)
             # A new sequence attends to itself only: what was stored is what it has.
-            past = [x[:, span] for x in kept] if chunk.start == 0 else [_rows(tensor, read) for tensor in stored]
+            past = [x[:, span] for x in own] if chunk.start == 0 else [store.read(read)[None] for store in stored]
             found.append(attend(*(x[:, span] for x in new), *past))
         if self.filler:
             found.append(attend(*(x[:, self.count :] for x in (*new, *kept))))
@@ -128,7 +128,8 @@ class CachedBatch:
         for chunk, end in zip(self.sequences, self.ends, strict=True):
             memory = chunk.sequence.memory
             if id(layer) not in memory:
-                memory[id(layer)] = make(chunk.conditioning["memory"])
+                length = int(chunk.conditioning["memory_length"])
+                memory[id(layer)] = tuple(x[:, :length] for x in make(chunk.conditioning["memory"]))
             found.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
         if self.filler:
             found.append(torch.zeros_like(new[0][:, self.count :]))
@@ -212,8 +213,3 @@ def _numbers(places: slice | np.ndarray) -> np.ndarray:
 def _on_device(places: slice | np.ndarray, device: torch.device) -> slice | Tensor:
     """A slice is read without a copy."""
     return places if isinstance(places, slice) else torch.from_numpy(places).to(device)
-
-
-def _rows(tensor: Tensor, read: slice | Tensor) -> Tensor:
-    """[1, K, ...]"""
-    return (tensor[read] if isinstance(read, slice) else tensor.index_select(0, read))[None]

@@ -10,6 +10,7 @@ from torch import nn
 from mt_core.errors import ConfigError
 from mt_core.nn.cache import KeepsState, MemoryState, PositionState, SequenceState
 from mt_core.nn.model import as_generator
+from mt_infer.cache.formats import bytes_of
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class CacheGroup:
     window: int | None
     layers: tuple[KeepsState, ...]
     states: tuple[PositionState, ...]
+    format: str = "auto"
+    """inference.cache_dtype"""
 
     @property
     def bytes_per_position(self) -> int:
-        return sum(math.prod(shape) * state.dtype.itemsize for state in self.states for shape in state.shapes)
+        return sum(bytes_of(self.format, shape, state.dtype) for state in self.states for shape in state.shapes)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class CacheLayout:
         return sum(math.prod(shape) * state.dtype.itemsize for _, state in self.memory for shape in state.shapes)
 
 
-def cache_layout(model: nn.Module) -> CacheLayout:
-    """What the layers of a model declare."""
+def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
+    """What the layers of a model declare. format: of what is kept of positions."""
     states = [(layer, layer.cached_state()) for layer in as_generator(model).cached_layers()]
     positions = [(module, state) for module, state in states if isinstance(state, PositionState)]
     windows = sorted({state.window for _, state in positions}, key=lambda window: window or math.inf, reverse=True)
@@ -54,6 +57,7 @@ def cache_layout(model: nn.Module) -> CacheLayout:
             window,
             tuple(module for module, state in positions if state.window == window),
             tuple(state for _, state in positions if state.window == window),
+            format,
         )
         for window in windows
     )

@@ -6,31 +6,30 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.cache import KeepsState, SequenceState
+from mt_infer.cache.formats import PositionStore, new_store
 from mt_infer.cache.layout import CacheGroup, CacheLayout
 
 
 class GroupStorage:
-    """What the layers of a group keep: for each tensor of a layer [blocks * block_size, ...]."""
+    """What the layers of a group keep: for each tensor of a layer a store of blocks * block_size places."""
 
     def __init__(self, group: CacheGroup, blocks: int, block_size: int, device: torch.device) -> None:
         self.group, self.blocks, self.block_size = group, blocks, block_size
-        self._tensors = {
+        self._stores = {
             id(layer): tuple(
-                # Zeros: a masked place is multiplied by 0, and must be finite.
-                torch.zeros((blocks * block_size, *shape), dtype=state.dtype, device=device)
-                for shape in state.shapes
+                new_store(group.format, blocks * block_size, shape, state.dtype, device) for shape in state.shapes
             )
             for layer, state in zip(group.layers, group.states, strict=True)
         }
 
-    def of(self, layer: KeepsState) -> tuple[Tensor, ...]:
-        return self._tensors[id(layer)]
+    def of(self, layer: KeepsState) -> tuple[PositionStore, ...]:
+        return self._stores[id(layer)]
 
     def copy_block(self, block: int, to: int) -> None:
         size = self.block_size
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor[to * size : (to + 1) * size] = tensor[block * size : (block + 1) * size]
+        for stores in self._stores.values():
+            for store in stores:
+                store.copy(slice(block * size, (block + 1) * size), slice(to * size, (to + 1) * size))
 
 
 class StateStorage:

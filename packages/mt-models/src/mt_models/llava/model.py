@@ -83,25 +83,35 @@ class LlavaModel(Model):
         return {"features": self.features(inputs["images"]).flatten(0, 1)} if "images" in inputs else {}
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
-        """The features of a sequence's images replace its image tokens, whatever part of them is in this pass."""
-        places = cache.tokens == self.config.image_token_index
+        """The features of a sequence's images replace its image tokens, whatever part of them is in this pass.
+
+        An image token that was generated is a word like any other: no feature belongs to it.
+        """
+        places = torch.zeros_like(cache.tokens, dtype=torch.bool)
+        features = list(self._take_features(cache, places)) if stage.first else []
         words = cache.tokens.masked_fill(places, 0)
         spliced: Any = nullcontext()
-        if stage.first and places.any():
+        if features:
             table = word_embeddings(self.language_model)
             assert table is not None
-            spliced = spliced_words(table, places, torch.cat(list(self._features_of(cache))))
+            spliced = spliced_words(table, places, torch.cat(features))
         with spliced:
             return self.language_model.run_stage(stage, hidden, words, cache.position_ids, cache=cache)
 
-    def _features_of(self, cache: Cache) -> Iterator[Tensor]:
-        """The features of image tokens among the new positions, sequence by sequence: [F of the sequence, H]"""
+    def _take_features(self, cache: Cache, places: Tensor) -> Iterator[Tensor]:
+        """The features [F of the sequence, H] for new positions, sequence by sequence. Marks their places [1, T]."""
+        end = 0
         for sequence in cache.sequences:
-            before, new = (
-                int((tokens == self.config.image_token_index).sum()) for tokens in (sequence.past, sequence.new)
-            )
-            if new:
-                yield sequence.conditioning["features"][before : before + new]
+            end += sequence.count
+            features = sequence.conditioning.get("features")
+            if features is None:
+                continue
+            before, new = (tokens == self.config.image_token_index for tokens in (sequence.past, sequence.new))
+            first = int(before.sum())
+            own = new & (first + new.cumsum(0) <= len(features))
+            if own.any():
+                places[0, end - sequence.count : end] = own.to(places.device)
+                yield features[first : first + int(own.sum())]
 
     def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
         try:

@@ -165,7 +165,15 @@ class T5Model(Model):
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
         """encoder_tokens [1, S] -> the encoder's output"""
-        return {"memory": self.encode(inputs["encoder_tokens"])}
+        tokens = inputs["encoder_tokens"]
+        length = tokens.shape[1]
+        # Sequence parallelism divides the text: it is filled up, and what the cache makes of the filler is cut off.
+        filler = -length % self.ctx.tp.size if self.ctx.sequence_parallel else 0
+        mask = None
+        if filler:
+            mask = nn.functional.pad(torch.ones_like(tokens), (0, filler))
+            tokens = nn.functional.pad(tokens, (0, filler))
+        return {"memory": self.encode(tokens, mask), "memory_length": torch.tensor(length)}
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
         x = self.decoder_states(cache.tokens, None, None, cache, stage, hidden)

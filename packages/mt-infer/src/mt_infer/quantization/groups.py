@@ -1,0 +1,89 @@
+"""Numbers in 8 or 4 bits, with a scale for each group of consecutive ones along the last dimension.
+
+int8, fp8 (e4m3): value = stored x scale, where the largest of a group is the largest that can be stored.
+int4: value = stored x scale + low, stored from 0 to 15; two in a byte, the even one in the lower bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INT8_MAX, INT4_LEVELS = 127, 15
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+Stored = tuple[Tensor, ...]
+"""Bytes [..., columns] (uint8 or int8), scales [..., groups] in fp32, and for int4 lows [..., groups]."""
+
+
+@dataclass(frozen=True)
+class GroupFormat:
+    """quantize: [..., groups, size] in fp32 -> Stored with the group dimensions kept; dequantize: its inverse."""
+
+    quantize: Callable[[Tensor], Stored]
+    dequantize: Callable[..., Tensor]
+    bits: int
+
+
+def scale_of(x: Tensor, largest: float) -> Tensor:
+    """[..., groups, 1]; 1 for a group of zeros."""
+    scale = x.abs().amax(-1, keepdim=True) / largest
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def quantize_int8(x: Tensor) -> Stored:
+    scale = scale_of(x, INT8_MAX)
+    return (x / scale).round().to(torch.int8), scale
+
+
+def dequantize_scaled(values: Tensor, scale: Tensor) -> Tensor:
+    return values.float() * scale
+
+
+def quantize_fp8(x: Tensor) -> Stored:
+    scale = scale_of(x, FP8_MAX)
+    # As bytes: few operations on a device or in a store know the dtype.
+    return (x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def dequantize_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    return values.view(torch.float8_e4m3fn).float() * scale
+
+
+def quantize_int4(x: Tensor) -> Stored:
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = (high - low) / INT4_LEVELS
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    stored = ((x - low) / scale).round().clamp(0, INT4_LEVELS).to(torch.uint8)
+    return stored[..., 0::2] | stored[..., 1::2] << 4, scale, low
+
+
+def dequantize_int4(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    both = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    return both.float() * scale + low
+
+
+FORMATS = {
+    "int8": GroupFormat(quantize_int8, dequantize_scaled, 8),
+    "int4": GroupFormat(quantize_int4, dequantize_int4, 4),
+    "fp8": GroupFormat(quantize_fp8, dequantize_fp8, 8),
+}
+
+
+def quantize(x: Tensor, name: str, group: int) -> Stored:
+    """[..., columns]; the last group may be shorter, and is filled up with its last number."""
+    columns = x.shape[-1]
+    filled = x.float()
+    if missing := -columns % group:
+        filled = torch.cat((filled, filled[..., -1:].expand(*filled.shape[:-1], missing)), dim=-1)
+    values, *scales = FORMATS[name].quantize(filled.unflatten(-1, (-1, group)))
+    return (values.flatten(-2), *(scale.squeeze(-1) for scale in scales))
+
+
+def dequantize(stored: Stored, name: str, group: int, columns: int) -> Tensor:
+    """[..., columns] in fp32"""
+    values, *scales = stored
+    grouped = values.unflatten(-1, (scales[0].shape[-1], -1))
+    return FORMATS[name].dequantize(grouped, *(scale[..., None] for scale in scales)).flatten(-2)[..., :columns]

@@ -1,0 +1,96 @@
+"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits, and products are computed in the
+dtype of the model from the matrix that is dequantized for it, one layer at a time.
+
+What stays as it is: token embeddings (and the LM head that is tied to them), positions, norms, biases, convolutions,
+recurrent parameters, and the router of a mixture of experts. An LM head of its own is quantized by a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mt_core.config.schema import InferenceConfig
+from mt_core.errors import ConfigError
+from mt_core.nn.embedding import VocabParallelOutput
+from mt_core.nn.layout import LayoutModule
+from mt_core.nn.linear import LinearModule
+from mt_infer.quantization.groups import Stored, dequantize, quantize
+
+WEIGHT = "weight"
+EXPERT_AXIS = "edp"
+"""The replicas of what experts own: their matrices are [experts, out, in]."""
+
+
+class QuantizedWeight(nn.Module):
+    """Parametrization of a weight [..., out, in]: stored in groups along `in`, dequantized where it is read."""
+
+    def __init__(self, weight: Tensor, name: str, group: int) -> None:
+        super().__init__()
+        self.name, self.group = name, group
+        self.columns, self.dtype = weight.shape[-1], weight.dtype
+
+    def forward(self, *stored: Tensor) -> Tensor:
+        return dequantize(stored, self.name, self.group, self.columns).to(self.dtype)
+
+    def right_inverse(self, weight: Tensor) -> Stored:
+        return quantize(weight, self.name, self.group)
+
+
+def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
+    """In place; each rank its part of a matrix. Raises ConfigError for groups that tensor parallelism would cut."""
+    name, group = options.quantize_weights, options.quantize_group_size
+    if name is None:
+        return
+    refuse_impossible(model, options)
+    for path, module in matrices(model, with_output=options.quantize_output_layer):
+        require_whole_groups(path, module, group)
+        module.requires_grad_(False)
+        weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
+        # unsafe: what is stored has other shapes and dtypes than the weight.
+        parametrize.register_parametrization(module, WEIGHT, weight, unsafe=True)
+
+
+def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, LayoutModule]]:
+    """Modules whose weight is quantized, with their names."""
+    for path, module in list(model.named_modules()):
+        is_output = isinstance(module, VocabParallelOutput)
+        if (isinstance(module, LinearModule) and (with_output or not is_output)) or is_expert_matrix(module):
+            yield path, module
+
+
+def is_expert_matrix(module: nn.Module) -> bool:
+    layout = module.layouts.get(WEIGHT) if isinstance(module, LayoutModule) else None
+    return layout is not None and layout.replicas == EXPERT_AXIS and len(layout.shape) == 3
+
+
+def require_whole_groups(path: str, module: LayoutModule, group: int) -> None:
+    """A group is of one rank, so that every layout stores the same numbers."""
+    layout, columns = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1]
+    if columns < layout.shape[-1] and columns % group:
+        allowed = [size for size in range(2, columns + 1, 2) if columns % size == 0]
+        raise ConfigError(
+            f"inference.quantize_group_size={group} does not divide the {columns} input features of {path} on a "
+            f"tensor-parallel rank; it can be {', '.join(map(str, allowed))}"
+        )
+
+
+def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
+    if options.quantize_group_size % 2 and options.quantize_weights == "int4":
+        raise ConfigError(
+            f"inference.quantize_group_size={options.quantize_group_size} is odd, and int4 has two numbers in a byte; "
+            f"use {options.quantize_group_size + 1}"
+        )
+    has_output = any(isinstance(module, VocabParallelOutput) for module in model.modules())
+    if options.quantize_output_layer and not has_output:
+        raise ConfigError(
+            "inference.quantize_output_layer=true, but the model has no LM head of its own here: it is tied to the "
+            "token embeddings, which stay as they are; leave the key out"
+        )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of the parameters in memory, each counted once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

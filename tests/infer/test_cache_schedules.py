@@ -1,0 +1,168 @@
+"""Random schedules against the uncached forward pass: arrivals, ends, cancellations, prefixes in common, and a memory
+that holds few sequences at a time."""
+
+from __future__ import annotations
+
+import resource
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.ckpt.convert_cases import MODELS
+from tests.infer.engines import configuration, engine_of, new_model, randomize
+from torch import nn
+
+from mt_core.config.schema import InferenceConfig
+from mt_core.parallel.context import ParallelContext
+from mt_infer.cache.layout import CacheLimits, cache_layout
+from mt_infer.cache.manager import CacheManager
+from mt_infer.engine import InferenceEngine
+from mt_infer.requests import FinishReason
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.scheduler import Scheduler
+
+KINDS = {"full": "llama", "window": "mistral", "full and window": "gemma3", "latent": "deepseek", "recurrent": "mamba",
+         "recurrent and full": "hybrid"}  # fmt: skip
+LONGEST = 24
+ROOT = [7, 3, 9, 9, 2, 40, 11, 5, 60, 8, 1, 2]
+"""What many prompts begin with."""
+
+requests = st.tuples(
+    st.integers(0, 9),  # positions of ROOT
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(1, 6),  # tokens to generate
+    st.integers(1, 2),  # sequences
+)
+actions = st.one_of(
+    st.tuples(st.just("add"), requests),
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
+    st.tuples(st.just("step"), st.integers(1, 3)),
+)
+
+
+@cache
+def model_of(kind: str) -> nn.Module:
+    model = new_model(configuration(MODELS[KINDS[kind]]))
+    randomize(model)
+    return model
+
+
+def crowded(kind: str, blocks: float = 1.6) -> InferenceEngine:
+    """An engine whose cache holds so many sequences of the longest length, in blocks of 2."""
+    options = InferenceConfig(cache_block_size=2, max_requests=4, max_tokens_per_step=7)
+    engine = InferenceEngine(model_of(kind), None, ParallelContext(), options, longest=LONGEST)
+    layout, device = cache_layout(engine.model), torch.device("cpu")
+    size = sum(group.bytes_per_position for group in layout.groups) * LONGEST
+    memory = int(size * blocks) + 4 * layout.bytes_per_sequence
+    limits = CacheLimits(memory, 2, 4, LONGEST, 7)
+    engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
+    engine.scheduler = Scheduler(engine.manager)
+    return engine
+
+
+class Schedule:
+    """An engine under a schedule, and what came of each sequence."""
+
+    def __init__(self, kind: str) -> None:
+        self.engine = crowded(kind)
+        self.prompts: dict[int, list[int]] = {}
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finished: dict[tuple[int, int], FinishReason] = {}
+        self.asked: dict[int, int] = {}
+
+    def add(self, request: tuple[int, list[int], int, int]) -> None:
+        common, rest, count, n = request
+        prompt = ROOT[:common] + rest
+        number = self.engine.add(prompt, SamplingParameters(temperature=0.0, max_tokens=count, n=n))
+        self.prompts[number], self.asked[number] = prompt, count
+        self.tokens |= {(number, index): [] for index in range(n)}
+
+    def cancel(self, age: int) -> None:
+        open_requests = sorted({number for number, _ in self.tokens.keys() - self.finished.keys()})
+        if open_requests:
+            self.note(self.engine.cancel(open_requests[age % len(open_requests)]))
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.note(self.engine.step())
+
+    def note(self, events: list[Any]) -> None:
+        for event in events:
+            key = event.request, event.index
+            assert key not in self.finished
+            if event.token is not None:
+                self.tokens[key].append(event.token)
+            if event.finish is not None:
+                self.finished[key] = event.finish
+
+    def finish(self) -> None:
+        while not self.engine.is_idle:
+            self.step(1)
+        assert self.finished.keys() == self.tokens.keys()
+
+
+def assert_greedy(model: nn.Module, prompt: list[int], tokens: list[int]) -> None:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def assert_empty(manager: CacheManager) -> None:
+    assert manager.used_blocks == 0
+    assert all(pool.free == pool.count for pool in manager.pools)
+    if manager.states is not None:
+        assert manager.states.free == manager.limits.max_requests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=st.lists(actions, min_size=4, max_size=25))
+def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list[tuple[str, Any]]) -> None:
+    schedule = Schedule(kind)
+    for name, argument in plan:
+        getattr(schedule, name)(argument)
+    schedule.finish()
+    for (number, index), tokens in schedule.tokens.items():
+        if schedule.finished[number, index] == FinishReason.LENGTH:
+            assert len(tokens) == schedule.asked[number]
+        if tokens:
+            assert_greedy(schedule.engine.model, schedule.prompts[number], tokens)
+    assert_empty(schedule.engine.manager)
+
+
+@pytest.mark.parametrize("kind", ["full", "full and window", "recurrent and full"])
+def test_a_memory_that_holds_one_sequence_preempts(kind: str) -> None:
+    schedule = Schedule(kind)
+    for number in range(4):
+        schedule.add((number, [number + 1] * 9, 6, 2))
+    schedule.finish()
+    assert schedule.engine.scheduler.preemptions > 0
+    for (number, _), tokens in schedule.tokens.items():
+        assert_greedy(schedule.engine.model, schedule.prompts[number], tokens)
+    assert_empty(schedule.engine.manager)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_the_memory_as_it_was() -> None:
+    model = {**MODELS["hybrid"], "hybrid_layer_pattern": "M*"}
+    engine = engine_of(configuration(model, inference={"max_requests": 64, "max_tokens_per_step": 256}), longest=16)
+    sampling = SamplingParameters(temperature=1.0, max_tokens=2, seed=1, logprobs=1)
+
+    def serve(count: int) -> None:
+        for number in range(count):
+            engine.add([1 + number % 90, 1 + number // 90 % 90, 5, 6, 7, 8, 9, 10], sampling)
+        while not engine.is_idle:
+            engine.step()
+
+    for _ in range(4):
+        serve(500)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(16):
+        serve(500)
+    assert_empty(engine.manager)
+    # KiB; one block of each request that stayed would be 10 MiB, a leaked sequence's objects more.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096

@@ -1,0 +1,107 @@
+"""Models that take more than tokens: in layouts of several ranks, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.ckpt.convert_cases import MODELS
+from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.testing import run_ranks
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.sampling.parameters import SamplingParameters
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+RETRO = {
+    "family": "retro",
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "position_embedding_type": "rope",
+    "retro_chunk_length": 4,
+    "retro_cross_attention_layers": [2, 4],
+}
+CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO}
+DATA = {"retro": {"dataset_type": "builtin_retro", "retro_chunk_length": 4, "seq_length": 16}}
+GREEDY = SamplingParameters(temperature=0.0, max_tokens=7, logprobs=0)
+Outputs = list[tuple[list[int], list[float]]]
+
+
+def requests(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(4)
+    if name == "t5":
+        return [[0], [0, 7]], [{"encoder_tokens": torch.randint(1, 101, (1, n), generator=generator)} for n in (9, 4)]
+    if name == "llava":
+        images = torch.randn(2, 3, 8, 8, generator=generator)
+        return [[5, *[100] * 4, 9], [*[100] * 4, 7, 8]], [{"images": images[:1]}, {"images": images[1:]}]
+    tokens = torch.randint(1, 101, (2, 9), generator=generator).tolist()
+    neighbors = torch.randint(1, 101, (2, 3, 2, 8), generator=generator)
+    return tokens, [{"neighbor_tokens": neighbors[:1]}, {"neighbor_tokens": neighbors[1:, :2]}]
+
+
+def built(name: str, parallel: dict[str, Any], *, collective: bool) -> Any:
+    sections = {"data": DATA[name]} if name in DATA else {}
+    config = configuration(CASES[name], parallel=parallel, **sections)
+    return engine_of(config, collective=collective)
+
+
+def generated(engine: Any, name: str) -> Outputs:
+    texts, inputs = requests(name)
+    return [(tokens_of(events), logprobs_of(events)) for events in run(engine, texts, GREEDY, inputs)]
+
+
+def on_rank(rank: int, world: int, name: str, parallel: dict[str, Any]) -> Outputs | None:
+    engine = LockstepEngine(built(name, parallel, collective=True))
+    if rank:
+        return engine.follow()
+    found = generated(engine, name)
+    engine.close()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_generate_what_one_does(name: str, sequence_parallel: bool) -> None:
+    found = run_ranks(2, on_rank, name, {TP: 2, "sequence_parallel": sequence_parallel})[0]
+    expected = generated(built(name, {}, collective=False), name)
+    for (tokens, logprobs), (theirs, their_logprobs) in zip(found, expected, strict=True):
+        assert tokens == theirs
+        assert logprobs == pytest.approx(their_logprobs, abs=1e-5)
+
+
+def stages(rank: int, world: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        built("t5", {PP: 2}, collective=True)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_an_encoder_over_pipeline_stages_is_refused() -> None:
+    for message in run_ranks(2, stages):
+        assert "parallel.pipeline_model_parallel_size=2 divides 6 layers, of which 3 are the decoder's" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "inputs", "words"),
+    [
+        ("t5", [0], {}, r"needs encoder_tokens \[1, S\]"),
+        ("t5", [0], {"encoder_tokens": torch.zeros(3)}, r"shape \[3\]; it has to be \[1, S\]"),
+        ("t5", [0], {"images": torch.zeros(1)}, "takes no images beside tokens; it takes encoder_tokens"),
+        ("llava", [5, 100], {}, "images: the text has 1 image tokens .id 100., and 0 images"),
+        ("llava", [5], {"images": torch.zeros(1, 3, 8, 8)}, "0 image tokens.*1 images of 4 features need 4"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(
+    name: str, tokens: list[int], inputs: dict[str, Tensor], words: str
+) -> None:
+    engine = built(name, {}, collective=False)
+    with pytest.raises(ConfigError, match=words):
+        engine.add(tokens, GREEDY, inputs)
+    assert engine.is_idle
