@@ -601,8 +601,10 @@ class CallbackSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
-    """A sub-command of `mt`: a typer app, imported when it is called. name: "verify generation" adds `generation` to the
-    group `verify` of another plugin."""
+    """A sub-command of `mt`: a typer app, imported when it is called.
+
+    name: with a space, such as "verify generation", it adds `generation` to the group `verify` of another plugin.
+    """
 
     app: Lazy[Any]
 
