@@ -50,13 +50,13 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def crowded(kind: str, blocks: float = 1.6) -> InferenceEngine:
+def crowded(kind: str, sequences: float) -> InferenceEngine:
     """An engine whose cache holds so many sequences of the longest length, in blocks of 2."""
     options = InferenceConfig(cache_block_size=2, max_requests=4, max_tokens_per_step=7)
     engine = InferenceEngine(model_of(kind), None, ParallelContext(), options, longest=LONGEST)
     layout, device = cache_layout(engine.model), torch.device("cpu")
     size = sum(group.bytes_per_position for group in layout.groups) * LONGEST
-    memory = int(size * blocks) + 4 * layout.bytes_per_sequence
+    memory = int(size * sequences) + 4 * layout.bytes_per_sequence
     limits = CacheLimits(memory, 2, 4, LONGEST, 7)
     engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
     engine.scheduler = Scheduler(engine.manager)
@@ -66,8 +66,8 @@ def crowded(kind: str, blocks: float = 1.6) -> InferenceEngine:
 class Schedule:
     """An engine under a schedule, and what came of each sequence."""
 
-    def __init__(self, kind: str) -> None:
-        self.engine = crowded(kind)
+    def __init__(self, kind: str, sequences: float = 1.6) -> None:
+        self.engine = crowded(kind, sequences)
         self.prompts: dict[int, list[int]] = {}
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.finished: dict[tuple[int, int], FinishReason] = {}
@@ -136,7 +136,7 @@ def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list
 
 @pytest.mark.parametrize("kind", ["full", "full and window", "recurrent and full"])
 def test_a_memory_that_holds_one_sequence_preempts(kind: str) -> None:
-    schedule = Schedule(kind)
+    schedule = Schedule(kind, 1.0)
     for number in range(4):
         schedule.add((number, [number + 1] * 9, 6, 2))
     schedule.finish()

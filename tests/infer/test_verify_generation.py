@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import mt_infer.cache.batch
 from mt_cli import main
 from mt_core.nn.batch_invariance import is_batch_invariant
+from mt_infer.cache.formats import PlainStore
 from mt_infer.verify_generation import Outcome, compare
 
 pytestmark = pytest.mark.slow
@@ -55,13 +55,13 @@ def test_layouts_give_the_same_bits_as_their_training(mt_process, run) -> None:
 
 def test_a_way_that_differs_is_named(mt, run, monkeypatch) -> None:
     """A cache that forgets the last bit of what it reads."""
-    real = mt_infer.cache.batch._rows
+    real = PlainStore.read
 
-    def rounded(tensor, read):
-        found = real(tensor, read)
-        return found * (1 + 2**-23) if is_batch_invariant() and len(found[0]) > 12 else found
+    def rounded(store, places):
+        found = real(store, places)
+        return found * (1 + 2**-23) if is_batch_invariant() and len(found) > 12 else found
 
-    monkeypatch.setattr(mt_infer.cache.batch, "_rows", rounded)
+    monkeypatch.setattr(PlainStore, "read", rounded)
     done = mt("verify", "generation", run, *SMALL, *INVARIANT)
     assert done.code == 1
     assert "in chunks of 7: the same tokens, log-probabilities off by up to" in done.out
