@@ -57,6 +57,7 @@ def wait_for_the_end(page: Page) -> None:
 def test_two_models_side_by_side_by_keyboard(page: Page) -> None:
     page.check("#probabilities")
     page.fill("#max_tokens", "12")
+    page.fill("#seed", "1")
     page.fill("#system", "be brief")
     page.focus("#input")
     page.keyboard.type("Hello")
