@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -179,3 +179,11 @@ class ScriptedGenerator:
 
 def scripted_model(text: str, *, forever: bool = False, **others: Any) -> ServedModel:
     return ServedModel("scripted", 0, ScriptedGenerator(text, forever=forever), **others)  # type: ignore[arg-type]
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within 20 seconds."""
+    end = time.monotonic() + 20
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()

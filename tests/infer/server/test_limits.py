@@ -8,7 +8,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -19,6 +18,7 @@ from tests.infer.server.served import (
     language_model,
     live,
     scripted_model,
+    until,
 )
 
 from mt_core.errors import ConfigError
@@ -35,13 +35,6 @@ from mt_infer.server.served_model import ServedModel
 SAMPLING = SamplingParameters(temperature=0.0, max_tokens=4)
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = {"prompt": "x", "model": "alpha", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
-
-
-def until(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def is_error(body: Any) -> bool:

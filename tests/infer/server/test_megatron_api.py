@@ -7,9 +7,10 @@ import urllib.request
 
 import pytest
 import torch
-from tests.infer.server.served import Live, generator, language_model, live
+from tests.infer.server.served import Live, generator, language_model, live, scripted_model
 
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.megatron import MegatronBody, _sampling, _stops
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,29 @@ def test_fields_are_honoured(megatron: Live, tiny) -> None:
 
 
 def test_a_line_end_stops_the_text_and_stays_in_it(tiny) -> None:
-    from tests.infer.server.served import scripted_model
-
-    from mt_infer.server.megatron import MegatronBody, _stops
-
     assert _stops(MegatronBody(prompts=["x"], stop_on_eol=True)) == ("\n",)
     assert _stops(MegatronBody(prompts=["x"], stop_on_eol=True, stop_on_double_eol=True)) == ("\n\n",)
     with live([scripted_model("one\n")]) as served:
         status, answer = served.call("/api", {"prompts": ["zero "], "stop_on_eol": True}, method="PUT")
         assert (status, answer["text"]) == (200, ["zero one\n"])
+
+
+def test_beams_are_answered_with_scores(megatron: Live, tiny) -> None:
+    answer = ask(megatron, beam_width=3, length_penalty=1.5)
+    sampling = SamplingParameters(num_beams=3, n=3, max_tokens=6, length_penalty=1.5)
+    beams = tiny.generate(["The"], sampling)[0]
+    assert answer["text"] == ["The" + one.text for one in beams]
+    assert answer["scores"] == pytest.approx([one.score for one in beams], abs=1e-5)
+    assert answer["scores"] == sorted(answer["scores"], reverse=True)
+
+
+def test_a_newline_after_a_colon_can_be_prevented(megatron: Live) -> None:
+    model = megatron.service.models.find(None)
+    sampled = [
+        _sampling(model, MegatronBody(prompts=["x"], prevent_newline_after_colon=on), [[1]]) for on in (False, True)
+    ]
+    assert [one.bad_words_ids for one in sampled] == [(), ((ord(":"), ord("\n")),)]
+    assert ask(megatron, prompts=["so:"], prevent_newline_after_colon=True)["text"][0].startswith("so:")
 
 
 REFUSED = [
@@ -92,9 +107,10 @@ REFUSED = [
     ({"top_k": 1001}, "1000"),
     ({"top_k": 5, "top_p": 0.5}, "cannot be used together"),
     ({"random_seed": -2}, "-1"),
-    ({"prevent_newline_after_colon": True}, "prevent_newline_after_colon"),
     ({"prompts": ["x", "y"], "beam_width": 2}, "one prompt"),
     ({"length_penalty": 2.0}, "beam_width"),
+    ({"beam_width": 2, "logprobs": True}, "scores"),
+    ({"beam_width": 2, "top_k": 5}, "beam search"),
 ]
 
 

@@ -142,6 +142,15 @@ def test_answers_are_held_to_a_format(client: openai.OpenAI) -> None:
         client.completions.create(model="alpha", prompt="x", extra_body={"guided_regex": "("})
 
 
+def test_the_best_of_several_has_the_best_mean_log_probability(client: openai.OpenAI) -> None:
+    def means(**asked: object) -> list[float]:
+        done = client.completions.create(model="alpha", prompt="x", max_tokens=6, logprobs=0, seed=4, **asked)
+        rows = [one.logprobs.token_logprobs for one in done.choices]
+        return [sum(row) / len(row) for row in rows]
+
+    assert means(best_of=5, n=2) == pytest.approx(sorted(means(n=5), reverse=True)[:2])
+
+
 def test_penalties_and_bias_change_what_is_likeliest(client: openai.OpenAI) -> None:
     def tokens(**asked: object) -> list[str]:
         done = client.completions.create(model="alpha", prompt="x", max_tokens=8, temperature=0, logprobs=0, **asked)

@@ -16,7 +16,7 @@ from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Tokenizer
 from mt_core.train import build
 from mt_core.train.pipelining import Stages, build_stages
-from mt_core.train.trained_model import load_trained_model
+from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_core.train.trainer import Trainer
 from mt_infer.best_of import BestOf
 from mt_infer.completions import Completion, TextEvent
@@ -63,6 +63,18 @@ class TextGenerator:
         """
         host = host or load_plugins()
         trained = load_trained_model(path, host, device=device, settings=settings)
+        return cls.of_trained(trained, host, device=device, settings=settings)
+
+    @classmethod
+    def of_trained(
+        cls,
+        trained: TrainedModel,
+        host: PluginHost,
+        *,
+        device: str = "auto",
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> TextGenerator:
+        """Of a model that was loaded with these settings: its weights stored for decoding, and its draft model."""
         if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
             store_by_columns(trained.model)
         quantize_weights(trained.model, trained.config.inference)

@@ -13,7 +13,7 @@ from mt_core.nn.model import Generates
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
-from mt_infer.chat.tool_calls import form_of_template
+from mt_infer.chat.tool_calls import Form, form_of_template
 from mt_infer.embedding import TextEmbedder
 from mt_infer.server.served_model import ServedModel
 from mt_infer.text import TextGenerator
@@ -35,11 +35,15 @@ def load_models(
     """In the order of `paths`. names: in their place. Raises CheckpointError and ConfigError."""
     found = model_names(paths, names)
     host = host or load_plugins()
-    loaded = [load_trained_model(path, host, device=device, settings=settings) for path in paths]
-    return [
-        served_model(name, trained, chat_template=chat_template, template_seconds=template_seconds)
-        for name, trained in zip(found, loaded, strict=True)
-    ]
+    models = []
+    for name, path in zip(found, paths, strict=True):
+        trained = load_trained_model(path, host, device=device, settings=settings)
+        if not isinstance(trained.model, Generates):
+            models.append(_encoder(name, trained))
+            continue
+        generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)
+        models.append(_language_model(name, generator, chat_template, template_seconds))
+    return models
 
 
 def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
@@ -55,23 +59,22 @@ def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
     return found
 
 
-def served_model(
-    name: str, trained: TrainedModel, *, chat_template: str | None = None, template_seconds: float = 5.0
-) -> ServedModel:
-    """Raises ConfigError for a model that neither generates nor embeds."""
-    created = int(time.time())
-    if not isinstance(trained.model, Generates):
-        if trained.ctx.world.size > 1:
-            raise ConfigError(f'"{name}" is an encoder, which one process serves; leave out --nproc and parallel.*')
-        return ServedModel(name, created, embedder=TextEmbedder.of_trained(trained))
-    generator = TextGenerator.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages)
+def _encoder(name: str, trained: TrainedModel) -> ServedModel:
+    """Raises ConfigError for a model that does not embed, and for several ranks."""
+    if trained.ctx.world.size > 1:
+        raise ConfigError(f'"{name}" is an encoder, which one process serves; leave out --nproc and parallel.*')
+    return ServedModel(name, int(time.time()), embedder=TextEmbedder.of_trained(trained))
+
+
+def _language_model(name: str, generator: TextGenerator, chat_template: str | None, seconds: float) -> ServedModel:
+    """Rank 0, which answers requests, has the chat template."""
     chat = None
-    if trained.ctx.world.rank == 0:
-        chat = load_chat_format(chat_template, trained.tokenizer, trained.config.data, seconds=template_seconds)
-    return ServedModel(name, created, generator, chat=chat, tool_calls=_tool_calls(chat))
+    if generator.engine.ctx.world.rank == 0:
+        chat = load_chat_format(chat_template, generator.tokenizer, generator.config.data, seconds=seconds)
+    return ServedModel(name, int(time.time()), generator, chat=chat, tool_calls=_tool_calls(chat))
 
 
-def _tool_calls(chat: ChatFormat | None) -> Any:
+def _tool_calls(chat: ChatFormat | None) -> Form | None:
     return None if chat is None else form_of_template(chat.source)
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from mt_data.datasets.text_files import bare_encoder
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import finite
@@ -69,8 +70,6 @@ class MegatronBody(RequestBody):
             raise ValueError("beam_width takes one prompt")
         if self.length_penalty != 1.0 and self.beam_width is None:
             raise ValueError("length_penalty is for beam_width")
-        if self.prevent_newline_after_colon:
-            raise ValueError("prevent_newline_after_colon: this server bans no token because of the one before it")
         return self
 
 
@@ -82,10 +81,11 @@ async def generate(service: Service, body: MegatronBody, http: HttpRequest) -> R
 
 async def _answer(service: Service, model: ServedModel, body: MegatronBody) -> Response:
     prompts = await asyncio.to_thread(lambda: [_prompt(model, body, text) for text in body.prompts])
-    done = [Completion() for _ in prompts]
-    async with aclosing(service.generate(model, prompts, _sampling(model, body, prompts))) as events:
+    sampling = _sampling(model, body, prompts)
+    done = [[Completion() for _ in range(sampling.n)] for _ in prompts]
+    async with aclosing(service.generate(model, prompts, sampling)) as events:
         async for place, event in events:
-            done[place].add(event)
+            done[place][event.index].add(event)
     return JSONResponse(await asyncio.to_thread(_described, model, body, prompts, done))
 
 
@@ -108,6 +108,8 @@ def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence
             param="tokens_to_generate",
         )
     scored = 0 if body.logprobs else None
+    if body.beam_width is not None and body.logprobs:
+        raise ApiError("logprobs: the answers of beam_width have scores instead", param="logprobs")
     return given_parameters(
         temperature=body.temperature,
         top_k=body.top_k,
@@ -115,6 +117,9 @@ def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence
         top_p_decay=body.top_p_decay or None,
         top_p_bound=body.top_p_bound or None,
         num_beams=body.beam_width,
+        n=body.beam_width,
+        length_penalty=body.length_penalty,
+        bad_words_ids=_newline_after_colon(model) if body.prevent_newline_after_colon else None,
         max_tokens=body.tokens_to_generate,
         stop=_stops(body),
         stop_token_ids=() if body.stop_token is None else (body.stop_token,),
@@ -126,6 +131,12 @@ def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence
     )
 
 
+def _newline_after_colon(model: ServedModel) -> tuple[tuple[int, int]]:
+    """The first id of each."""
+    encode = bare_encoder(model.tokenizer)
+    return ((encode(":")[0], encode("\n")[0]),)
+
+
 def _stops(body: MegatronBody) -> tuple[str, ...]:
     if body.stop_on_double_eol:
         return ("\n\n",)
@@ -133,14 +144,23 @@ def _stops(body: MegatronBody) -> tuple[str, ...]:
 
 
 def _described(
-    model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence[int]], done: Sequence[Completion]
+    model: ServedModel,
+    body: MegatronBody,
+    prompts: Sequence[Sequence[int]],
+    done: Sequence[Sequence[Completion]],
 ) -> dict[str, Any]:
-    """With the stop text, as Megatron has it, which stands in the tokens."""
-    tokens = [[*prompt, *one.tokens] for prompt, one in zip(prompts, done, strict=True)]
+    """Beams are all of one prompt. A stop text stands in the tokens, and stays, as Megatron has it."""
+    answers = [(place, one) for place, several in enumerate(done) for one in several]
+    tokens = [[*prompts[place], *one.tokens] for place, one in answers]
     segments = [token_texts(model, ids) for ids in tokens]
-    texts = [text + "".join(own[len(ids) :]) for text, own, ids in zip(body.prompts, segments, prompts, strict=True)]
-    logprobs = [_logprobs(one) for one in done] if body.logprobs else None
-    return {"text": texts, "tokens": tokens, "segments": segments, "logprobs": logprobs}
+    texts = [
+        body.prompts[place] + "".join(own[len(prompts[place]) :])
+        for (place, _), own in zip(answers, segments, strict=True)
+    ]
+    described = {"text": texts, "tokens": tokens, "segments": segments}
+    if body.beam_width is not None:
+        return {**described, "scores": [one.score for _, one in answers]}
+    return {**described, "logprobs": [_logprobs(one) for _, one in answers] if body.logprobs else None}
 
 
 def _logprobs(done: Completion) -> list[float]:

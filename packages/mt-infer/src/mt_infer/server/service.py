@@ -42,7 +42,7 @@ class Service:
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
         count = len(prompts) * sampling.n
-        self._check_room(count)
+        self._check_room(len(prompts) * max(sampling.sequences, sampling.num_beams))
         clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
         events: asyncio.Queue[Event] = asyncio.Queue()
         outcome = "cancelled"
