@@ -62,6 +62,15 @@ def test_tokens_with_a_draft_model(name: str, draft: str) -> None:
     assert engine.speculation.drafted > engine.speculation.accepted
 
 
+def test_accepted_drafts_count_for_penalties() -> None:
+    """Each drafted position is sampled with the penalties of the drafts before it."""
+    asked = SamplingParameters(seed=5, temperature=0.5, max_tokens=30, repetition_penalty=2.0, presence_penalty=1.0)
+    drafting = drafting_engine("llama", "llama")
+    alone, drafted = (tokens_of(run(one, prompts(5), asked)[0]) for one in (engine_like("llama"), drafting))
+    assert drafted == alone
+    assert drafting.speculation.acceptance_rate == 1.0
+
+
 def test_steps_that_leave_sequences_out() -> None:
     """Fewer positions in a step than sequences run: drafts wait with those that are left out."""
     small = {"max_requests": 8, "max_tokens_per_step": 5}

@@ -20,6 +20,7 @@ MOE_LAYOUTS = "tests/moe/test_layouts.py::test_every_layout_computes_what_one_pr
 
 CORE, DATA = "mt-core/src/mt_core", "mt-data/src/mt_data/datasets"
 MOE, MODELS, CKPT = "mt-moe/src/mt_moe", "mt-models/src/mt_models", "mt-ckpt/src/mt_ckpt"
+INFER = "mt-infer/src/mt_infer"
 
 
 @dataclass(frozen=True)
@@ -304,4 +305,42 @@ CONVERSION = (
     ),
 )
 
-MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION)
+SAMPLING = (
+    Mutation(
+        "drafts are accepted unverified",
+        f"{INFER}/speculation/verification.py",
+        "while count < len(drafts) and sampled[count].token == drafts[count]:",
+        "while count < len(drafts):",
+        ("tests/infer/test_speculation.py::test_tokens_with_ngrams[gpt2]",),
+    ),
+    Mutation(
+        "recurrent states keep rejected drafts",
+        f"{INFER}/cache/manager.py",
+        "self.states.restore(sequence.slot, snapshot)\n\n    def release",
+        "pass\n\n    def release",
+        ("tests/infer/test_speculation.py::test_tokens_with_ngrams[bamba]",),
+    ),
+    Mutation(
+        "the last block of a forked beam is not copied",
+        f"{INFER}/cache/manager.py",
+        "storage.copy_block(*copied)",
+        "pass",
+        ("tests/infer/test_generation_reference.py::test_beams[llama]",),
+    ),
+    Mutation(
+        "a draft reads the penalties of the text before it",
+        f"{INFER}/sampling/rows.py",
+        "return [*self.sequence.tokens, *self.drafted] if self.drafted else self.sequence.tokens",
+        "return self.sequence.tokens",
+        ("tests/infer/test_speculation.py::test_accepted_drafts_count_for_penalties",),
+    ),
+    Mutation(
+        "beams are ended by a worse running beam than the best",
+        f"{INFER}/sampling/beam_search.py",
+        "best_possible = self.scores[0]",
+        "best_possible = self.scores[-1]",
+        ("tests/infer/test_beam_search.py",),
+    ),
+)
+
+MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION, *SAMPLING)
