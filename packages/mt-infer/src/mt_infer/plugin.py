@@ -10,6 +10,11 @@ from mt_core.specs import CommandSpec, Lazy
 def mt_register_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
+            name="bench generate",
+            doc="Measure generation under a load of requests",
+            app=Lazy("mt_infer.commands.bench:bench_generate"),
+        ),
+        CommandSpec(
             name="verify generation",
             doc="Check that generation has the tokens and probabilities of training, however it is computed",
             app=Lazy("mt_infer.commands.verify:verify_generation"),
