@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def bench_generate(
+    context: typer.Context,
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
@@ -48,7 +49,7 @@ def bench_generate(
         if out is not None:
             out.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
-    on_ranks(path, engine_settings(set_ or []), device, nproc, use)
+    on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
 
 
 def random_prompts(generator: TextGenerator, count: int, longest: int, max_tokens: int, seed: int) -> list[list[int]]:

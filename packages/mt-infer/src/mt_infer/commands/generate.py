@@ -30,6 +30,7 @@ FILES = "Many prompts"
 
 
 def generate(
+    context: typer.Context,
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
@@ -140,7 +141,7 @@ def generate(
         requests = list(zip(texts, _inputs(generator, texts, image or []), strict=True))
         (show_json if as_json else show)(generator, requests, asked)
 
-    on_ranks(path, engine_settings(set_ or []), device, nproc, use)
+    on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
 
 
 def show(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:

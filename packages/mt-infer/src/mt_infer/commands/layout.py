@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mt_core.commands import typed_words
 from mt_core.config.sources import parse_override
 
 if TYPE_CHECKING:
@@ -39,7 +39,12 @@ def engine_settings(settings: Sequence[str]) -> Settings:
 
 
 def on_ranks(
-    path: Path, settings: Settings, device: str, nproc: int | None, use: Callable[[TextGenerator], None]
+    context: typer.Context,
+    path: Path,
+    settings: Settings,
+    device: str,
+    nproc: int | None,
+    use: Callable[[TextGenerator], None],
 ) -> None:
     """Loads the model and calls `use` on rank 0, while other ranks take part.
 
@@ -51,7 +56,7 @@ def on_ranks(
     from mt_core.train.build import resolve_device
     from mt_infer.text import TextGenerator
 
-    start_ranks(nproc)
+    start_ranks(context, nproc)
     settings = layout_of_ranks(settings)
     with rank_session(resolve_device(device).type):
         generator = TextGenerator.load(path, device=device, settings=settings)
@@ -63,12 +68,12 @@ def on_ranks(
             generator.close()
 
 
-def start_ranks(nproc: int | None) -> None:
+def start_ranks(context: typer.Context, nproc: int | None) -> None:
     """Ends this process as the launcher of `nproc` ranks, if that is given."""
     if nproc is not None:
         from mt_core.launch.local import launch
 
-        raise typer.Exit(launch(nproc, _without_nproc(sys.argv[1:])))
+        raise typer.Exit(launch(nproc, _without_nproc(typed_words(context))))
 
 
 def layout_of_ranks(settings: Settings) -> Settings:

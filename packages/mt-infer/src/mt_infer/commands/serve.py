@@ -25,6 +25,7 @@ EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def serve(
+    context: typer.Context,
     paths: Annotated[
         list[Path],
         typer.Argument(parser=as_path, metavar="PATH...", help="Run directories, or checkpoints of any format."),
@@ -55,7 +56,7 @@ def serve(
     """Serve models over HTTP: OpenAI's interface, Megatron's PUT /api, and a page."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt serve")
     _need_server()
-    start_ranks(nproc)
+    start_ranks(context, nproc)
     from mt_core.launch.environment import read_environment
     from mt_core.launch.session import rank_session
     from mt_core.train.build import resolve_device

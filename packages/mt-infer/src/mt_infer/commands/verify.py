@@ -19,6 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
 def verify_generation(
+    context: typer.Context,
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
@@ -41,7 +42,7 @@ def verify_generation(
     from mt_core.train.build import resolve_device
     from mt_core.train.trained_model import load_trained_model
 
-    start_ranks(nproc)
+    start_ranks(context, nproc)
     settings = layout_of_ranks(engine_settings(set_ or []))
     with rank_session(resolve_device(device).type):
         trained = load_trained_model(path, load_plugins(), device=device, settings=settings)
