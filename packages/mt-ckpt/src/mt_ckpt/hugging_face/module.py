@@ -51,5 +51,6 @@ def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceRea
     tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}
     if isinstance(eod, int) and vocabulary is not None and 0 <= eod < vocabulary:
         tokenizer["null_tokenizer_eod_id"] = eod
-    sections = {"model": config.model.model_dump(mode="json"), "tokenizer": tokenizer}
+    model = {"family": family.family, **config.model.model_dump(mode="json", exclude_defaults=True)}
+    sections = {"model": model, "tokenizer": tokenizer}
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, {})

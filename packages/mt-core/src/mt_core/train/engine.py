@@ -81,6 +81,8 @@ from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_p
 from mt_core.train.split_step import SplitStep
 from mt_core.train.state import TrainState
 
+WrapLoss = Callable[[Loss, Config, ParallelContext], Loss]
+"""(configured loss, configuration, context) -> the loss to train with"""
 TRACED_STEP = 2
 """Counted from the first step of this process, which includes warm-up."""
 
@@ -146,14 +148,14 @@ class Engine:
         loss: Loss | None = None,
         forward_step: ForwardStep | None = None,
         model_provider: build.ModelProvider | None = None,
-        wrap_loss: Callable[[Loss], Loss] | None = None,
+        wrap_loss: WrapLoss | None = None,
         weights: CheckpointReader | None = None,
     ) -> Engine:
         """Arguments replace the components that the configuration names (see `Trainer`). Collective.
 
-        model_provider: builds the model of this layout. wrap_loss: gets the configured loss of this layout, which takes
-        the model's outputs (logits sharded over the vocabulary under tensor parallelism), and returns the loss to
-        train with. weights: in place of initial ones, as checkpoint.load has them.
+        model_provider: builds the model of this layout. wrap_loss: makes the loss to train with from the configured one,
+        which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights: in
+        place of initial ones, as checkpoint.load has them.
         """
         host = host or load_plugins()
         if loaded.config.train.num_threads is not None:
@@ -179,7 +181,7 @@ class Engine:
         config = with_resolved_loss(config, model, host) if wrap_loss is None else with_logits_loss(config, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
         if wrap_loss is not None:
-            loss = wrap_loss(_require_outputs(loss, config))
+            loss = wrap_loss(_require_outputs(loss, config), config, ctx)
         require_options(model, loss, config)
         recorder = _build_recorder(config, stages, device)
         forward_backward = _build_forward_backward(
@@ -276,18 +278,20 @@ class Engine:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[rows, ...] of each data-parallel rank -> those of all, [ranks * rows, ...], on every rank. Collective."""
-        return all_gather(tensor.detach().contiguous(), 0, self.ctx.dp)
+        rows = tensor.detach()
+        return all_gather(rows, 0, self.ctx.dp) if self.ctx.dp.size > 1 else rows
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def train_step(self, rank_batch: RankBatch) -> StepOutcome:
-        """One optimizer step on this rank's batch; waits for its loss and gradient norm."""
-        return self.launch_step(rank_batch).pending.result()
+    def train_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepOutcome:
+        """One optimizer step on this rank's batch; waits for its loss and gradient norm. learning_rate: in place of the
+        schedule's."""
+        return self.launch_step(rank_batch, learning_rate).pending.result()
 
-    def launch_step(self, rank_batch: RankBatch) -> StepRecord:
+    def launch_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepRecord:
         """As `train_step`, without waiting for the device if `step.deferred`. Advances the counters of `state`."""
         started = time.perf_counter()
-        learning_rate = self.next_learning_rate()
+        learning_rate = self.next_learning_rate() if learning_rate is None else learning_rate
         batches = self.device_batches.take(rank_batch)
         captured = self.graphs.begin_step() if self.graphs is not None else None
         counted = counted_tokens(rank_batch.micro_batches)

@@ -115,7 +115,7 @@ class OptimizerStep:
         counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
         and divided by their count over all ranks.
         """
-        tokens, scale = self._tokens(counted), self.scaler.scale
+        tokens, scale = self.global_tokens(counted), self.scaler.scale
         self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
@@ -152,7 +152,7 @@ class OptimizerStep:
             self._update(learning_rate)
         return pending
 
-    def _tokens(self, counted: float) -> float | Tensor:
+    def global_tokens(self, counted: float) -> float | Tensor:
         """Token count over all data-parallel ranks; on the host if the axis has one rank."""
         return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)
 

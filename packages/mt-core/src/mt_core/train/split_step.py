@@ -69,7 +69,7 @@ class SplitStep:
             )
         engine = self.engine
         rate = engine.next_learning_rate() if learning_rate is None else learning_rate
-        pending = engine.step.finish(self._loss, rate, self._tokens)
+        pending = engine.step.finish(self._loss, rate, engine.step.global_tokens(self._tokens))
         engine.count_step(self._rows * engine.ctx.dp.size)
         return pending.result()
 
