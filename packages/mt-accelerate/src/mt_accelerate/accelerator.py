@@ -138,7 +138,11 @@ class Accelerator:
     @property
     def is_local_main_process(self) -> bool:
         environment = read_environment()
-        return environment.local_rank == environment.local_world_size - 1 if environment.world_size > 1 else self.is_main_process
+        return (
+            environment.local_rank == environment.local_world_size - 1
+            if environment.world_size > 1
+            else self.is_main_process
+        )
 
     def wait_for_everyone(self) -> None:
         wait_for_all()
@@ -380,6 +384,8 @@ class Prepared:
             raise ConfigError("give one MegatronLMDummyDataLoader three times: for training, validation and test")
         for loader in loaders:
             require_splittable(loader)
+        if not hasattr(getattr(models[0], "config", None), "to_dict"):
+            raise ConfigError(f"the model is a {type(models[0]).__name__}, which has no config of transformers")
         return cls(models[0], optimizers[0], next(iter(schedulers), None), loaders, next(iter(dummies), None))
 
 
@@ -417,7 +423,11 @@ def _batches(engine: MegatronEngine, dataset: Any, *, training: bool) -> Iterato
         return
     while True:
         size, count = parts.batch_size.full, parts.evaluated_samples(dataset)
-        steps = parts.remaining_steps() if training else [(first, min(size, count - first)) for first in range(0, count, size)]
+        steps = (
+            parts.remaining_steps()
+            if training
+            else [(first, min(size, count - first)) for first in range(0, count, size)]
+        )
         for batch in parts.read_batches(dataset, steps):
             names = batch.micro_batches[0]
             yield {name: torch.cat([torch.from_numpy(one[name]) for one in batch.micro_batches]) for name in names}

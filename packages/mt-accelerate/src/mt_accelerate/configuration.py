@@ -65,7 +65,9 @@ def model_section(model: Mapping[str, Any], plugin: MegatronLMPlugin) -> dict[st
         if key in model:
             section[key] = getattr(plugin, key)
         elif getattr(plugin, key):
-            raise ConfigError(f"MegatronLMPlugin({key}={getattr(plugin, key):g}): model.family={model['family']} has none")
+            raise ConfigError(
+                f"MegatronLMPlugin({key}={getattr(plugin, key):g}): model.family={model['family']} has none"
+            )
     return section
 
 

@@ -27,7 +27,9 @@ class MegatronLMDummyDataLoader:
 class _RankOrder:
     """The indices of each batch of a rank: a batch sampler. Every rank follows the order that the first rank draws."""
 
-    def __init__(self, sampler: Any, ctx: ParallelContext, micro_size: int, micro_batches: int, drop_last: bool) -> None:
+    def __init__(
+        self, sampler: Any, ctx: ParallelContext, micro_size: int, micro_batches: int, drop_last: bool
+    ) -> None:
         self.sampler, self.ctx, self.micro_size, self.drop_last = sampler, ctx, micro_size, drop_last
         self.global_size = micro_size * micro_batches * ctx.dp.size
 

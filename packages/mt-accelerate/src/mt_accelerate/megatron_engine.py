@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mt_accelerate.batches import Fields, ToFields, fields_for
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.step_loss import KeptOutputs, StepLoss, step_batch
+from mt_accelerate.step_loss import KeptOutputs, StepLoss, step_batch, whole_vocabulary
 from mt_accelerate.train_steps import AbstractTrainStep, BertTrainStep, GetBatch, GPTTrainStep, T5TrainStep
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
-from mt_core.nn.loss import Loss, build_cross_entropy
+from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
@@ -167,9 +167,7 @@ class MegatronEngine:
                 "and a train step, batch function or loss of your own need; set it to 1"
             )
         if self.handler is not None:
-            assert config.model.vocab_size is not None
-            words = build_cross_entropy(config, ctx)
-            loss = self._step_loss = StepLoss(self.handler.get_forward_step_func(), ctx.tp, config.model.vocab_size, words)
+            loss = self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
         if self.plugin.return_logits:
             loss = self._kept = KeptOutputs(loss)
         return loss
@@ -177,10 +175,10 @@ class MegatronEngine:
     def _logits(self) -> Tensor | None:
         if self._kept is None:
             return None
-        classifies = hasattr(self.engine.model, "classification_head")
-        assert self.config.model.vocab_size is not None
-        tp = ParallelContext().tp if classifies else self.engine.ctx.tp
-        return self._kept.take(tp, self.config.model.vocab_size)
+        logits = self._kept.take()
+        if logits is None or hasattr(self.engine.model, "classification_head"):
+            return logits
+        return whole_vocabulary(logits, self.config, self.engine.ctx)
 
     def _rank_batch(self, batch: Mapping[str, Tensor]) -> RankBatch:
         if self._get_batch is None:

@@ -40,7 +40,11 @@ class MegatronLMPlugin(BaseModel):
     """How to share the work of training. Raises ConfigError for an unknown field and a value of another type."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
     tp_degree: int = Field(1, ge=1)
@@ -131,7 +135,9 @@ class MegatronLMPlugin(BaseModel):
             if getattr(self, name) is not None:
                 raise ConfigError(f"MegatronLMPlugin({name}=...) cannot be had: {reason}")
         if self.lr_mult != 1.0:
-            raise ConfigError(f"MegatronLMPlugin(lr_mult={self.lr_mult:g}) scales the rates that scale_lr_cond picks; leave out")
+            raise ConfigError(
+                f"MegatronLMPlugin(lr_mult={self.lr_mult:g}) scales the rates that scale_lr_cond picks; leave out"
+            )
 
     def sections(self, mixed_precision: str) -> Sections:
         """The keys that are set by fields which depend on neither model nor data. Raises ConfigError for a field that

@@ -43,7 +43,10 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
     if not length:
         raise ConfigError("give MegatronLMDummyScheduler(total_num_steps=...) or MegatronLMPlugin(train_iters=...)")
     style = {"lr_decay_style": plugin.lr_decay_style}
-    return {"lr_schedule": {**style, **_warmup(plugin, scheduler.warmup_num_steps // dp_size), **_decay(plugin)}, "train": length}
+    return {
+        "lr_schedule": {**style, **_warmup(plugin, scheduler.warmup_num_steps // dp_size), **_decay(plugin)},
+        "train": length,
+    }
 
 
 def _length(plugin: MegatronLMPlugin, total: int | None) -> dict[str, int]:

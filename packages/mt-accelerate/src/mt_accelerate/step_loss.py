@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from mt_accelerate.train_steps import ForwardStep
+from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
-from mt_core.nn.loss import Loss
-from mt_core.parallel.collectives import gather_copies
-from mt_core.parallel.context import Axis
+from mt_core.nn.embedding import gather_logits
+from mt_core.nn.loss import Loss, build_cross_entropy
+from mt_core.parallel.context import ParallelContext
 
 RAW = "raw."
 """Prefix of a program's own names among the fields of a micro-batch."""
@@ -31,17 +32,18 @@ class KeptOutputs:
         self._logits.append(logits_of(output).detach())
         return self.loss(output, batch)
 
-    def take(self, tp: Axis, vocab_size: int) -> Tensor | None:
-        """[rows, S, vocab_size]; None on ranks without the last pipeline stage."""
+    def take(self) -> Tensor | None:
+        """[rows, S, ids of this rank]; None on ranks without the last pipeline stage."""
         kept, self._logits = self._logits, []
-        return whole_vocabulary(torch.cat(kept), tp, vocab_size) if kept else None
+        return torch.cat(kept) if kept else None
 
 
 class StepLoss:
     """The scalar that a train step computes of each micro-batch, as a loss of one position."""
 
-    def __init__(self, forward_step: ForwardStep, tp: Axis, vocab_size: int, token_loss: Loss) -> None:
-        self.forward_step, self.tp, self.vocab_size, self.token_loss = forward_step, tp, vocab_size, token_loss
+    def __init__(self, forward_step: ForwardStep, config: Config, ctx: ParallelContext) -> None:
+        self.forward_step, self.config, self.ctx = forward_step, config, ctx
+        self.token_loss = build_cross_entropy(config, ctx)
         self.reports: list[Mapping[str, Any]] = []
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -71,7 +73,7 @@ class ComputedOutput:
         logits = logits_of(self.output)
         labels = options.get("labels", options.get("lm_labels"))
         if labels is None:
-            result = whole_vocabulary(logits, self.step.tp, self.step.vocab_size)
+            result = whole_vocabulary(logits, self.step.config, self.step.ctx)
         else:
             result = self.step.token_loss(logits, {"labels": labels})
         return (result, self.output.binary_logits) if hasattr(self.output, "binary_logits") else result
@@ -103,6 +105,7 @@ def logits_of(output: Any) -> Tensor:
     return logits
 
 
-def whole_vocabulary(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """[..., ids of this rank] -> [..., vocab_size], without padding. Logits of classes are given as they are."""
-    return gather_copies(logits, logits.ndim - 1, tp)[..., :vocab_size]
+def whole_vocabulary(logits: Tensor, config: Config, ctx: ParallelContext) -> Tensor:
+    """[..., ids of this rank] -> [..., vocab_size]"""
+    assert config.model.vocab_size is not None
+    return gather_logits(logits, config.model.vocab_size, config.model.make_vocab_size_divisible_by, ctx)

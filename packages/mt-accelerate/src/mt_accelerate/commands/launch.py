@@ -21,8 +21,12 @@ DEFAULT_PORT = 29500
 def launch(
     script: Annotated[Path, typer.Argument(help="The program.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments; options stand behind `--`.")] = None,
-    config_file: Annotated[Path | None, typer.Option("--config_file", "--config-file", help="Accelerate's YAML.")] = None,
-    num_processes: Annotated[int | None, typer.Option("--num_processes", "--nproc", help="In place of the file's.")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config_file", "--config-file", help="Accelerate's YAML.")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option("--num_processes", "--nproc", help="In place of the file's.")
+    ] = None,
 ) -> None:
     """Run a script for Accelerate's Megatron-LM plugin; torchrun starts its processes."""
     values = _read(config_file)

@@ -175,7 +175,9 @@ class Engine:
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         main_weights = build.build_weights(config, model, ctx, copies, host)
-        optimizer = build.build_optimizer(config, OptimizerEnvironment(model, main_weights, layouts, ctx, kernels), host)
+        optimizer = build.build_optimizer(
+            config, OptimizerEnvironment(model, main_weights, layouts, ctx, kernels), host
+        )
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = graph_blocks(model, config, ctx, own_stages)
         config = with_resolved_loss(config, model, host) if wrap_loss is None else with_logits_loss(config, host)
@@ -363,9 +365,7 @@ class Engine:
     def contents(self, **metadata: Any) -> Contents:
         """What a checkpoint of this step holds. metadata: further entries."""
         state = self.checkpointed()
-        return Contents(
-            state.fragments(), {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files())
-        )
+        return Contents(state.fragments(), {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files()))
 
     def save_state(self, run_dir: str | Path) -> Path:
         """Write a checkpoint of this step as `Trainer` does, at once: `mt train --run-dir` continues from it, and every
