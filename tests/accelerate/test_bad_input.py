@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.commands.launch import launch_command, launch_variables
-from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from tests.accelerate.programs import build, samples
 from torch.utils.data import DataLoader
 
+from mt_accelerate import Accelerator, MegatronLMPlugin
+from mt_accelerate.commands.launch import launch_command, launch_variables
+from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_core.errors import ConfigError, DataError, MtError
 
 
@@ -89,12 +89,20 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         ConfigError,
         "MegatronLMDummyScheduler",
     ),
-    "schedule without end": (lambda: prepare(None, None, MegatronLMDummyScheduler(None)), ConfigError, "total_num_steps"),
+    "schedule without end": (
+        lambda: prepare(None, None, MegatronLMDummyScheduler(None)),
+        ConfigError,
+        "total_num_steps",
+    ),
     "one data set": (lambda: prepare(None, None, MegatronLMDummyDataLoader()), ConfigError, "three times"),
     "nothing prepared": (clip_otherwise, ConfigError, "gradient_clipping"),
     "padding before text": (left_padded, DataError, "on the right"),
     "field of a batch": (unread_batch, DataError, "does not take token_type_ids"),
-    "machines": (lambda: launch_command({"num_processes": 3, "num_machines": 2}, None, []), ConfigError, "num_machines=2"),
+    "machines": (
+        lambda: launch_command({"num_processes": 3, "num_machines": 2}, None, []),
+        ConfigError,
+        "num_machines=2",
+    ),
 }
 
 
@@ -107,7 +115,13 @@ def test_an_error_says_what_to_change(case: str) -> None:
 
 
 def test_fields_come_from_the_launchers_variables_unless_the_program_gives_them(monkeypatch) -> None:
-    values = {"megatron_lm_config": {"megatron_lm_tp_degree": 4, "megatron_lm_no_load_optim": False, "megatron_lm_pp_degree": 2}}
+    values = {
+        "megatron_lm_config": {
+            "megatron_lm_tp_degree": 4,
+            "megatron_lm_no_load_optim": False,
+            "megatron_lm_pp_degree": 2,
+        }
+    }
     for name, text in launch_variables(values).items():
         monkeypatch.setenv(name, text)
     plugin = MegatronLMPlugin(pp_degree=1)

@@ -15,7 +15,12 @@ from mt_core.train import Engine
 
 SMALL = (
     *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.hidden_dropout=0"),
-    *("model.max_position_embeddings=16", "model.attention_dropout=0", "data.seq_length=16", "train.micro_batch_size=2"),
+    *(
+        "model.max_position_embeddings=16",
+        "model.attention_dropout=0",
+        "data.seq_length=16",
+        "train.micro_batch_size=2",
+    ),
     *("train.global_batch_size=8", "train.train_iters=10", "train.device=cpu", "model.make_vocab_size_divisible_by=2"),
 )
 
@@ -67,7 +72,9 @@ def loop(rank: int, world: int, overrides: tuple[str, ...], folder: str) -> dict
     found["restored"] = engine.eval_step(batch)
     found["iteration"] = engine.state.iteration
     found["gathered"] = engine.gather(torch.tensor([float(engine.ctx.dp.rank)])).tolist()
-    found["apart"] = losses_apart(build(*overrides)) if "parallel.pipeline_model_parallel_size=2" not in overrides else None
+    found["apart"] = (
+        losses_apart(build(*overrides)) if "parallel.pipeline_model_parallel_size=2" not in overrides else None
+    )
     return found
 
 
