@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         ConfigError,
         "MegatronLMDummyScheduler",
     ),
-    "schedule without end": (
+    "schedule": (
         lambda: prepare(None, None, MegatronLMDummyScheduler(None)),
         ConfigError,
         "total_num_steps",

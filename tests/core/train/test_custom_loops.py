@@ -21,7 +21,7 @@ SMALL = (
         "data.seq_length=16",
         "train.micro_batch_size=2",
     ),
-    *("train.global_batch_size=8", "train.train_iters=10", "train.device=cpu", "model.make_vocab_size_divisible_by=2"),
+    *("train.global_batch_size=8", "train.train_iters=10", "train.device=cpu"),
 )
 
 

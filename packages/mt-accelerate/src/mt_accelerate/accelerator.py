@@ -30,7 +30,8 @@ from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.schedulers import MegatronLMDummyScheduler, MegatronLMSchedulerWrapper, schedule_sections
 from mt_ckpt.hugging_face.module import read_module
-from mt_core.config.loading import LoadedConfig
+from mt_core.config.checks import as_world
+from mt_core.config.loading import load_config
 from mt_core.data import building
 from mt_core.errors import ConfigError
 from mt_core.launch.environment import read_environment
@@ -38,7 +39,6 @@ from mt_core.launch.process_group import initialize
 from mt_core.parallel.context import wait_for_all
 from mt_core.plugins import load_plugins
 from mt_core.train.build import resolve_device
-from mt_tools.config_import.checked import check_configuration
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 METRICS = "metrics.jsonl"
@@ -59,8 +59,8 @@ class AcceleratorState:
 class Accelerator:
     """Brings a program's model, optimizer, scheduler and loaders under the layout of a MegatronLMPlugin.
 
-    Without megatron_lm_plugin its fields are those that the launcher's variables say. mixed_precision: no, fp16, bf16 or
-    fp8; default: ACCELERATE_MIXED_PRECISION. Raises ConfigError for what Accelerate's plugin cannot do either.
+    Without megatron_lm_plugin its fields are those that the launcher's variables say. mixed_precision: no, fp16, bf16
+    or fp8; default: ACCELERATE_MIXED_PRECISION. Raises ConfigError for what Accelerate's plugin cannot do either.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class Accelerator:
     def prepare(self, *objects: Any) -> Any:
         """Model, optimizer, scheduler and loaders, in any order -> what stands for each, in the same order. Collective.
 
-        The model comes with its weights: those of the first rank. Raises ConfigError for a model without a name map, and
-        for an optimizer, a scheduler or a loader that cannot be used.
+        The model comes with its weights: those of the first rank. Raises ConfigError for a model without a name map,
+        and for an optimizer, a scheduler or a loader that cannot be used.
         """
         if self._model is not None:
             raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
@@ -206,7 +206,8 @@ class Accelerator:
             schedule=schedule_sections(plugin, given.scheduler, dp, self._steps(given)),
             data=self._data(given, sections["model"]["family"]),
         )
-        loaded: LoadedConfig = check_configuration(configured, self.num_processes, self._host)
+        with as_world(self.num_processes):
+            loaded = load_config(sections=configured, host=self._host)
         external = {**given.model.config.to_dict()}
         engine = MegatronEngine(loaded, plugin, reader, external, self, self._host)
         engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
@@ -315,7 +316,7 @@ class Accelerator:
     # -- states and logs --------------------------------------------------------------------------
 
     def save_state(self, output_dir: str) -> str:
-        """Weights, optimizer, schedule and random streams: a run directory of mt, for every command of it. Collective."""
+        """Weights, optimizer, counters and random streams: a run directory, for every command of mt. Collective."""
         self._prepared.engine.save_state(output_dir)
         return output_dir
 

@@ -56,7 +56,7 @@ class DataParallelLoader:
         self._order = _RankOrder(loader.sampler, ctx, micro_size, micro_batches, loader.drop_last)
         self._loader = DataLoader(
             loader.dataset,
-            batch_sampler=self._order,  # type: ignore[arg-type]  # torch reads it as an iterable of lists
+            batch_sampler=self._order,
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,

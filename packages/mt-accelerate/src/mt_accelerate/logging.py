@@ -12,9 +12,9 @@ from mt_core.launch.environment import read_environment
 class MainProcessLogger(logging.LoggerAdapter[logging.Logger]):
     """Logs on the main process, the last rank; with main_process_only=False on all."""
 
-    def log(self, level: int, msg: object, *args: object, main_process_only: bool = True, **options: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
         environment = read_environment()
-        if not main_process_only or environment.rank == environment.world_size - 1:
+        if not options.pop("main_process_only", True) or environment.rank == environment.world_size - 1:
             super().log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

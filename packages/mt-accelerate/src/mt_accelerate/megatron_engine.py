@@ -36,8 +36,8 @@ STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """loss: [], the mean over the counted tokens of all ranks. logits: [rows, S, vocabulary] with return_logits, on ranks
-    of the last pipeline stage."""
+    """loss: [], the mean over the counted tokens of all ranks. logits: [rows, S, vocabulary] with return_logits, on
+    ranks of the last pipeline stage."""
 
     loss: Tensor
     logits: Tensor | None = None
@@ -147,8 +147,9 @@ class MegatronEngine:
         engine = self.engine
         if engine.ctx.dp.size > 1 or engine.config.parallel.use_torch_fsdp2:
             raise ConfigError(
-                f"megatron_generate needs one data-parallel rank and whole weights; there are {engine.ctx.dp.size} ranks: "
-                "save_state, and mt generate takes the folder in any layout"
+                f"megatron_generate needs one data-parallel rank and whole weights; there are {engine.ctx.dp.size} "
+                f"ranks, use_custom_fsdp={self.plugin.use_custom_fsdp}: save_state, and mt generate takes the folder in "
+                "any layout"
             )
         engine.weights.finish_gather()
         engine.model.eval()
@@ -163,8 +164,8 @@ class MegatronEngine:
     def _wrap(self, loss: Loss, config: Config, ctx: ParallelContext) -> Loss:
         if config.parallel.context_parallel_size > 1:
             raise ConfigError(
-                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which return_logits "
-                "and a train step, batch function or loss of your own need; set it to 1"
+                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which "
+                "return_logits and a train step, batch function or loss of your own need; set it to 1"
             )
         if self.handler is not None:
             loss = self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)

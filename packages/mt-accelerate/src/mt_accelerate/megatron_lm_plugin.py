@@ -1,8 +1,8 @@
 """`MegatronLMPlugin`: Accelerate's fields, their types and defaults, and what they are in a configuration of mt.
 
-A field that a program does not give is taken from the variable `MEGATRON_LM_<FIELD>`, which a launcher sets. Defaults are
-Accelerate's, except for those that make a run wrong: `context_parallel_size` is 1 (there 2), recomputation is off until
-it is asked for, and the model says which positions it has.
+A field that a program does not give is taken from the variable `MEGATRON_LM_<FIELD>`, which a launcher sets. Defaults
+are Accelerate's, except for those that make a run wrong: `context_parallel_size` is 1 (there 2), recomputation is off
+until it is asked for, and the model says which positions it has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN_FIELDS = frozenset(
         *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "seq_length", "min_lr"),
     )
 )
-"""Fields that the import of Accelerate's files does not read, or that depend on the model, the scheduler or the data."""
+"""Fields that the import of Accelerate's files does not read, or that depend on model, scheduler or data."""
 REFUSED: Mapping[str, str] = {
     "no_wd_decay_cond": "weights of two dimensions and more are decayed, biases and norms never",
     "scale_lr_cond": "the embedding and the output layer can have a rate of their own, optimizer.decoupled_lr",
@@ -156,14 +156,14 @@ class MegatronLMPlugin(BaseModel):
 
 
 def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that a launcher's variables set and the program does not. Raises ConfigError for a text that is no value."""
+    """Fields that the launcher sets and the program does not. Raises ConfigError for a text that is no value."""
     found = {}
     for name, field in kind.model_fields.items():
         text = os.environ.get(VARIABLE_PREFIX + name.upper())
         if text is None or name in given or text.lower() == "none":
             continue
         try:
-            found[name] = TypeAdapter(field.annotation).validate_strings(text)
+            found[name] = TypeAdapter[Any](field.annotation).validate_strings(text)
         except ValidationError:
             raise ConfigError(f"{VARIABLE_PREFIX}{name.upper()}={text!r} is no value of the field {name}") from None
     return found

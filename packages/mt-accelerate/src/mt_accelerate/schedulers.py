@@ -18,8 +18,8 @@ class MegatronLMDummyScheduler:
     ) -> None:
         if options:
             raise ConfigError(
-                f"MegatronLMDummyScheduler takes total_num_steps and warmup_num_steps, and no {', '.join(options)}; the "
-                "style is MegatronLMPlugin(lr_decay_style=...)"
+                f"MegatronLMDummyScheduler takes total_num_steps and warmup_num_steps, and no {', '.join(options)}; "
+                "the style is MegatronLMPlugin(lr_decay_style=...)"
             )
         self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
 

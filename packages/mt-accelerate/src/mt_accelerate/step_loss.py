@@ -67,8 +67,8 @@ class ComputedOutput:
         self.step, self.output, self.batch = step, output, batch
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Losses [rows, S] if `labels` (or `lm_labels`) are given, else logits [rows, S, vocabulary]. For BERT a pair with
-        the logits of the sentence order."""
+        """Losses [rows, S] if `labels` (or `lm_labels`) are given, else logits [rows, S, vocabulary]. For BERT a pair
+        with the logits of the sentence order."""
         self._require_same(inputs)
         logits = logits_of(self.output)
         labels = options.get("labels", options.get("lm_labels"))

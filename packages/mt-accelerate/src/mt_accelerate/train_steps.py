@@ -1,7 +1,7 @@
 """Train steps as Accelerate's Megatron-LM plugin has them: how a batch is read, the model called, the loss computed.
 
-Without one of a program's own the engine reads batches by `batches` and takes the model's loss, which is normalized by the
-tokens of the global batch. A custom step replaces any of the three functions, and its loss of each micro-batch is
+Without one of a program's own the engine reads batches by `batches` and takes the model's loss, which is normalized by
+the tokens of the global batch. A custom step replaces any of the three functions, and its loss of each micro-batch is
 averaged over micro-batches and data-parallel ranks, as in Megatron.
 """
 

@@ -153,9 +153,9 @@ class Engine:
     ) -> Engine:
         """Arguments replace the components that the configuration names (see `Trainer`). Collective.
 
-        model_provider: builds the model of this layout. wrap_loss: makes the loss to train with from the configured one,
-        which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights: in
-        place of initial ones, as checkpoint.load has them.
+        model_provider: builds the model of this layout. wrap_loss: makes the loss to train with from the configured
+        one, which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights:
+        in place of initial ones, as checkpoint.load has them.
         """
         host = host or load_plugins()
         if loaded.config.train.num_threads is not None:

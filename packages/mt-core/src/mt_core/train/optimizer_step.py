@@ -132,7 +132,7 @@ class OptimizerStep:
         self.auxiliary.begin(passes, self.scaler.scale)
 
     def finish(self, contribution: Tensor, learning_rate: float, tokens: float | Tensor) -> PendingOutcome:
-        """Reduce the gradients of the passes, and update the weights. contribution: of this rank to the loss, scaled."""
+        """Reduce the gradients of the passes, and update the weights. contribution: this rank's to the scaled loss."""
         passes, scale = self._passes, self.scaler.scale
         loss = _unscaled(self._over_ranks(contribution), scale)
         self.weights.reduce()

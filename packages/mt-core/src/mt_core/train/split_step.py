@@ -10,18 +10,37 @@ outcome = step.finish()
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.model import contract
+from mt_core.optim.loss_scale import LossScaler
+from mt_core.optim.master_weights import MasterWeights
+from mt_core.parallel.context import ParallelContext
 from mt_core.train.device_batches import FIRST_SAMPLE, begin_micro_batch
-from mt_core.train.optimizer_step import StepOutcome, counted_tokens
+from mt_core.train.optimizer_step import OptimizerStep, StepOutcome, counted_tokens
+from mt_core.train.state import TrainState
 
-if TYPE_CHECKING:
-    from mt_core.train.engine import Engine
+
+class StepParts(Protocol):
+    """What a step needs of an Engine."""
+
+    config: Config
+    device: torch.device
+    ctx: ParallelContext
+    model: nn.Module
+    weights: MasterWeights
+    scaler: LossScaler
+    step: OptimizerStep
+    state: TrainState
+
+    def next_learning_rate(self) -> float: ...
+
+    def count_step(self, num_samples: int) -> None: ...
 
 
 class SplitStep:
@@ -32,7 +51,7 @@ class SplitStep:
     whole sequences.
     """
 
-    def __init__(self, engine: Engine, micro_batches: int) -> None:
+    def __init__(self, engine: StepParts, micro_batches: int) -> None:
         _require_whole(engine)
         self.engine, self.micro_batches = engine, micro_batches
         self._passes = self._rows = 0
@@ -74,7 +93,7 @@ class SplitStep:
         return pending.result()
 
 
-def _require_whole(engine: Engine) -> None:
+def _require_whole(engine: StepParts) -> None:
     parallel, graphs = engine.config.parallel, engine.config.train.cuda_graphs
     reasons = (
         ("parallel.pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, "no process has all layers"),
