@@ -175,7 +175,7 @@ class Accelerator:
         engine = self._build(given)
         self._model = engine
         CONTEXT.set(engine.engine.ctx)
-        made = {id(given.model): engine}
+        made: dict[int, Any] = {id(given.model): engine}
         engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
         if given.scheduler is not None:
             made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)

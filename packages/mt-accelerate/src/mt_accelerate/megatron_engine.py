@@ -148,8 +148,8 @@ class MegatronEngine:
         if engine.ctx.dp.size > 1 or engine.config.parallel.use_torch_fsdp2:
             raise ConfigError(
                 f"megatron_generate needs one data-parallel rank and whole weights; there are {engine.ctx.dp.size} "
-                f"ranks, use_custom_fsdp={self.plugin.use_custom_fsdp}: save_state, and mt generate takes the folder in "
-                "any layout"
+                f"ranks, use_custom_fsdp={self.plugin.use_custom_fsdp}: save_state, and mt generate takes the folder "
+                "in any layout"
             )
         engine.weights.finish_gather()
         engine.model.eval()
@@ -207,12 +207,13 @@ def _train_step(config: Config, plugin: MegatronLMPlugin, accelerator: Any) -> A
     own = plugin.custom_train_step_class
     if own is None and plugin.custom_get_batch_function is None and plugin.custom_loss_function is None:
         return None
-    kind = own or STEPS.get(config.model.family, GPTTrainStep)
+    kind: Any = own or STEPS.get(config.model.family, GPTTrainStep)
     if not issubclass(kind, AbstractTrainStep):
         raise ConfigError(f"custom_train_step_class={kind.__name__} is no subclass of AbstractTrainStep")
-    handler = kind(arguments(config), **(plugin.custom_train_step_kwargs or {}))
-    handler.get_batch = _get_batch(handler, plugin, accelerator)  # type: ignore[attr-defined]
-    handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)  # type: ignore[attr-defined]
+    handler: Any = kind(arguments(config), **(plugin.custom_train_step_kwargs or {}))
+    handler.get_batch = _get_batch(handler, plugin, accelerator)
+    handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)
+    assert isinstance(handler, AbstractTrainStep)
     return handler
 
 

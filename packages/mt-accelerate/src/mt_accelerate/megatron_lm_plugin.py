@@ -163,7 +163,8 @@ def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) ->
         if text is None or name in given or text.lower() == "none":
             continue
         try:
-            found[name] = TypeAdapter[Any](field.annotation).validate_strings(text)
+            kind_of_field: Any = field.annotation
+            found[name] = TypeAdapter(kind_of_field).validate_strings(text)
         except ValidationError:
             raise ConfigError(f"{VARIABLE_PREFIX}{name.upper()}={text!r} is no value of the field {name}") from None
     return found
