@@ -10,6 +10,7 @@ from tests.accelerate import programs
 from tests.accelerate.programs import DECAY, FAMILIES, GLOBAL_BATCH, KEY_TOKENS, LR, STEPS, TOTAL
 from torch import Tensor
 
+from mt_accelerate.utils import BertTrainStep, T5TrainStep
 from mt_core.testing import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,18 @@ def test_a_loss_of_the_program_is_what_is_trained_on(alone) -> None:
     reference = plain_training(programs.build("gpt2"), batches_of("gpt2"), weighted_loss)
     assert alone["custom"]["losses"] == pytest.approx(reference, rel=2e-5)
     assert alone["custom"]["reported"] == pytest.approx(reference, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_the_steps_of_encoders_take_the_mean_of_micro_batches(family: str) -> None:
+    step = BertTrainStep if family == "bert" else T5TrainStep
+    _, model, _, loader, _ = programs.start(family, {}, 1, custom_train_step_class=step)
+    batch, reference = batches_of(family)[0], programs.build(family).eval()
+    halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
+    with torch.no_grad():
+        expected = sum(reference(**half).loss.item() for half in halves) / 2
+    assert model(**next(iter(loader))).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ from mt_infer.text import TextGenerator
 STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
 """Model family -> its train step; others have that of GPT."""
 
+SPECIAL_IDS = ("decoder_start_token_id", "pad_token_id", "eos_token_id")
+
 
 @dataclass(frozen=True)
 class ModelOutput:
@@ -60,7 +62,7 @@ class MegatronEngine:
     ) -> None:
         """external: the config.json of the program's model. Collective."""
         self.plugin, self.external, self.training = plugin, external, True
-        self.handler = _train_step(loaded.config, plugin, accelerator)
+        self.handler = _train_step(loaded.config, plugin, accelerator, external)
         self._get_batch = _get_batch(self.handler, plugin, accelerator) if self.handler is not None else None
         self._step_loss: StepLoss | None = None
         self._kept: KeptOutputs | None = None
@@ -201,7 +203,9 @@ class MegatronEngine:
         return {**reports, "loss": torch.tensor(loss, device=self.engine.device)}
 
 
-def _train_step(config: Config, plugin: MegatronLMPlugin, accelerator: Any) -> AbstractTrainStep | None:
+def _train_step(
+    config: Config, plugin: MegatronLMPlugin, accelerator: Any, external: Mapping[str, Any]
+) -> AbstractTrainStep | None:
     """The program's own step, or that of the family where the program replaces a function of it; None without either.
     Raises ConfigError for a class that is no train step."""
     own = plugin.custom_train_step_class
@@ -210,7 +214,7 @@ def _train_step(config: Config, plugin: MegatronLMPlugin, accelerator: Any) -> A
     kind: Any = own or STEPS.get(config.model.family, GPTTrainStep)
     if not issubclass(kind, AbstractTrainStep):
         raise ConfigError(f"custom_train_step_class={kind.__name__} is no subclass of AbstractTrainStep")
-    handler: Any = kind(arguments(config), **(plugin.custom_train_step_kwargs or {}))
+    handler: Any = kind(arguments(config, external), **(plugin.custom_train_step_kwargs or {}))
     handler.get_batch = _get_batch(handler, plugin, accelerator)
     handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)
     assert isinstance(handler, AbstractTrainStep)
@@ -227,9 +231,11 @@ def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     return method(*arguments[: len(signature(method).parameters)])
 
 
-def arguments(config: Config) -> Namespace:
-    """All keys as attributes, as Megatron's arguments."""
-    return Namespace(**{key: value for section in config.to_dict().values() for key, value in dict(section).items()})
+def arguments(config: Config, external: Mapping[str, Any]) -> Namespace:
+    """All keys as attributes, as Megatron's arguments; and the ids of special tokens of the transformers model."""
+    ids = {name: external.get(name) for name in SPECIAL_IDS}
+    keys = {key: value for section in config.to_dict().values() for key, value in dict(section).items()}
+    return Namespace(**ids, **keys)
 
 
 def _on_all_ranks(generator: TextGenerator, generate: Callable[[], Tensor]) -> Tensor:
