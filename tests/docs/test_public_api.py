@@ -15,6 +15,7 @@ from tests.docs.blocks import blocks
 ROOT = Path(__file__).parents[2]
 STUBS = sorted(ROOT.glob("packages/*/src/**/__init__.pyi"))
 MODULES_OF_THEIR_OWN = {
+    "mt_accelerate.utils": "the names of accelerate.utils, in one module as there",
     "mt_ckpt.megatron.argument_list": "tables of arguments, shown to say where they are",
 }
 """Modules that documentation imports from although no folder lists their names."""
@@ -53,7 +54,7 @@ def documented(module: str) -> set[str]:
 
 
 def test_their_number_is_bounded() -> None:
-    assert 150 <= len(PUBLIC) <= 280
+    assert 150 <= len(PUBLIC) <= 290
     assert len({(one.folder, one.name) for one in PUBLIC}) == len(PUBLIC)
 
 

@@ -39,17 +39,19 @@ def load_config(
     overrides: Iterable[str] = (),
     host: PluginHost | None = None,
     default_preset: str | None = None,
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> LoadedConfig:
     """Read, merge and check a configuration.
 
     path: a TOML, JSON or YAML file; it may name a preset with the top-level key `preset`. preset: wins over
     the file's. overrides: "section.key=value" with the value written as in TOML, `null`, or bare text.
     default_preset: used where neither path nor preset is given; checkpoint.load replaces its model and tokenizer.
+    sections: values of a program, section -> key -> value; they win over the file's.
     Raises ConfigError with a line for each thing that is wrong, PluginError for a name that no plugin registers, and
     CheckpointError where model or tokenizer come from a checkpoint.load that cannot be read.
     """
     host = host or _load_plugins()
-    read = read_layers(Sources(path, preset, list(overrides), default_preset), SECTIONS, host)
+    read = read_layers(Sources(path, preset, list(overrides), default_preset, sections), SECTIONS, host)
     config = Config.model_validate(read.build(SECTIONS, host))
     loaded = LoadedConfig(config, read.origins(), read.preset)
     _check(loaded, host)

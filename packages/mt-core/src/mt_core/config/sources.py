@@ -27,14 +27,20 @@ OVERRIDE = "--set"
 """Origin of a value that the command line gives."""
 
 
+PROGRAM = "the program"
+"""Origin of a value that a caller gives."""
+
+
 @dataclass(frozen=True)
 class Sources:
-    """What a user wrote to configure a run. preset: gives way to the file's. default_preset: see `load_config`."""
+    """What a user wrote to configure a run. preset: gives way to the file's. default_preset, sections: see
+    `load_config`."""
 
     path: str | Path | None
     preset: str | None
     overrides: Sequence[str]
     default_preset: str | None = None
+    sections: Mapping[str, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,11 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
     """Read and merge. names: the sections that are wanted; a checkpoint is opened only for these."""
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
     preset = sources.preset or file_preset
-    by_default = preset is None and file_layer is None
+    by_default = preset is None and file_layer is None and sources.sections is None
     preset = sources.default_preset if by_default else preset
     base = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
     base += [file_layer] if file_layer else []
+    base += [Layer(PROGRAM, sources.sections)] if sources.sections is not None else []
     problems = Problems()
     layers, notes = translate(_with_overrides(base, sources.overrides, problems))
     layers = with_checkpoint_layer(layers, names, host, preset_is_default=by_default)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mt_core.errors import DataError
 from mt_core.specs import Dataset
 
 Arrays = dict[str, np.ndarray]
@@ -40,6 +41,23 @@ def collate(samples: Iterable[Mapping[str, np.ndarray]]) -> Arrays:
     """Stack samples: each array gets a leading batch dimension."""
     rows = list(samples)
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def cut_rank_batch(
+    arrays: Mapping[str, np.ndarray], first: int, micro_size: int, dp_rank: int, dp_size: int
+) -> RankBatch:
+    """A rank's own rows [rows, ...] of a step as micro-batches; first: the number of the step's first sample.
+
+    Every data-parallel rank has as many rows. Raises DataError for arrays of different lengths, and for none.
+    """
+    lengths = {name: len(array) for name, array in arrays.items()}
+    rows = max(lengths.values(), default=0)
+    if rows == 0 or set(lengths.values()) != {rows}:
+        raise DataError(f"a batch needs arrays of one length, its samples; these have {lengths}")
+    cuts = [range(start, min(start + micro_size, rows)) for start in range(0, rows, micro_size)]
+    starts = [first + cut.start * dp_size + dp_rank * micro_size for cut in cuts]
+    samples = [range(start, start + len(cut)) for start, cut in zip(starts, cuts, strict=True)]
+    return RankBatch([{name: array[cut.start : cut.stop] for name, array in arrays.items()} for cut in cuts], samples)
 
 
 class BatchReader:

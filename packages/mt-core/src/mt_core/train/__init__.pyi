@@ -6,6 +6,7 @@ from .callbacks import Run as Run
 from .engine import Engine as Engine
 from .engine import StepRecord as StepRecord
 from .evaluation import evaluate as evaluate
+from .split_step import SplitStep as SplitStep
 from .state import TrainResult as TrainResult
 from .state import TrainState as TrainState
 from .trainer import Trainer as Trainer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,8 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
 from mt_core.train.memory import build_within_memory
 
+ModelProvider = Callable[[Any, ModelEnvironment], nn.Module]
+"""(section [model], environment) -> the model, or the stages of it that the environment names"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -108,12 +111,14 @@ def build_model(
     host: PluginHost,
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
+    provider: ModelProvider | None = None,
 ) -> nn.Module:
-    """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if already chosen."""
+    """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if already chosen.
+    provider: builds the model in place of its family."""
     require_batch_invariance(config, ctx.device)
-    spec = host.models.get(config.model.family, key="model.family")
+    provider = provider or host.models.get(config.model.family, key="model.family").build.load()
     environment = ModelEnvironment(config, ctx, host, stages, kernels)
-    model = spec.build.load()(config.model, environment)
+    model = provider(config.model, environment)
     use_kernels(model.modules(), environment.kernels)
     use_fp8(model, config, ctx)
     return model
@@ -149,9 +154,10 @@ def build_initialized_model(
     host: PluginHost,
     stages: tuple[Stage, ...] | None = None,
     kernels: Kernels | None = None,
+    provider: ModelProvider | None = None,
 ) -> nn.Module:
     """As `build_model`, with weights drawn from `train.seed`: the same canonical tensors under every layout."""
-    model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels), config, ctx, host)
+    model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels, provider), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model
 

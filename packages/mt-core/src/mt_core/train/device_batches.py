@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mt_core.data.loader import RankBatch
 from mt_core.nn.context_parallel.zigzag import shard_sequence
+from mt_core.nn.dropout import SAMPLE
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import Axis
 from mt_core.train.forward_backward import Batch
@@ -89,3 +90,8 @@ def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
         own = {name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, cp) for name, array in arrays.items()}
         batches.append({**own, FIRST_SAMPLE: torch.tensor(samples.start)})
     return batches
+
+
+def begin_micro_batch(batch: Batch) -> None:
+    """Dropout is seeded by the index of the micro-batch's first sample, so masks do not depend on the layout."""
+    SAMPLE.set(int(batch[FIRST_SAMPLE]))

@@ -14,25 +14,28 @@ for rank_batch in engine.train_batches(dataset):
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
-from mt_core.data.loader import BatchReader, RankBatch
+from mt_core.data.loader import BatchReader, RankBatch, cut_rank_batch
 from mt_core.errors import ConfigError
-from mt_core.nn.dropout import SAMPLE, DropoutStreams, use_streams
+from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss
+from mt_core.nn.model import model_options
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.functional import Optimizer
@@ -40,18 +43,22 @@ from mt_core.optim.group_schedules import GroupSchedules
 from mt_core.optim.loss_scale import LossScaler, build_loss_scaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.schedules import LRSchedule
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.collectives import all_gather
+from mt_core.parallel.context import ParallelContext, wait_for_all
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import Dataset, Tokenizer
+from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
 from mt_core.train.broadcast_batches import broadcast_batches
+from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.random_streams import dropout_stream
+from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
 from mt_core.train.checkpoint.state import Checkpointed, merged_over_stages
 from mt_core.train.cuda_graphs.rules import graph_blocks
 from mt_core.train.cuda_graphs.runs import BlockGraphs
-from mt_core.train.device_batches import FIRST_SAMPLE, DeviceBatches
+from mt_core.train.device_batches import DeviceBatches, begin_micro_batch
 from mt_core.train.evaluation import evaluate
 from mt_core.train.forward_backward import (
     Batch,
@@ -61,7 +68,7 @@ from mt_core.train.forward_backward import (
     default_forward_step,
     invariant_step,
 )
-from mt_core.train.loss_choice import require_options, with_resolved_loss
+from mt_core.train.loss_choice import require_options, with_logits_loss, with_resolved_loss
 from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.optimizer_step import (
     OptimizerStep,
@@ -71,8 +78,11 @@ from mt_core.train.optimizer_step import (
     defers_metrics,
 )
 from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
+from mt_core.train.split_step import SplitStep
 from mt_core.train.state import TrainState
 
+WrapLoss = Callable[[Loss, Config, ParallelContext], Loss]
+"""(configured loss, configuration, context) -> the loss to train with"""
 TRACED_STEP = 2
 """Counted from the first step of this process, which includes warm-up."""
 
@@ -137,8 +147,16 @@ class Engine:
         model: nn.Module | None = None,
         loss: Loss | None = None,
         forward_step: ForwardStep | None = None,
+        model_provider: build.ModelProvider | None = None,
+        wrap_loss: WrapLoss | None = None,
+        weights: CheckpointReader | None = None,
     ) -> Engine:
-        """Arguments replace the components that the configuration names (see `Trainer`). Collective."""
+        """Arguments replace the components that the configuration names (see `Trainer`). Collective.
+
+        model_provider: builds the model of this layout. wrap_loss: makes the loss to train with from the configured
+        one, which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights:
+        in place of initial ones, as checkpoint.load has them.
+        """
         host = host or load_plugins()
         if loaded.config.train.num_threads is not None:
             torch.set_num_threads(loaded.config.train.num_threads)
@@ -151,25 +169,31 @@ class Engine:
         kernels = configured_kernels(config, ctx)
         flops_per_sample = build.count_flops(config, host) if model is None else None
         if model is None:
-            model = build.build_initialized_model(config, ctx, host, own_stages, kernels)
+            model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)
         build.compile_blocks(model, config)
         layouts = parameter_layouts(model)
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
-        weights = build.build_weights(config, model, ctx, copies, host)
-        optimizer = build.build_optimizer(config, OptimizerEnvironment(model, weights, layouts, ctx, kernels), host)
+        main_weights = build.build_weights(config, model, ctx, copies, host)
+        optimizer = build.build_optimizer(
+            config, OptimizerEnvironment(model, main_weights, layouts, ctx, kernels), host
+        )
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = graph_blocks(model, config, ctx, own_stages)
-        config = with_resolved_loss(config, model, host)
+        config = with_resolved_loss(config, model, host) if wrap_loss is None else with_logits_loss(config, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
+        if wrap_loss is not None:
+            loss = wrap_loss(_require_outputs(loss, config), config, ctx)
         require_options(model, loss, config)
         recorder = _build_recorder(config, stages, device)
-        forward_backward = _build_forward_backward(config, ctx, model, weights, stages, loss, forward_step, recorder)
+        forward_backward = _build_forward_backward(
+            config, ctx, model, main_weights, stages, loss, forward_step, recorder
+        )
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
         scaler = build_loss_scaler(config.precision)
         step = OptimizerStep(
             model,
-            weights,
+            main_weights,
             optimizer,
             forward_backward,
             scaler,
@@ -179,7 +203,7 @@ class Engine:
             deferred=defers_metrics(config, ctx, optimizer),
         )
         torch.manual_seed(stream_seed(config.train.seed, dropout_stream(ctx)))
-        return cls(
+        engine = cls(
             config=config,
             host=host,
             device=device,
@@ -190,7 +214,7 @@ class Engine:
             model=model,
             layouts=layouts,
             copies=copies,
-            weights=weights,
+            weights=main_weights,
             optimizer=optimizer,
             schedule=build.build_schedule(config, host),
             group_schedules=build.build_group_schedules(config, host),
@@ -204,6 +228,9 @@ class Engine:
             flops_per_sample=flops_per_sample,
             malloc=malloc,
         )
+        if weights is not None:
+            load_weights(weights, engine.checkpointed(), layouts, config.checkpoint)
+        return engine
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -241,24 +268,38 @@ class Engine:
         else:
             yield from broadcast_batches(iter(reader) if model.rank == 0 else None, model)
 
+    def rank_batch(self, tensors: Mapping[str, Tensor]) -> RankBatch:
+        """This rank's samples of the next step, [rows, ...] by the fields of the model and the loss, for `train_step`.
+
+        Every data-parallel rank has as many rows, of samples of its own; ranks that share a model have the same ones.
+        `loss_mask` is among the fields: 1 where a position counts. Raises DataError for tensors of different lengths.
+        """
+        arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+        dp, size = self.ctx.dp, self.config.train.micro_batch_size
+        return cut_rank_batch(arrays, self.state.consumed_samples, size, dp.rank, dp.size)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[rows, ...] of each data-parallel rank -> those of all, [ranks * rows, ...], on every rank. Collective."""
+        rows = tensor.detach()
+        return all_gather(rows, 0, self.ctx.dp) if self.ctx.dp.size > 1 else rows
+
     # -- steps ------------------------------------------------------------------------------------
 
-    def train_step(self, rank_batch: RankBatch) -> StepOutcome:
-        """One optimizer step on this rank's batch; waits for its loss and gradient norm."""
-        return self.launch_step(rank_batch).pending.result()
+    def train_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepOutcome:
+        """One optimizer step on this rank's batch; waits for its loss and gradient norm. learning_rate: in place of the
+        schedule's."""
+        return self.launch_step(rank_batch, learning_rate).pending.result()
 
-    def launch_step(self, rank_batch: RankBatch) -> StepRecord:
+    def launch_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepRecord:
         """As `train_step`, without waiting for the device if `step.deferred`. Advances the counters of `state`."""
         started = time.perf_counter()
-        learning_rate = self.schedule(self.state.consumed_samples)
-        self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
+        learning_rate = self.next_learning_rate() if learning_rate is None else learning_rate
         batches = self.device_batches.take(rank_batch)
         captured = self.graphs.begin_step() if self.graphs is not None else None
         counted = counted_tokens(rank_batch.micro_batches)
         pending, traced = self._traced(batches, learning_rate, counted)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
-        self.state.iteration += 1
-        self.state.consumed_samples += num_samples
+        self.count_step(num_samples)
         return StepRecord(
             rank_batch,
             pending,
@@ -269,6 +310,21 @@ class Engine:
             started,
             tuple(note for note in (captured, traced) if note is not None),
         )
+
+    def begin_step(self, micro_batches: int = 1) -> SplitStep:
+        """A step whose forward and backward passes the caller runs. Raises ConfigError under pipeline and context
+        parallelism."""
+        return SplitStep(self, micro_batches)
+
+    def next_learning_rate(self) -> float:
+        """Of the next step, by the schedule; sets what single parameter groups have beside it."""
+        self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
+        return self.schedule(self.state.consumed_samples)
+
+    def count_step(self, num_samples: int) -> None:
+        """Advance the counters by a step on so many samples of all ranks."""
+        self.state.iteration += 1
+        self.state.consumed_samples += num_samples
 
     def _traced(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
         """The step. If it is the one to trace, its timeline is written to logging.trace_schedule."""
@@ -283,6 +339,11 @@ class Engine:
             write_trace(timeline, Path(path))
         return pending, f"schedule of step {self.state.iteration + 1} written to {path}"
 
+    def eval_step(self, rank_batch: RankBatch) -> float:
+        """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter."""
+        self.weights.finish_gather()
+        return evaluate(self.model, [self.device_batches.take(rank_batch)], self.forward_backward, self.ctx)
+
     def evaluate(self, dataset: Dataset) -> float:
         """Mean loss over the first train.eval_iters global batches: the same samples every time."""
         self.weights.finish_gather()
@@ -295,14 +356,51 @@ class Engine:
     def evaluated_samples(self, dataset: Dataset) -> int:
         return min(self.config.train.eval_iters * self.batch_size.full, len(dataset))
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
     def checkpointed(self) -> Checkpointed:
         """The checkpointed state of this run."""
         return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
+
+    def contents(self, **metadata: Any) -> Contents:
+        """What a checkpoint of this step holds. metadata: further entries."""
+        state = self.checkpointed()
+        return Contents(state.fragments(), {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files()))
+
+    def save_state(self, run_dir: str | Path) -> Path:
+        """Write a checkpoint of this step as `Trainer` does, at once: `mt train --run-dir` continues from it, and every
+        command that takes a checkpoint reads it. Returns its path. Collective."""
+        directory = RunDirectory(run_dir)
+        if self.ctx.is_writer:
+            directory.create()
+        wait_for_all()
+        keys = self.config.checkpoint.model_copy(update={"async_save": False})
+        path = directory.checkpoint(self.state.iteration)
+        writer = build_checkpoint_writer(keys, self.host, directory, self.ctx)
+        writer.write(path, self.contents())
+        wait_for_all()
+        writer.finish()
+        return path
+
+    def load_state(self, path: str | Path) -> None:
+        """Weights, optimizer, counters and random streams of a run directory's newest checkpoint, or of a checkpoint,
+        that any layout wrote. Collective. Raises CheckpointError when it is missing, damaged, or of another model."""
+        self.checkpointed().restore(open_checkpoint(find_checkpoint(path), self.host))
 
 
 def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
     loss = configured_loss(config, host).build.load()(config, ctx)
     use_kernels([loss], kernels)
+    return loss
+
+
+def _require_outputs(loss: Loss, config: Config) -> Loss:
+    """Raises ConfigError for a loss that asks the model for something else than its outputs."""
+    if options := model_options(loss):
+        raise ConfigError(
+            f"train.loss={config.train.loss} asks the model for {', '.join(options)} in place of its logits, which are "
+            "wanted here; set it to auto or cross_entropy"
+        )
     return loss
 
 
@@ -323,16 +421,11 @@ def _build_forward_backward(
     invariant = config.inference.batch_invariant
     if stages is None:
         forward_step = forward_step or default_forward_step(loss)
-        return NoPipelining(model, invariant_step(forward_step, invariant), weights, _begin_micro_batch)
+        return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch)
     require_pipelined(model, config)
     if forward_step is not None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
             "which no process has; give a loss instead"
         )
-    return Pipelining(model, stages, loss, ctx, recorder, _begin_micro_batch, is_batch_invariant=invariant)
-
-
-def _begin_micro_batch(batch: Batch) -> None:
-    """Dropout is seeded by the index of the micro-batch's first sample, so masks do not depend on the layout."""
-    SAMPLE.set(int(batch[FIRST_SAMPLE]))
+    return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)

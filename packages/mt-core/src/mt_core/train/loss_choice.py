@@ -27,6 +27,13 @@ def with_resolved_loss(config: Config, model: nn.Module, host: PluginHost) -> Co
     return with_loss(config, FUSED if fused else configured_loss(config, host).name)
 
 
+def with_logits_loss(config: Config, host: PluginHost) -> Config:
+    """`train.loss=auto` replaced by the loss of the family that is computed from its outputs."""
+    if config.train.loss != AUTO_LOSS:
+        return config
+    return with_loss(config, configured_loss(config, host).name)
+
+
 def with_loss(config: Config, name: str) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"loss": name})})
 

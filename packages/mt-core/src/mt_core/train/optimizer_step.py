@@ -106,6 +106,7 @@ class OptimizerStep:
         self.ctx = self.sums.ctx
         self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
         self.on_gradients: Callable[[], None] | None = None
+        self._passes = 0
         self.updated_after = [module for module in model.modules() if isinstance(module, PostStepHook)]
 
     def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counted: float) -> PendingOutcome:
@@ -114,16 +115,26 @@ class OptimizerStep:
         counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
         and divided by their count over all ranks.
         """
-        tokens, passes, scale = self._tokens(counted), len(micro_batches), self.scaler.scale
-        self.weights.zero_grad()
-        self.weights.expect(passes)
-        self.auxiliary.begin(passes, scale)
+        tokens, scale = self.global_tokens(counted), self.scaler.scale
+        self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
             part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
             return part * scale if scale != 1.0 else part
 
-        loss = _unscaled(self._over_ranks(self.forward_backward.forward_backward(micro_batches, share)), scale)
+        return self.finish(self.forward_backward.forward_backward(micro_batches, share), learning_rate, tokens)
+
+    def begin(self, passes: int) -> None:
+        """Clear the gradients, and expect so many backward passes."""
+        self._passes = passes
+        self.weights.zero_grad()
+        self.weights.expect(passes)
+        self.auxiliary.begin(passes, self.scaler.scale)
+
+    def finish(self, contribution: Tensor, learning_rate: float, tokens: float | Tensor) -> PendingOutcome:
+        """Reduce the gradients of the passes, and update the weights. contribution: this rank's to the scaled loss."""
+        passes, scale = self._passes, self.scaler.scale
+        loss = _unscaled(self._over_ranks(contribution), scale)
         self.weights.reduce()
         self.sums.finalize_model_grads(self.weights.named_parameters())
         if self.on_gradients is not None:
@@ -141,7 +152,7 @@ class OptimizerStep:
             self._update(learning_rate)
         return pending
 
-    def _tokens(self, counted: float) -> float | Tensor:
+    def global_tokens(self, counted: float) -> float | Tensor:
         """Token count over all data-parallel ranks; on the host if the axis has one rank."""
         return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)
 

@@ -35,7 +35,7 @@ from mt_core.train.checkpoint.loss_check import RecentLosses, expected_loss, is_
 from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.resume import change_table, find_resume, require_same_data, require_same_run
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.checkpoint.saving import Committed, Contents, build_checkpoint_writer
+from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import Checkpointed
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.forward_backward import ForwardStep
@@ -269,10 +269,7 @@ class Trainer:
             return None
         self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
-        state = self.checkpointed()
-        metadata = {**state.metadata(self.config), "recent_losses": self.recent_losses.to_list()}
-        metadata["data"] = self._data_identity
-        contents = Contents(state.fragments(), metadata, dict(self.engine.tokenizer.files()))
+        contents = self.engine.contents(recent_losses=self.recent_losses.to_list(), data=self._data_identity)
         self.checkpoint_writer.write(path, contents)
         wait_for_all()
         self._last_saved = self.state.iteration

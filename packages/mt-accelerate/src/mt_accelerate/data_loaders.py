@@ -1,0 +1,133 @@
+"""Batches of a data-parallel rank from a program's torch DataLoader, and Megatron's data sets by their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from mt_core.data.loader import micro_batch_samples
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
+
+
+class MegatronLMDummyDataLoader:
+    """Data sets that mt builds. dataset_kwargs: data_path (or a list), split or splits_string, seq_length,
+    micro_batch_size, and any other key of [data]. Given to `prepare` three times it becomes the iterators of training,
+    validation and test."""
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = dataset_kwargs
+
+
+class _RankOrder:
+    """The indices of each batch of a rank: a batch sampler. Every rank follows the order that the first rank draws."""
+
+    def __init__(
+        self, sampler: Any, ctx: ParallelContext, micro_size: int, micro_batches: int, drop_last: bool
+    ) -> None:
+        self.sampler, self.ctx, self.micro_size, self.drop_last = sampler, ctx, micro_size, drop_last
+        self.global_size = micro_size * micro_batches * ctx.dp.size
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.sampler), self.global_size)
+        return full + bool(rest and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = _from_first_rank(list(self.sampler) if not dist.is_initialized() or dist.get_rank() == 0 else None)
+        for start in range(0, len(self) * self.global_size, self.global_size):
+            groups = micro_batch_samples(start, self.global_size, self.micro_size, self.ctx.dp.rank, self.ctx.dp.size)
+            # The last batch is filled up from the beginning, as Accelerate does.
+            yield [order[index % len(order)] for group in groups for index in group]
+
+
+class DataParallelLoader:
+    """This rank's batches of a DataLoader, on its device: num_micro_batches micro-batches each.
+
+    remainder: samples of the last global batch that are no repetitions, 0 if it is full.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ctx: ParallelContext, micro_size: int, micro_batches: int) -> None:
+        self.ctx, self.dataset = ctx, loader.dataset
+        self._order = _RankOrder(loader.sampler, ctx, micro_size, micro_batches, loader.drop_last)
+        self._loader = DataLoader(
+            loader.dataset,
+            batch_sampler=self._order,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+        )
+        self.remainder = 0 if loader.drop_last else len(loader.sampler) % self.total_batch_size  # type: ignore[arg-type]
+        self.at_end = False
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a batch over all ranks."""
+        return self._order.global_size
+
+    def kept_rows(self) -> list[int]:
+        """Of the last batch, gathered over ranks: the rows that are no repetitions."""
+        order, dp = self._order, self.ctx.dp.size
+        groups = [micro_batch_samples(0, order.global_size, order.micro_size, rank, dp) for rank in range(dp)]
+        samples = [sample for of_rank in groups for group in of_rank for sample in group]
+        return [row for row, sample in enumerate(samples) if sample < self.remainder]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at_end = False
+        for number, batch in enumerate(self._loader, 1):
+            self.at_end = number == len(self)
+            yield to_device(batch, self.ctx.device)
+
+
+class SkippedLoader:
+    """A loader without its first batches, once."""
+
+    def __init__(self, loader: DataParallelLoader, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __len__(self) -> int:
+        return max(len(self.loader) - self.count, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            if number >= self.count:
+                yield batch
+
+
+def require_splittable(loader: DataLoader[Any]) -> None:
+    """Raises ConfigError for a loader whose samples cannot be given to ranks by their index."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"the data set {type(loader.dataset).__name__} is an IterableDataset, whose samples have no index to split "
+            "them over ranks by; give one with __len__ and __getitem__"
+        )
+    if loader.batch_size is None:
+        raise ConfigError("a DataLoader without batch_size cannot be cut into micro-batches; give it a batch_size")
+
+
+def micro_batch_size(loaders: Sequence[DataLoader[Any]], smallest: bool) -> int:
+    sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+    return (min if smallest else max)(sizes)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    return batch
+
+
+def _from_first_rank(value: Any) -> Any:
+    if not dist.is_initialized():
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]

@@ -1,0 +1,89 @@
+"""A torch optimizer as keys of [optimizer], and what stands for it after `prepare`.
+
+The optimizer of the program is a description: mt's own has its hyperparameters and updates the sharded weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mt_core.errors import ConfigError
+from mt_core.train import Engine
+
+FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")
+"""Options of torch's optimizers that change the update and that mt's do not have."""
+
+
+class OptimizerLike(Protocol):
+    """A `torch.optim.Optimizer`."""
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+def optimizer_keys(optimizer: OptimizerLike) -> dict[str, Any]:
+    """Keys of [optimizer]. Raises ConfigError for an optimizer, an option or parameter groups that mt cannot follow."""
+    kind, groups = type(optimizer).__name__, list(optimizer.param_groups)
+    set_flags = [flag for flag in FLAGS if any(group.get(flag) for group in groups)]
+    if set_flags:
+        raise ConfigError(f"{kind}({set_flags[0]}=True) cannot be followed; leave {set_flags[0]} out")
+    decay = _weight_decay(kind, groups)
+    keys = {"lr": float(_common(kind, groups, "lr")), "weight_decay": decay}
+    if "adam" in kind.lower():
+        if decay and not groups[0].get("decoupled_weight_decay", "adamw" in kind.lower()):
+            raise ConfigError(
+                f"{kind}(weight_decay={decay:g}) adds the decay to the gradient; mt's Adam is AdamW: use "
+                "torch.optim.AdamW, or weight_decay=0"
+            )
+        beta1, beta2 = _common(kind, groups, "betas")
+        eps = _common(kind, groups, "eps")
+        return {**keys, "optimizer": "adam", "adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": eps}
+    if "sgd" in kind.lower():
+        if decay or _common(kind, groups, "dampening"):
+            raise ConfigError(f"{kind} with weight_decay or dampening cannot be followed; set both to 0")
+        return {**keys, "optimizer": "sgd", "sgd_momentum": float(_common(kind, groups, "momentum"))}
+    raise ConfigError(f"{kind} cannot be followed; the optimizer can be torch's Adam, AdamW or SGD")
+
+
+def _common(kind: str, groups: Sequence[Mapping[str, Any]], name: str) -> Any:
+    values = {group[name] for group in groups}
+    if len(values) > 1:
+        raise ConfigError(f"{kind} has parameter groups with {name} of {sorted(values)}; they can have one {name}")
+    return values.pop()
+
+
+def _weight_decay(kind: str, groups: Sequence[Mapping[str, Any]]) -> float:
+    """The decay of the matrices. Groups without one may only hold biases and norms, which mt never decays."""
+    values = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
+    positive = [value for value in values if value]
+    if len(positive) > 1:
+        raise ConfigError(f"{kind} has parameter groups with weight_decay of {values}; it can be one value, and 0")
+    if not positive:
+        return 0.0
+    for group in groups:
+        if not group.get("weight_decay") and any(weight.ndim > 1 for weight in group["params"]):
+            raise ConfigError(
+                f"{kind} has a matrix in a parameter group without weight_decay beside groups with "
+                f"{positive[0]:g}; mt leaves only biases and norms without"
+            )
+    return positive[0]
+
+
+class MegatronLMOptimizerWrapper:
+    """Stands for the optimizer in the program's loop: the model's call has taken the step already."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.step_was_skipped = False
+        """Whether the last step had a gradient that was not finite, and changed nothing."""
+
+    @property
+    def param_groups(self) -> Any:
+        return self._engine.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing."""

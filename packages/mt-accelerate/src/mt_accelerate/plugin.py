@@ -1,0 +1,17 @@
+"""What mt-accelerate registers."""
+
+from __future__ import annotations
+
+from mt_core.hookspecs import hookimpl
+from mt_core.specs import CommandSpec, Lazy
+
+
+@hookimpl
+def mt_register_commands() -> list[CommandSpec]:
+    return [
+        CommandSpec(
+            name="launch",
+            doc="Run a script for Accelerate's Megatron-LM plugin on several processes",
+            app=Lazy("mt_accelerate.commands.launch:launch"),
+        )
+    ]

@@ -1,0 +1,111 @@
+"""The loss with which the engine trains under a program's own train step, and the outputs of the model that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_accelerate.train_steps import ForwardStep
+from mt_core.config.schema import Config
+from mt_core.data.loader import RankBatch
+from mt_core.errors import ConfigError
+from mt_core.nn.embedding import gather_logits
+from mt_core.nn.loss import Loss, build_cross_entropy
+from mt_core.parallel.context import ParallelContext
+
+RAW = "raw."
+"""Prefix of a program's own names among the fields of a micro-batch."""
+
+
+class KeptOutputs:
+    """A loss that keeps the logits of the micro-batches that it is given, until they are taken."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self._logits: list[Tensor] = []
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        self._logits.append(logits_of(output).detach())
+        return self.loss(output, batch)
+
+    def take(self) -> Tensor | None:
+        """[rows, S, ids of this rank]; None on ranks without the last pipeline stage."""
+        kept, self._logits = self._logits, []
+        return torch.cat(kept) if kept else None
+
+
+class StepLoss:
+    """The scalar that a train step computes of each micro-batch, as a loss of one position."""
+
+    def __init__(self, forward_step: ForwardStep, config: Config, ctx: ParallelContext) -> None:
+        self.forward_step, self.config, self.ctx = forward_step, config, ctx
+        self.token_loss = build_cross_entropy(config, ctx)
+        self.reports: list[Mapping[str, Any]] = []
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        raw = {name.removeprefix(RAW): value for name, value in batch.items() if name.startswith(RAW)}
+        tensor, loss_func = self.forward_step(iter([raw]), ComputedOutput(self, output, batch))
+        loss, *_, report = loss_func(tensor)
+        self.reports.append(report)
+        return loss.reshape(1)
+
+    def take_reports(self) -> dict[str, Tensor]:
+        """The mean over micro-batches of what the loss function reported."""
+        reports, self.reports = self.reports, []
+        names = reports[0] if reports else ()
+        return {name: torch.stack([torch.as_tensor(one[name]).float() for one in reports]).mean() for name in names}
+
+
+class ComputedOutput:
+    """What a forward step is given as the model: the engine has run it, through all pipeline stages."""
+
+    def __init__(self, step: StepLoss, output: Any, batch: Mapping[str, Tensor]) -> None:
+        self.step, self.output, self.batch = step, output, batch
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Losses [rows, S] if `labels` (or `lm_labels`) are given, else logits [rows, S, vocabulary]. For BERT a pair
+        with the logits of the sentence order."""
+        self._require_same(inputs)
+        logits = logits_of(self.output)
+        labels = options.get("labels", options.get("lm_labels"))
+        if labels is None:
+            result = whole_vocabulary(logits, self.step.config, self.step.ctx)
+        else:
+            result = self.step.token_loss(logits, {"labels": labels})
+        return (result, self.output.binary_logits) if hasattr(self.output, "binary_logits") else result
+
+    def _require_same(self, inputs: tuple[Any, ...]) -> None:
+        given = self.batch.get("tokens", self.batch.get("encoder_tokens"))
+        if inputs and given is not None and not torch.equal(inputs[0], given):
+            raise ConfigError(
+                "a custom forward step calls the model with other tokens than its get_batch returns; the model has run "
+                "on those of get_batch when the step is called"
+            )
+
+
+def step_batch(batch: RankBatch, raw: Callable[[int, int], Mapping[str, np.ndarray]]) -> RankBatch:
+    """The micro-batches with the program's own rows beside them, each counted once in the loss."""
+    made, start = [], 0
+    for arrays, samples in zip(batch.micro_batches, batch.samples, strict=True):
+        rows = raw(start, start + len(samples))
+        once = {"loss_mask": np.ones(1, dtype=np.float32)}
+        made.append({**arrays, **{RAW + name: value for name, value in rows.items()}, **once})
+        start += len(samples)
+    return RankBatch(made, batch.samples)
+
+
+def logits_of(output: Any) -> Tensor:
+    logits = output.logits if hasattr(output, "logits") else output
+    if not isinstance(logits, Tensor):
+        raise ConfigError(f"{type(output).__name__} has no logits")
+    return logits
+
+
+def whole_vocabulary(logits: Tensor, config: Config, ctx: ParallelContext) -> Tensor:
+    """[..., ids of this rank] -> [..., vocab_size]"""
+    assert config.model.vocab_size is not None
+    return gather_logits(logits, config.model.vocab_size, config.model.make_vocab_size_divisible_by, ctx)

@@ -1,0 +1,141 @@
+"""Train steps as Accelerate's Megatron-LM plugin has them: how a batch is read, the model called, the loss computed.
+
+Without one of a program's own the engine reads batches by `batches` and takes the model's loss, which is normalized by
+the tokens of the global batch. A custom step replaces any of the three functions, and its loss of each micro-batch is
+averaged over micro-batches and data-parallel ranks, as in Megatron.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_accelerate.batches import causal_fields, masked_fields, translation_fields
+from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
+from mt_core.train.forward_backward import masked_sum
+
+GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
+LossFunc = Callable[..., Any]
+ForwardStep = Callable[[Iterator[Mapping[str, Tensor]], Callable[..., Any]], tuple[Any, Callable[[Any], Any]]]
+
+
+class AbstractTrainStep(ABC):
+    """A step of training. args: the configuration's keys as attributes, in Megatron's names.
+
+    name: of the step. fields: what the tuple of `get_batch` holds, by the names of mt; None for what mt does not take.
+    """
+
+    fields: tuple[str | None, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        """(iterator over a program's batches) -> a tuple."""
+
+    @abstractmethod
+    def get_forward_step_func(self) -> ForwardStep:
+        """(iterator over batches, model) -> (its output, the loss as a function of it)."""
+
+    @abstractmethod
+    def get_loss_func(self, accelerator: Any) -> LossFunc:
+        """(what the forward step binds, output) -> (loss, {name: value})."""
+
+
+class _LanguageModelStep(AbstractTrainStep):
+    """The parts that the steps below share. get_batch, loss_func: the functions in use, set by the engine."""
+
+    get_batch: GetBatch
+    loss_func: LossFunc
+
+    def get_loss_func(self, accelerator: Any) -> LossFunc:
+        return masked_mean
+
+
+class GPTTrainStep(_LanguageModelStep):
+    """Causal language models. A batch is tokens, labels, loss_mask, attention_mask (None), position_ids."""
+
+    fields = ("tokens", "labels", "loss_mask", None, "position_ids")
+
+    def __init__(self, args: Any) -> None:
+        super().__init__("GPTTrainStep")
+        self.args = args
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
+            found = causal_fields(next(data_iterator))
+            tokens = found["tokens"]
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            return tokens, found["labels"], found["loss_mask"], None, found.get("position_ids", positions)
+
+        return get_batch
+
+    def get_forward_step_func(self) -> ForwardStep:
+        def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            output = model(tokens, position_ids, attention_mask, labels=labels)
+            return output, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+
+class BertTrainStep(_LanguageModelStep):
+    """Masked language models. A batch is tokens, types, sentence_order, loss_mask, lm_labels, padding_mask."""
+
+    fields = ("tokens", "tokentype_ids", "is_random", "loss_mask", "labels", "padding_mask")
+
+    def __init__(self, args: Any) -> None:
+        super().__init__("BertTrainStep")
+        self.args = args
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
+            found = masked_fields(next(data_iterator))
+            return tuple(found.get(str(name)) for name in self.fields)
+
+        return get_batch
+
+    def get_forward_step_func(self) -> ForwardStep:
+        def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
+            tokens, types, _, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            losses, _ = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
+            return losses, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+
+class T5TrainStep(_LanguageModelStep):
+    """Encoder-decoder models. A batch is encoder tokens, decoder tokens, loss_mask, labels, encoder mask."""
+
+    fields = ("encoder_tokens", "decoder_tokens", "loss_mask", "labels", "encoder_mask")
+
+    def __init__(self, args: Any) -> None:
+        super().__init__("T5TrainStep")
+        self.args = args
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
+            found = translation_fields(next(data_iterator), vars(self.args))
+            return tuple(found.get(str(name)) for name in self.fields)
+
+        return get_batch
+
+    def get_forward_step_func(self) -> ForwardStep:
+        def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
+            encoder, decoder, loss_mask, labels, mask = self.get_batch(data_iterator)
+            losses = model(encoder, decoder, mask, None, mask, tokentype_ids=None, lm_labels=labels)
+            return losses, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+
+def masked_mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """losses [rows, S] -> their mean over counted positions, and its average over data-parallel ranks."""
+    loss = masked_sum(output_tensor.float(), loss_mask) / loss_mask.sum().clamp(min=1.0)
+    return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}

@@ -1,0 +1,1 @@
+from .module import read_module as read_module

@@ -1,0 +1,197 @@
+"""Programs as users of Accelerate's Megatron-LM plugin write them. They run on ranks: nothing slow is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+STEPS, TOTAL, LR, DECAY = 3, 40, 1e-2, 0.1
+GLOBAL_BATCH = 8
+FAMILIES = ("gpt2", "llama", "bert", "t5")
+KEY_TOKENS = (3, 5, 7)
+
+
+def build(family: str) -> Any:
+    """A small model of transformers with random weights, the same each time."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 96}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=95))
+    if family == "llama":
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=96, max_position_embeddings=16)
+        return transformers.LlamaForCausalLM(config)
+    if family == "bert":
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+        config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
+        return transformers.BertForMaskedLM(config)
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 96}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def samples(family: str, count: int = 24) -> list[dict[str, Any]]:
+    """Texts of ids with padding behind them; BERT's have masked positions, T5's a target of another length."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 90, (count, 16), generator=generator)
+    seen = (torch.arange(16) < torch.randint(8, 17, (count, 1), generator=generator)).long()
+    labels = ids.masked_fill(seen == 0, -100)
+    if family == "bert":
+        labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) > 0.3, -100)
+    elif family == "t5":
+        labels = labels[:, :12]
+    return [{"input_ids": i, "attention_mask": s, "labels": x} for i, s, x in zip(ids, seen, labels, strict=True)]
+
+
+def plugin_of(fields: Mapping[str, Any], world: int) -> tuple[Any, int, int]:
+    """The plugin, its batch size and the data-parallel size: every layout has the same global batch."""
+    from mt_accelerate.utils import MegatronLMPlugin
+
+    dp = world // (fields.get("tp_degree", 1) * fields.get("pp_degree", 1))
+    return MegatronLMPlugin(num_micro_batches=2, **fields), GLOBAL_BATCH // (2 * dp), dp
+
+
+def start(family: str, fields: Mapping[str, Any], world: int, **options: Any) -> tuple[Any, ...]:
+    """accelerator, model, optimizer, loader, scheduler"""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from mt_accelerate import Accelerator
+    from mt_accelerate.utils import MegatronLMDummyScheduler
+
+    plugin, size, dp = plugin_of({**fields, **options}, world)
+    accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
+    model = build(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=TOTAL * dp, warmup_num_steps=0)
+    loader = DataLoader(samples(family), batch_size=size)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def train(family: str, fields: Mapping[str, Any], world: int, folder: str) -> dict[str, Any]:
+    """Losses of the steps, of an evaluation, and of the same after more steps and a restored state."""
+    accelerator, model, optimizer, loader, scheduler = start(family, fields, world, return_logits=True)
+    model.train()
+    losses, norms = [], []
+    for batch, _ in zip(loader, range(STEPS), strict=False):
+        with accelerator.accumulate(model):
+            outputs = model(**batch)
+            accelerator.backward(outputs.loss)
+            norms.append(accelerator.clip_grad_norm_(None, 1.0).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(outputs.loss.item())
+    model.eval()
+    batch = next(iter(loader))
+    evaluated = model(**batch)
+    accelerator.save_state(folder)
+    model.train()
+    model(**batch)
+    accelerator.load_state(folder)
+    model.eval()
+    logits = None if evaluated.logits is None else accelerator_rows(accelerator, evaluated.logits, batch["input_ids"])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated.loss.item(),
+        "restored": model(**batch).loss.item(),
+        "logits": logits,
+        "size": accelerator.state.megatron_lm_plugin.global_batch_size,
+        "main": accelerator.is_main_process,
+    }
+
+
+def accelerator_rows(accelerator: Any, logits: Any, ids: Any) -> list[list[float]]:
+    """The first logits of each sample, ordered by the sample's ids: as one process has them."""
+    found = zip(accelerator.gather(ids).tolist(), accelerator.gather(logits[:, 0, :5]).tolist(), strict=True)
+    return [row for _, row in sorted(found)]
+
+
+def weighted_step() -> type:
+    """The step with a loss of its own of Accelerate's guide: samples with key tokens weigh more."""
+    import torch
+
+    from mt_accelerate.utils import GPTTrainStep, avg_losses_across_data_parallel_group
+
+    class WeightedStep(GPTTrainStep):
+        def __init__(self, megatron_args: Any, **kwargs: Any) -> None:
+            super().__init__(megatron_args)
+            self.kwargs = kwargs
+
+        def get_loss_func(self) -> Any:
+            def loss_func(inputs: Any, loss_mask: Any, output_tensor: Any) -> Any:
+                each = (output_tensor.float() * loss_mask).sum(1) / loss_mask.sum(1)
+                keys = torch.stack([(inputs == key).float() for key in self.kwargs["keys"]]).sum(dim=[0, 2])
+                loss = (each * (1.0 + self.kwargs["alpha"] * keys)).mean()
+                return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
+
+            return loss_func
+
+        def get_forward_step_func(self) -> Any:
+            def forward_step(data_iterator: Any, model: Any) -> Any:
+                tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+                output = model(tokens, position_ids, attention_mask, labels=labels)
+                return output, partial(self.loss_func, tokens, loss_mask)
+
+            return forward_step
+
+    return WeightedStep
+
+
+def custom_loss(fields: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """Losses of steps with a loss of the program's own; what its loss function reported."""
+    options = {
+        "custom_train_step_class": weighted_step(),
+        "custom_train_step_kwargs": {"keys": KEY_TOKENS, "alpha": 0.5},
+    }
+    _, model, _, loader, _ = start("gpt2", fields, world, **options)
+    found = [model.train_step(**batch)[0] for batch, _ in zip(loader, range(STEPS), strict=False)]
+    return {
+        "losses": [one["loss"].item() for one in found],
+        "reported": [one["lm loss"].item() for one in found if "lm loss" in one],
+    }
+
+
+def all_samples(fields: Mapping[str, Any], world: int) -> list[int]:
+    """The first ids of what `gather_for_metrics` gives of an epoch whose last batch is not full."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from mt_accelerate import Accelerator
+
+    plugin, size, _ = plugin_of(fields, world)
+    accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
+    model = build("gpt2")
+    rows = [{"input_ids": torch.full((16,), number)} for number in range(21)]
+    # Shuffled by the first rank's random numbers, so that the ranks' own seeds do not matter.
+    loader = DataLoader(rows, batch_size=size, shuffle=True)
+    model, _, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    return [int(row) for batch in loader for row in accelerator.gather_for_metrics(batch["input_ids"])[:, 0]]
+
+
+def generate(fields: Mapping[str, Any], world: int) -> list[list[int]]:
+    """Greedy continuations of two prompts after training."""
+    import torch
+
+    _, model, _, loader, _ = start("llama", fields, world)
+    for batch, _ in zip(loader, range(STEPS), strict=False):
+        model(**batch)
+    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    return model.megatron_generate(prompts, mask, max_new_tokens=4).tolist()
+
+
+def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in FAMILIES}
+    found["custom"] = custom_loss(fields, world)
+    found["samples"] = all_samples(fields, world)
+    whole = not fields.get("use_distributed_optimizer") and not fields.get("use_custom_fsdp")
+    found["generated"] = generate(fields, world) if whole else None
+    return found

@@ -1,0 +1,147 @@
+"""What a script does wrong is an error that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.accelerate.programs import build, samples
+from torch.utils.data import DataLoader
+
+from mt_accelerate import Accelerator, MegatronLMPlugin
+from mt_accelerate.commands.launch import launch_command, launch_variables
+from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from mt_core.errors import ConfigError, DataError, MtError
+
+
+def prepare(model: Any = None, optimizer: Any = None, *others: Any, fields: Any = None) -> Any:
+    model = build("gpt2") if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer(model.parameters())
+    loader = () if any(isinstance(one, MegatronLMDummyDataLoader) for one in others) else (rows(),)
+    return Accelerator(megatron_lm_plugin=MegatronLMPlugin(**(fields or {})), cpu=True).prepare(
+        model, optimizer, *others, *loader
+    )
+
+
+def rows(**options: Any) -> DataLoader[Any]:
+    return DataLoader(samples("gpt2", 4), **{"batch_size": 2, **options})
+
+
+def unknown_model() -> Any:
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    return DistilBertForMaskedLM(DistilBertConfig(n_layers=1, dim=32, n_heads=2, hidden_dim=32, vocab_size=96))
+
+
+def torch_schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def two_rates(parameters: Any) -> Any:
+    first, *rest = parameters
+    return torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": rest, "lr": 1e-4}])
+
+
+def left_padded() -> Any:
+    model = prepare()[0]
+    ids = torch.ones(2, 16, dtype=torch.long)
+    return model(input_ids=ids, attention_mask=torch.arange(16).expand(2, 16) > 3)
+
+
+def unread_batch() -> Any:
+    ids = torch.ones(2, 16, dtype=torch.long)
+    return prepare()[0](input_ids=ids, token_type_ids=ids)
+
+
+def clip_otherwise() -> Any:
+    accelerator = Accelerator(cpu=True)
+    return accelerator.clip_grad_norm_(None, 2.0)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
+    "type of a field": (lambda: MegatronLMPlugin(tp_degree="2"), ConfigError, "tp_degree='2'"),
+    "bool for a number": (lambda: MegatronLMPlugin(gradient_clipping="no"), ConfigError, "gradient_clipping='no'"),
+    "unknown field": (lambda: MegatronLMPlugin(tp_degre=2), ConfigError, 'did you mean "tp_degree"'),
+    "refused field": (lambda: MegatronLMPlugin(lr_mult=2.0), ConfigError, "scale_lr_cond"),
+    "field of Megatron alone": (
+        lambda: prepare(fields={"other_megatron_args": {"vocab_file": "x"}}),
+        ConfigError,
+        "other_megatron_args",
+    ),
+    "processes": (lambda: prepare(fields={"tp_degree": 3}), ConfigError, "1 processes are no multiple of tp_degree=3"),
+    "positions": (lambda: prepare(fields={"use_rotary_position_embeddings": True}), ConfigError, "contradicts"),
+    "accumulation": (lambda: Accelerator(gradient_accumulation_steps=2), ConfigError, "num_micro_batches"),
+    "precision": (lambda: Accelerator(mixed_precision="fp12"), ConfigError, "no, fp16, bf16, fp8"),
+    "plugin": (lambda: Accelerator(megatron_lm_plugin={"tp_degree": 2}), ConfigError, "must be a MegatronLMPlugin"),
+    "no name map": (lambda: prepare(unknown_model()), ConfigError, "distilbert"),
+    "no transformers model": (lambda: prepare(torch.nn.Linear(2, 2)), ConfigError, "a Linear, which has no config"),
+    "optimizer": (lambda: prepare(None, torch.optim.Adagrad), ConfigError, "Adam, AdamW or SGD"),
+    "coupled decay": (
+        lambda: prepare(None, lambda p: torch.optim.Adam(p, weight_decay=0.1)),
+        ConfigError,
+        "torch.optim.AdamW",
+    ),
+    "two rates": (lambda: prepare(None, two_rates), ConfigError, "lr of [0.0001, 0.001]"),
+    "scheduler": (
+        lambda: prepare(None, None, torch_schedule(torch.optim.SGD([torch.zeros(1)]))),
+        ConfigError,
+        "MegatronLMDummyScheduler",
+    ),
+    "schedule": (
+        lambda: prepare(None, None, MegatronLMDummyScheduler(None)),
+        ConfigError,
+        "total_num_steps",
+    ),
+    "one data set": (lambda: prepare(None, None, MegatronLMDummyDataLoader()), ConfigError, "three times"),
+    "nothing prepared": (clip_otherwise, ConfigError, "gradient_clipping"),
+    "padding before text": (left_padded, DataError, "on the right"),
+    "field of a batch": (unread_batch, DataError, "does not take token_type_ids"),
+    "machines": (
+        lambda: launch_command({"num_processes": 3, "num_machines": 2}, None, []),
+        ConfigError,
+        "num_machines=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_says_what_to_change(case: str) -> None:
+    call, kind, words = CASES[case]
+    with pytest.raises(kind) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_fields_come_from_the_launchers_variables_unless_the_program_gives_them(monkeypatch) -> None:
+    values = {
+        "megatron_lm_config": {
+            "megatron_lm_tp_degree": 4,
+            "megatron_lm_no_load_optim": False,
+            "megatron_lm_pp_degree": 2,
+        }
+    }
+    for name, text in launch_variables(values).items():
+        monkeypatch.setenv(name, text)
+    plugin = MegatronLMPlugin(pp_degree=1)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.no_load_optim) == (4, 1, False)
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "many")
+    with pytest.raises(ConfigError, match="MEGATRON_LM_TP_DEGREE='many'"):
+        MegatronLMPlugin()
+
+
+def test_what_the_fields_are_in_a_configuration() -> None:
+    plugin = MegatronLMPlugin(
+        tp_degree=2,
+        sequence_parallelism=True,
+        use_distributed_optimizer=True,
+        gradient_clipping=0.5,
+        recompute_activations=True,
+    )
+    assert plugin.sections("bf16") == {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+        "optimizer": {"clip_grad": 0.5},
+        "recompute": {"recompute_granularity": "selective"},
+        "precision": {"dtype": "bf16"},
+    }

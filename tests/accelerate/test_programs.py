@@ -1,0 +1,131 @@
+"""Scripts for Accelerate's Megatron-LM plugin compute what transformers and plain torch do, under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.accelerate import programs
+from tests.accelerate.programs import DECAY, FAMILIES, GLOBAL_BATCH, KEY_TOKENS, LR, STEPS, TOTAL
+from torch import Tensor
+
+from mt_accelerate.utils import BertTrainStep, T5TrainStep
+from mt_core.testing import run_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP 2": {"tp_degree": 2, "sequence_parallelism": True},
+    "PP 2": {"pp_degree": 2},
+    "ZeRO-1 over 2": {"use_distributed_optimizer": True},
+    "FSDP2 over 2": {"use_custom_fsdp": True},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return programs.everything(0, 1, {}, str(tmp_path_factory.mktemp("alone")))
+
+
+def plain_training(model: Any, batches: list[dict[str, Tensor]], loss_of: Any) -> list[float]:
+    """AdamW on matrices with decay, a rate that falls to 0 along a line, gradients clipped to 1."""
+    model.eval()  # no dropout, as the plugin's default
+    groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": DECAY}, {"params": groups[1], "weight_decay": 0.0}], lr=LR
+    )
+    losses = []
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (1 - step / TOTAL)
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def batches_of(family: str) -> list[dict[str, Tensor]]:
+    rows = programs.samples(family)
+    cuts = [rows[first : first + GLOBAL_BATCH] for first in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH)]
+    return [{name: torch.stack([row[name] for row in cut]) for name in cut[0]} for cut in cuts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_script_has_the_losses_of_transformers_and_torch(alone, family: str) -> None:
+    model, batches = programs.build(family), batches_of(family)
+    reference = plain_training(model, batches, lambda model, batch: model(**batch).loss)
+    assert alone[family]["losses"] == pytest.approx(reference, rel=2e-5)
+    with torch.no_grad():
+        output = model(**batches[0])
+    assert alone[family]["evaluated"] == pytest.approx(output.loss.item(), rel=2e-5)
+    rows = sorted(zip(batches[0]["input_ids"].tolist(), output.logits[:, 0, :5].tolist(), strict=True))
+    torch.testing.assert_close(
+        torch.tensor(alone[family]["logits"]), torch.tensor([row for _, row in rows]), rtol=1e-3, atol=1e-4
+    )
+    assert alone[family]["restored"] == alone[family]["evaluated"]
+    assert alone[family]["size"] == GLOBAL_BATCH
+
+
+def weighted_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over micro-batches of the guide's loss, each over its samples."""
+    logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    each = losses.sum(1) / (labels != -100).sum(1)
+    weights = 1 + 0.5 * torch.isin(batch["input_ids"], torch.tensor(KEY_TOKENS)).sum(1)
+    return (each * weights).mean()
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_program_is_what_is_trained_on(alone) -> None:
+    reference = plain_training(programs.build("gpt2"), batches_of("gpt2"), weighted_loss)
+    assert alone["custom"]["losses"] == pytest.approx(reference, rel=2e-5)
+    assert alone["custom"]["reported"] == pytest.approx(reference, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_the_steps_of_encoders_take_the_mean_of_micro_batches(family: str) -> None:
+    step = BertTrainStep if family == "bert" else T5TrainStep
+    _, model, _, loader, _ = programs.start(family, {}, 1, custom_train_step_class=step)
+    batch, reference = batches_of(family)[0], programs.build(family).eval()
+    halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
+    with torch.no_grad():
+        expected = sum(reference(**half).loss.item() for half in halves) / 2
+    assert model(**next(iter(loader))).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_generation_continues_with_the_trained_weights(alone) -> None:
+    model = programs.build("llama")
+    plain_training(model, batches_of("llama"), lambda model, batch: model(**batch).loss)
+    for row, prompt in zip(alone["generated"], ([5, 6, 7, 8], [9, 10, 11]), strict=True):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 4:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert row[: len(tokens)] == tokens
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_losses_of_one_process(alone, layout: str, tmp_path) -> None:
+    ranks = run_ranks(2, programs.everything, LAYOUTS[layout], str(tmp_path), timeout=240)
+    for number, found in enumerate(ranks):
+        for family in FAMILIES:
+            for key in ("losses", "norms", "evaluated"):
+                assert found[family][key] == pytest.approx(alone[family][key], rel=1e-4), (layout, family, key)
+            assert found[family]["restored"] == pytest.approx(found[family]["evaluated"], rel=1e-6)
+            assert found[family]["main"] == (number == 1)
+        assert found["custom"]["losses"] == pytest.approx(alone["custom"]["losses"], rel=1e-4)
+        assert sorted(found["samples"]) == list(range(21))
+        assert found["generated"] in (None, alone["generated"])
+    last = ranks[1]
+    for family in FAMILIES:
+        shown = torch.tensor(last[family]["logits"])
+        torch.testing.assert_close(shown, torch.tensor(alone[family]["logits"]), rtol=1e-2, atol=1e-3)
+    assert last["custom"]["reported"] == pytest.approx(alone["custom"]["reported"], rel=1e-4)
+    assert (ranks[0]["gpt2"]["logits"] is None) == (layout == "PP 2")
