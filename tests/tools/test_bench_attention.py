@@ -32,5 +32,5 @@ def test_a_rehearsal(mt, tmp_path) -> None:
         "attention 1 x 64, 4/2 heads of 16, window 16",
     ]
     for case in cases:
-        assert set(case["step"]) == set(case["forward"]) == {"sdpa", "eager"}
+        assert set(case["step"]) == set(case["forward"]) == {"sdpa", "eager", "batch_invariant"}
         assert {"cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex"} <= set(case["cannot"])

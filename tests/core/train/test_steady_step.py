@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.optim.optimizers import AdamW
 from mt_core.train import Callback, Trainer
-from mt_core.train.engine import _begin_micro_batch
+from mt_core.train.device_batches import begin_micro_batch
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 
 DEFERRED = ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"]
@@ -38,7 +38,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
 COPIES_TO_HOST = ("tolist", "numpy", "cpu")
 """Methods that wait too, but for tensors on a CPU are no operators."""
 READS_OF_THE_HOST = {
-    _begin_micro_batch.__code__: "the number of a micro-batch's first sample, which is never on the device",
+    begin_micro_batch.__code__: "the number of a micro-batch's first sample, which is never on the device",
     DelayedAllReduceFlag.__call__.__code__: "a flag whose copy to the host was started by the step before",
     Trainer._report_pending.__code__: "numbers whose copy to the host was started by the step before",
 }

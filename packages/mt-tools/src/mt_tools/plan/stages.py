@@ -16,6 +16,8 @@ from mt_core.errors import ConfigError
 from mt_core.nn.dropout import use_streams
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import parameter_layouts
+from mt_core.nn.linear_loss import Unprojected
+from mt_core.nn.loss import Loss
 from mt_core.nn.model import as_pipelined, contract, model_options
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.activations import Activations, ActivationsForm
@@ -159,10 +161,20 @@ class StageCosts:
             inputs.update(model_options(loss))
             staged = as_pipelined(model)
             output = staged.run_stage(stage, hidden, **inputs) if staged is not None else model(**inputs)
-            return masked_sum(loss(output, batch), batch["loss_mask"]) if stage.last else output
+            return masked_sum(self._losses(loss, output, batch), batch["loss_mask"]) if stage.last else output
 
         use_streams(model, UndrawnStreams())
         return measure(model, lambda: run(model), kernels, RoutedTokens(self.assign, self.shared.results))
+
+    def _losses(self, loss: Loss, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Losses that take hidden states compute gradients in the forward pass; only the logits' product counts there,
+        since the backward pass is counted as twice the forward."""
+        before = self.ledger.flops
+        losses = loss(output, batch)
+        if isinstance(output, Unprojected):
+            shards = self.ctx.tp.size if self.ctx.sequence_parallel else 1
+            self.ledger.flops = before + 2.0 * output.hidden.numel() * shards * len(output.weight)
+        return losses
 
 
 def build_on_meta(
