@@ -22,6 +22,7 @@ from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
+from mt_ckpt.megatron_dist.index import read_index
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core import checkpoint_lookup
 from mt_core.errors import ConfigError
@@ -250,11 +251,35 @@ def test_a_mixer_of_several_ranks_before_its_sections_were_apart(host) -> None:
         dist_plan(made, FULLY_RESHARDABLE)
 
 
-def test_buckets_of_a_model_with_experts_are_refused(tmp_path, host) -> None:
-    source = RandomCheckpoint(MODELS["mixtral"], host, optimizer=True)
-    options = ConvertOptions(target_optimizer_format="dp_reshardable")
-    with pytest.raises(ConfigError, match="--target-optimizer-format dp_reshardable: .*; it can be fully_reshardable"):
-        host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+EXPERT_RANKS = {
+    "one rank": {},
+    "tensor": {"target_tensor_parallel_size": 2},
+    "tensor, experts whole": {"target_tensor_parallel_size": 2, "target_expert_tensor_parallel_size": 1},
+    "experts": {"target_expert_parallel_size": 2, "target_pipeline_parallel_size": 2},
+    "all": {
+        "target_tensor_parallel_size": 2,
+        "target_expert_parallel_size": 2,
+        "target_expert_tensor_parallel_size": 2,
+        "target_pipeline_parallel_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("ranks", EXPERT_RANKS)
+@pytest.mark.parametrize("model", ["mixtral", "mixed"])
+def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tmp_path, host) -> None:
+    """With expert parallel ranks the experts have an optimizer for themselves; the first stage of "mixed" has none."""
+    source = RandomCheckpoint(MODELS[model], host, optimizer=True)
+    options = ConvertOptions(
+        target_optimizer_format="dp_reshardable", target_transformer_impl=implementation, **EXPERT_RANKS[ranks]
+    )
+    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    read = checkpoint_lookup.open_checkpoint(tmp_path, host)
+    assert "optimizer_left_out" not in read.metadata["megatron"]
+    assert_same_tensors(read, source)
+    chained = {key.partition("optimizer.")[0] for key in read_index(read.folder).tensors if "bucket_idx" in key}
+    assert chained == ({"chained_0.", "chained_1."} if "target_expert_parallel_size" in EXPERT_RANKS[ranks] else {""})
 
 
 def test_an_optimizer_is_left_out_where_that_is_asked_for(tmp_path, host) -> None:
