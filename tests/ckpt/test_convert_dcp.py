@@ -239,9 +239,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0], "norm_topk_prob": True,
     },
     "deepseek_v3": {
-        **CONFIG, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        **CONFIG, "rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
     },
 }  # fmt: skip
 TITAN_WORDS = {

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.ckpt.megatron.conftest import RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.test_optimizer import megatrons_buffer
 from tests.ckpt.megatron.test_round_trip import through
 
 from mt_ckpt.megatron.order import in_order
@@ -280,6 +282,27 @@ def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tm
     assert_same_tensors(read, source)
     chained = {key.partition("optimizer.")[0] for key in read_index(read.folder).tensors if "bucket_idx" in key}
     assert chained == ({"chained_0.", "chained_1."} if "target_expert_parallel_size" in EXPERT_RANKS[ranks] else {""})
+
+
+def test_an_expert_rank_has_its_experts_one_by_one(tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS["mixtral"], host, optimizer=True)
+    options = ConvertOptions(target_optimizer_format="dp_reshardable", target_expert_parallel_size=2)
+    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    stored = read_index(tmp_path / "iter_0000007").tensors
+    for rank in (0, 1):
+        own = {
+            (layer, expert, matrix): source.read(
+                f"optimizer.exp_avg.decoder.layers.{layer}.mlp.experts.linear_{matrix}.weight"
+            )[expert]
+            for layer in (0, 1)
+            for expert in (2 * rank, 2 * rank + 1)
+            for matrix in ("fc1", "fc2")
+        }
+        (key,) = (
+            key for key in stored if key.startswith("chained_1.") and f"idx_{rank}.gbuf" in key and "avg_sq" in key
+        )
+        found = stored[key.replace("exp_avg_sq", "exp_avg")].read()
+        torch.testing.assert_close(found, megatrons_buffer(own, bucket_size=None, data_parallel=1), rtol=0, atol=0)
 
 
 def test_an_optimizer_is_left_out_where_that_is_asked_for(tmp_path, host) -> None:

@@ -16,16 +16,16 @@ from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import ConfigError
 
 WITHOUT_MEANING = {
-    "_CLASS_", "type", "dtype", "init_method", "init_seed", "init_std", "embedding_init_std", "freeze_params",
-    "backend", "use_flash", "loss_implementation", "dropout", "full_precision", "bias",
+    "_CLASS_", "dtype", "init_method", "init_seed", "init_std", "embedding_init_std", "freeze_params", "backend",
+    "use_flash", "loss_implementation", "dropout", "full_precision",
 }  # fmt: skip
-"""Of no consequence to the outputs of a trained model, or told by the tensors."""
-BEFORE = "default"
+"""Keys of no consequence to what a trained model computes."""
+PLAIN: Mapping[str, str] = {"name": "default", "type": "attention", "activation": "silu"}
+"""What a kind of a part has to be."""
+RMS_NORMS = ("rms", "fused_rms")
 OLMO_2 = "reordered_norm"
 ROTARY_BASE = 500_000
-Q_NORM, BIAS, OUTPUT_BIAS = (
-    f"model.layers.0.self_attn.{name}" for name in ("q_norm.weight", "q_proj.bias", "o_proj.bias")
-)
+LENGTHS = (("train_module", "max_sequence_length"), ("dataset", "sequence_length"))
 
 
 def is_olmo(content: Mapping[str, Any]) -> bool:
@@ -39,53 +39,39 @@ def to_hugging_face(content: Mapping[str, Any], file: Path, tensors: Mapping[str
     Raises ConfigError for keys that are missing or unknown, and for models that no family is.
     """
     model = _Section(file, "model", content["model"])
-    block = model.section("block")
-    _require_block(block)
-    mixer = block.section("sequence_mixer" if "sequence_mixer" in block.values else "attention")
-    norm, rope = block.section("layer_norm"), mixer.section("rope")
-    feed_forward, head = block.section("feed_forward"), model.section("lm_head")
-    head_norm = head.section("layer_norm")
-    heads = mixer.need("n_heads")
-    external = {
-        "model_type": _model_type(mixer, tensors),
+    block, head = model.section("block"), model.section("lm_head")
+    _require_norms_before(block)
+    feed_forward, norm = block.section("feed_forward"), block.section("layer_norm")
+    model.require_known({"d_model", "n_layers", "vocab_size", "block", "lm_head"})
+    block.require_known({"sequence_mixer", "attention", "layer_norm", "feed_forward"})
+    feed_forward.require_known({"hidden_size"})
+    head.require_known({"layer_norm"})
+    epsilon = norm.need("eps")
+    for each in (norm, head.section("layer_norm")):
+        each.require_rms(epsilon)
+    return {
+        **_attention(block, model.need("d_model"), epsilon),
         "hidden_size": model.need("d_model"),
         "num_hidden_layers": model.need("n_layers"),
         "vocab_size": model.need("vocab_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": mixer.get("n_kv_heads", heads),
-        "head_dim": mixer.get("head_dim", model.need("d_model") // heads),
         "intermediate_size": feed_forward.need("hidden_size"),
-        "rms_norm_eps": norm.need("eps"),
-        "rope_theta": rope.get("theta", ROTARY_BASE),
+        "rms_norm_eps": epsilon,
         "max_position_embeddings": _positions(content, file),
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }
-    for section, known in (
-        (model, {"d_model", "n_layers", "vocab_size", "block", "lm_head"}),
-        (block, {"sequence_mixer", "attention", "layer_norm", "feed_forward"}),
-        (mixer, {"n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm"}),
-        (feed_forward, {"hidden_size"}),
-        (head, {"layer_norm"}),
-        (rope, {"theta"}),
-    ):
-        section.require_off(known)
-    for each in (norm, head_norm, *([mixer.section("qk_norm")] if "qk_norm" in mixer.values else [])):
-        each.require_norm(norm.need("eps"))
-    return external
 
 
 @dataclass(frozen=True)
 class _Section:
+    """Keys under `name`; those without a value are not there."""
+
     file: Path
     name: str
-    all_values: Mapping[str, Any]
+    stored: Mapping[str, Any]
 
     @property
     def values(self) -> dict[str, Any]:
-        return {key: value for key, value in self.all_values.items() if value is not None}
-
-    def get(self, key: str, default: Any) -> Any:
-        return self.values.get(key, default)
+        return {key: value for key, value in self.stored.items() if value is not None}
 
     def need(self, key: str) -> Any:
         if key not in self.values:
@@ -98,49 +84,62 @@ class _Section:
             raise ConfigError(f"{self.file}: {self.name}.{key}={value!r} is no section of keys")
         return _Section(self.file, f"{self.name}.{key}", value)
 
-    def require_off(self, known: set[str]) -> None:
+    def require_known(self, known: set[str]) -> None:
         """Raises ConfigError for another key that changes what the model computes."""
-        names = {BEFORE, "fused"} if self.name.endswith(("attention", "sequence_mixer")) else {BEFORE}
         for key, value in self.values.items():
-            if key in known | WITHOUT_MEANING or value is False or (key == "name" and value in names):
-                continue
-            raise ConfigError(f"{self.file}: {self.name}.{key}={value!r} is not read from OLMo-core's models")
+            if key not in known | WITHOUT_MEANING and value is not False and PLAIN.get(key) != value:
+                raise ConfigError(f"{self.file}: {self.name}.{key}={value!r} is not read from OLMo-core's models")
 
-    def require_norm(self, epsilon: float) -> None:
-        if self.get("name", "default") not in ("rms", "fused_rms") or self.need("eps") != epsilon:
+    def require_rms(self, epsilon: float) -> None:
+        kind, own = self.values.get("name", "default"), self.need("eps")
+        if kind not in RMS_NORMS or own != epsilon:
             raise ConfigError(
-                f"{self.file}: {self.name} is {self.get('name', 'default')} with eps={self.need('eps')}; it can be rms "
-                f"or fused_rms with that of model.block.layer_norm, {epsilon}"
+                f"{self.file}: {self.name} is {kind} with eps={own}; it can be {' or '.join(RMS_NORMS)} with "
+                f"{epsilon}, as model.block.layer_norm"
             )
 
 
-def _require_block(block: _Section) -> None:
-    kind = block.get("name", BEFORE)
-    if kind == BEFORE:
-        return
-    told = f"{block.file}: {block.name}.name={kind}"
+def _require_norms_before(block: _Section) -> None:
+    kind = block.values.get("name", PLAIN["name"])
     if kind == OLMO_2:
         raise ConfigError(
-            f"{told}: OLMo 2 normalizes what attention and feed-forward return and not what they get, and queries and "
-            f"keys over all heads together; no installed family has such layers. It can be {BEFORE}"
+            f"{block.file}: {block.name}.name={kind}: OLMo 2 normalizes what attention and feed-forward return and not "
+            "what they get, and queries and keys over all heads together; no installed family has such layers. It can "
+            f"be {PLAIN['name']}"
         )
-    raise ConfigError(f"{told} is not read; it can be {BEFORE}, with norms before attention and feed-forward")
+    if kind != PLAIN["name"]:
+        raise ConfigError(
+            f"{block.file}: {block.name}.name={kind} is not read; it can be {PLAIN['name']}, with norms before "
+            "attention and feed-forward"
+        )
 
 
-def _model_type(mixer: _Section, tensors: Mapping[str, TensorInfo]) -> str:
-    if "qk_norm" in mixer.values and not mixer.get("use_head_qk_norm", False):
+def _attention(block: _Section, hidden: int, epsilon: float) -> dict[str, Any]:
+    """Keys of the attention, with the model's type that follows from it."""
+    mixer = block.section("sequence_mixer" if "sequence_mixer" in block.values else "attention")
+    rope, heads = mixer.section("rope"), mixer.need("n_heads")
+    mixer.require_known({"n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm"})
+    rope.require_known({"theta"})
+    normalized = "qk_norm" in mixer.values
+    if normalized:
+        mixer.section("qk_norm").require_rms(epsilon)
+    if normalized and not mixer.values.get("use_head_qk_norm"):
         raise ConfigError(
             f"{mixer.file}: {mixer.name}.qk_norm without use_head_qk_norm normalizes queries and keys over all heads "
             "together, which no dense family does"
         )
-    if Q_NORM in tensors:
-        return "qwen3"
-    return "qwen2" if BIAS in tensors and OUTPUT_BIAS not in tensors else "llama"
+    return {
+        "model_type": "qwen3" if normalized else "llama",
+        "num_attention_heads": heads,
+        "num_key_value_heads": mixer.values.get("n_kv_heads", heads),
+        "head_dim": mixer.values.get("head_dim", hidden // heads),
+        "rope_theta": rope.values.get("theta", ROTARY_BASE),
+    }
 
 
 def _positions(content: Mapping[str, Any], file: Path) -> int:
-    for section, key in (("train_module", "max_sequence_length"), ("dataset", "sequence_length")):
+    for section, key in LENGTHS:
         values = content.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), int):
             return int(values[key])
-    raise ConfigError(f"{file}: has neither train_module.max_sequence_length nor dataset.sequence_length")
+    raise ConfigError(f"{file}: has neither {' nor '.join(f'{section}.{key}' for section, key in LENGTHS)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -77,7 +78,7 @@ def _parts(stored: StoredTensors, external: Mapping[str, Any]) -> Iterator[tuple
                 raise CheckpointError(f"tensor {name} has shape {list(info.shape)}, not [experts, rows, columns]")
             for expert in range(info.shape[0]):
                 own = f"model.layers.{match[1]}.mlp.experts.{expert}.{EXPERT_NAMES[match[2]]}.weight"
-                yield own, _Part(info.shape[1:], name, _reader(stored.read_first, name, expert))
+                yield own, _Part(info.shape[1:], name, partial(stored.read_first, name, expert))
 
 
 def _of_attention(
@@ -93,14 +94,10 @@ def _of_attention(
     of_one, size = heads // groups, rows // (heads + 2 * groups)
     kinds = {"q_proj": slice(0, of_one), "k_proj": slice(of_one, of_one + 1), "v_proj": slice(of_one + 1, of_one + 2)}
     for kind, taken in kinds.items():
-        count = heads if kind == "q_proj" else groups
-        read = _reader(lambda whole, taken: _heads(stored.read(whole), groups, size, taken), name, taken)
+        count = groups * (taken.stop - taken.start)
+        read = partial(_heads, stored, name, groups, size, taken)
         yield f"{module}.{kind}.weight", _Part((count * size, hidden), name, read)
 
 
-def _heads(rows: Tensor, groups: int, size: int, taken: slice) -> Tensor:
-    return rows.unflatten(0, (groups, -1, size))[:, taken].flatten(0, 2).contiguous()
-
-
-def _reader(read: Callable[[str, Any], Tensor], name: str, place: Any) -> Callable[[], Tensor]:
-    return lambda: read(name, place)
+def _heads(stored: StoredTensors, name: str, groups: int, size: int, taken: slice) -> Tensor:
+    return stored.read(name).unflatten(0, (groups, -1, size))[:, taken].flatten(0, 2).contiguous()
