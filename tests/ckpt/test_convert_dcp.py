@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,127 @@ def test_qwen3_of_torchtitan_is_in_hugging_faces_order(host, tmp_path: Path) -> 
     torch.testing.assert_close(logits(tmp_path / "mt", host, TOKENS), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_fused_queries_keys_and_values_of_torchtitan(host, tmp_path: Path) -> None:
+    """Rows by key-value head: its queries, then its key, then its value."""
+    fused = {name: value for name, value in TITAN.items() if not re.search(r"attention\.w[qkv]\.", name)}
+    for layer in range(2):
+        of_group = [
+            part
+            for group in range(2)
+            for part in (
+                TITAN[f"layers.{layer}.attention.wq.weight"][16 * group : 16 * group + 16],
+                TITAN[f"layers.{layer}.attention.wk.weight"][8 * group : 8 * group + 8],
+                TITAN[f"layers.{layer}.attention.wv.weight"][8 * group : 8 * group + 8],
+            )
+        ]
+        fused[f"layers.{layer}.attention.qkv_linear.wqkv.weight"] = torch.cat(of_group)
+    dcp.save(fused, checkpoint_id=tmp_path / "d", no_dist=True)
+    written_config(tmp_path / "d", PARAMS, "params.json")
+    convert(tmp_path / "d", tmp_path / "mt", saver="mt", host=host)
+    expected = reference(TITAN, TOKENS, 500000.0)
+    torch.testing.assert_close(logits(tmp_path / "mt", host, TOKENS), expected, atol=2e-4, rtol=1e-4)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        **CONFIG, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "mlp_only_layers": [0], "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        **CONFIG, "rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+TITAN_WORDS = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "model.layers": "layers",
+    "mlp.gate.e_score_correction_bias": "moe.expert_bias", "mlp.gate.weight": "moe.router.gate.weight",
+    "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_a_layernorm": "attention.q_norm",
+    "self_attn.q_b_proj": "attention.wq_b", "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm", "self_attn.kv_b_proj": "attention.wkv_b",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "self_attn.": "attention.", "mlp.shared_experts.gate_proj":
+    "moe.shared_experts.w1", "mlp.shared_experts.down_proj": "moe.shared_experts.w2", "mlp.shared_experts.up_proj":
+    "moe.shared_experts.w3", "mlp.experts.down_proj": "moe.experts.w2", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def titan_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' names -> torchtitan's; gate and up of all experts [experts, 2 width, hidden] become w1 and w3."""
+    renamed = {}
+    for name, value in state.items():
+        for theirs, titans in TITAN_WORDS.items():
+            name = name.replace(theirs, titans)
+        if name.endswith("mlp.experts.gate_up_proj"):
+            stem = name.replace("mlp.experts.gate_up_proj", "moe.experts.")
+            renamed[f"{stem}w1"], renamed[f"{stem}w3"] = value.chunk(2, dim=1)
+        else:
+            renamed[name] = value
+    return renamed
+
+
+@pytest.mark.parametrize("suffixed", [False, True])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_of_torchtitan_compute_what_transformers_does(host, tmp_path: Path, kind: str, suffixed: bool) -> None:
+    """Stacked experts under their older names and their newer ones, which tell their dimensions."""
+    keys = {**EXPERTS[kind], "model_type": kind}
+    model = transformers_model(**keys)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    state = titan_experts(model.state_dict())
+    if kind == "qwen3_moe":
+        state["layers.1.moe.expert_bias"] = torch.zeros(4)
+    if suffixed:
+        newer = {"experts.w1": "experts.w1_EFD", "experts.w2": "experts.w2_EDF", "experts.w3": "experts.w3_EFD"}
+        newer["expert_bias"] = "expert_bias_E"
+        state = {
+            re.sub(r"(?<!shared_)(experts\.w.|expert_bias)$", lambda m: newer[m[0]], n): v for n, v in state.items()
+        }
+    dcp.save({name: value.contiguous() for name, value in state.items()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    convert(tmp_path / "d", tmp_path / "mt", saver="mt", config=written_config(tmp_path / "c", keys), host=host)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(logits(tmp_path / "mt", host, TOKENS), expected, atol=1e-5, rtol=1e-5)
+
+
+def olmo_experiment(norm: str = "default", **attention: Any) -> dict[str, Any]:
+    """What OLMo-core writes beside `model_and_optim`, of the model that CONFIG is."""
+    layer_norm = {"name": "rms", "eps": 1e-5, "bias": False, "_CLASS_": "olmo_core.nn.layer_norm.LayerNormConfig"}
+    rope = {"name": "default", "theta": 500000, "full_precision": True, "_CLASS_": "olmo_core.nn.rope.RoPEConfig"}
+    if attention.get("qk_norm"):
+        attention["qk_norm"] = layer_norm
+    mixer = {"name": "default", "n_heads": 4, "n_kv_heads": 2, "bias": False, "rope": rope, "use_flash": False}
+    block = {
+        "name": norm,
+        "attention": {**mixer, "dtype": "float32", **attention},
+        "layer_norm": layer_norm,
+        "feed_forward": {"hidden_size": 48, "bias": False, "name": "default", "dtype": "float32"},
+    }
+    head = {"name": "default", "layer_norm": layer_norm, "bias": False, "dtype": "float32"}
+    model = {"d_model": 32, "vocab_size": 60, "n_layers": 2, "block": block, "lm_head": head, "name": "default"}
+    more = {"init_method": "normal", "init_std": 0.02, "_CLASS_": "olmo_core.nn.transformer.config.TransformerConfig"}
+    return {"model": {**model, **more}, "train_module": {"max_sequence_length": 64}, "trainer": {}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_configuration_that_olmo_core_writes(host, tmp_path: Path, kind: str) -> None:
+    model = transformers_model(**{**CONFIG, "model_type": kind, "head_dim": 8})
+    step = tmp_path / "step5"
+    dcp.save({"model": olmo_names(model.state_dict())}, checkpoint_id=step / "model_and_optim", no_dist=True)
+    keys = {"qk_norm": True, "use_head_qk_norm": True} if kind == "qwen3" else {}
+    config = written_config(step, olmo_experiment(**keys))
+    report = convert(step, tmp_path / "mt", saver="mt", host=host)
+    assert report.read_from["config"] == str(config)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(logits(tmp_path / "mt", host, TOKENS), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_olmo_core_computes_what_transformers_does(host, tmp_path: Path, kind: str) -> None:
@@ -274,9 +396,40 @@ def test_names_of_other_models_are_refused(host, tmp_path: Path) -> None:
     experts = {**TITAN, "layers.0.moe.experts.w1": torch.zeros(2, 3, 4)}
     dcp.save(experts, checkpoint_id=tmp_path / "d", no_dist=True)
     written_config(tmp_path / "d", PARAMS, "params.json")
-    assert "tensor layers.0.moe.experts.w1 is not one of the dense models of torchtitan" in refusal(
-        host, tmp_path / "d", CheckpointError
+    words = refusal(host, tmp_path / "d", CheckpointError)
+    assert "tensor layers.0.moe.experts.w1 is not known of the models of torchtitan" in words
+
+
+def test_a_bias_that_no_router_of_the_model_has_is_refused(host, tmp_path: Path) -> None:
+    state = {**TITAN, "layers.1.moe.expert_bias_E": torch.tensor([0.0, 0.1])}
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    config = written_config(tmp_path / "c", {**EXPERTS["qwen3_moe"], "model_type": "qwen3_moe"})
+    assert "layers.1.moe.expert_bias_E is not zero" in refusal(host, tmp_path / "d", CheckpointError, config)
+
+
+OLMO_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "OLMo 2": (olmo_experiment("reordered_norm"), "OLMo 2 normalizes what attention and feed-forward return"),
+    "another block": (olmo_experiment("peri_norm"), "model.block.name=peri_norm is not read; it can be default"),
+    "wide norm": (olmo_experiment(qk_norm=True), "qk_norm without use_head_qk_norm normalizes"),
+    "a window": (olmo_experiment(window_size=16), "model.block.attention.window_size=16 is not read"),
+    "scaled": (
+        olmo_experiment(rope={"theta": 1, "scaling": {"factor": 2}}),
+        "attention.rope.scaling={'factor': 2} is not",
+    ),
+    "no rotation": (olmo_experiment(rope=None), "model.block.attention.rope is missing"),
+    "no positions": ({**olmo_experiment(), "train_module": {}}, "neither train_module.max_sequence_length"),
+}
+
+
+@pytest.mark.parametrize("case", OLMO_REFUSALS)
+def test_models_of_olmo_core_that_no_family_is_are_refused(host, tmp_path: Path, case: str) -> None:
+    content, words = OLMO_REFUSALS[case]
+    step = tmp_path / "step5"
+    dcp.save(
+        {"model": {"embeddings.weight": torch.zeros(60, 32)}}, checkpoint_id=step / "model_and_optim", no_dist=True
     )
+    written_config(step, content)
+    assert words in refusal(host, step, ConfigError)
 
 
 def test_a_missing_file_and_a_truncated_one_are_named(host, tmp_path: Path) -> None:

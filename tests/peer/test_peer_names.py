@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ckpt.megatron.conftest import assert_same_tensors
 from tests.ckpt.scaled_weights import ScaledWeights
 from tests.peer.megatron import Megatron
 from tests.peer.our_outputs import inputs_of, logits_of
 
+from mt_ckpt.megatron_dist.reader import open_checkpoint as open_torch_dist
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.plugins import PluginHost
 from mt_core.specs import ConvertOptions
@@ -157,4 +159,53 @@ def test_training_goes_on_from_the_written_optimizer(
         inputs=inputs,
         num_steps=3,
     )
+    torch.testing.assert_close(resumed.step_losses, undisturbed.step_losses[1:], rtol=0, atol=1e-6)
+
+
+MIXTRAL = [
+    *TRAINED,
+    *LENGTHS["gpt"],
+    *("--normalization=RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type=rope"),
+    *("--group-query-attention", "--num-query-groups=2", "--untie-embeddings-and-output-weights"),
+    *("--num-experts=4", "--moe-ffn-hidden-size=24"),
+]
+SECOND_LAYER = ["--moe-layer-freq=([0]*1+[1]*1)"]
+EXPERT_LAYOUTS: dict[str, tuple[list[str], dict[str, int], list[str]]] = {
+    "data": ([], *LAYOUTS["data"]),
+    "tensor": ([], LAYOUTS["tensor"][0], [*LAYOUTS["tensor"][1], "--sequence-parallel"]),
+    "pipeline": (SECOND_LAYER, *LAYOUTS["pipeline"]),
+    "expert": ([], {"target_expert_parallel_size": 2}, ["--expert-model-parallel-size=2"]),
+    "tensor, experts apart": (
+        SECOND_LAYER,
+        {
+            "target_tensor_parallel_size": 2,
+            "target_expert_parallel_size": 2,
+            "target_expert_tensor_parallel_size": 1,
+            "make_vocab_size_divisible_by": 64,
+        },
+        [
+            *("--tensor-model-parallel-size=2", "--sequence-parallel"),
+            *("--expert-model-parallel-size=2", "--expert-tensor-parallel-size=1"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_training_goes_on_from_the_buckets_of_experts(
+    layout: str, megatron: Megatron, host: PluginHost, tmp_path: Path
+) -> None:
+    """As above; and what Megatron writes in buckets of its own is what it was given."""
+    inputs = inputs_of("gpt", VOCAB)
+    one = ["--use-distributed-optimizer", "--global-batch-size=4"]
+    model, sizes, more = EXPERT_LAYOUTS[layout]
+    arguments = [*MIXTRAL, *one, *model]
+    undisturbed = megatron.ask("gpt", arguments=arguments, inputs=inputs, num_steps=4)
+    megatron.ask("gpt", arguments=arguments, inputs=inputs, num_steps=1, save=tmp_path / "run")
+    source = open_torch_dist(tmp_path / "run", host, VOCAB)
+    convert(source, tmp_path / "written", "torch_dist", host, target_optimizer_format="dp_reshardable", **sizes)
+    load: dict[str, Any] = {"load": tmp_path / "written", "load_optimizer": True, "inputs": inputs, "world_size": 2}
+    megatron.ask("gpt", arguments=[*one, *more], **load, num_steps=0, save=tmp_path / "again")
+    assert_same_tensors(open_torch_dist(tmp_path / "again", host, VOCAB), source)
+    resumed = megatron.ask("gpt", arguments=[*one, *more], **load, num_steps=3)
     torch.testing.assert_close(resumed.step_losses, undisturbed.step_losses[1:], rtol=0, atol=1e-6)

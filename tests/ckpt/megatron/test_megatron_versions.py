@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.ckpt.megatron.conftest import RandomCheckpoint, assert_same_tensors
+from tests.ckpt.megatron.test_optimizer import megatrons_buffer
 from tests.ckpt.megatron.test_round_trip import through
 
 from mt_ckpt.megatron.order import in_order
@@ -22,6 +24,7 @@ from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
+from mt_ckpt.megatron_dist.index import read_index
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core import checkpoint_lookup
 from mt_core.errors import ConfigError
@@ -250,11 +253,56 @@ def test_a_mixer_of_several_ranks_before_its_sections_were_apart(host) -> None:
         dist_plan(made, FULLY_RESHARDABLE)
 
 
-def test_buckets_of_a_model_with_experts_are_refused(tmp_path, host) -> None:
+EXPERT_RANKS = {
+    "one rank": {},
+    "tensor": {"target_tensor_parallel_size": 2},
+    "tensor, experts whole": {"target_tensor_parallel_size": 2, "target_expert_tensor_parallel_size": 1},
+    "experts": {"target_expert_parallel_size": 2, "target_pipeline_parallel_size": 2},
+    "all": {
+        "target_tensor_parallel_size": 2,
+        "target_expert_parallel_size": 2,
+        "target_expert_tensor_parallel_size": 2,
+        "target_pipeline_parallel_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("ranks", EXPERT_RANKS)
+@pytest.mark.parametrize("model", ["mixtral", "mixed"])
+def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tmp_path, host) -> None:
+    """With expert parallel ranks the experts have an optimizer for themselves; the first stage of "mixed" has none."""
+    source = RandomCheckpoint(MODELS[model], host, optimizer=True)
+    options = ConvertOptions(
+        target_optimizer_format="dp_reshardable", target_transformer_impl=implementation, **EXPERT_RANKS[ranks]
+    )
+    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    read = checkpoint_lookup.open_checkpoint(tmp_path, host)
+    assert "optimizer_left_out" not in read.metadata["megatron"]
+    assert_same_tensors(read, source)
+    chained = {key.partition("optimizer.")[0] for key in read_index(read.folder).tensors if "bucket_idx" in key}
+    assert chained == ({"chained_0.", "chained_1."} if "target_expert_parallel_size" in EXPERT_RANKS[ranks] else {""})
+
+
+def test_an_expert_rank_has_its_experts_one_by_one(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["mixtral"], host, optimizer=True)
-    options = ConvertOptions(target_optimizer_format="dp_reshardable")
-    with pytest.raises(ConfigError, match="--target-optimizer-format dp_reshardable: .*; it can be fully_reshardable"):
-        host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    options = ConvertOptions(target_optimizer_format="dp_reshardable", target_expert_parallel_size=2)
+    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    stored = read_index(tmp_path / "iter_0000007").tensors
+    for rank in (0, 1):
+        own = {
+            (layer, expert, matrix): source.read(
+                f"optimizer.exp_avg.decoder.layers.{layer}.mlp.experts.linear_{matrix}.weight"
+            )[expert]
+            for layer in (0, 1)
+            for expert in (2 * rank, 2 * rank + 1)
+            for matrix in ("fc1", "fc2")
+        }
+        (key,) = (
+            key for key in stored if key.startswith("chained_1.") and f"idx_{rank}.gbuf" in key and "avg_sq" in key
+        )
+        found = stored[key.replace("exp_avg_sq", "exp_avg")].read()
+        torch.testing.assert_close(found, megatrons_buffer(own, bucket_size=None, data_parallel=1), rtol=0, atol=0)
 
 
 def test_an_optimizer_is_left_out_where_that_is_asked_for(tmp_path, host) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_ckpt.dcp import olmo_config
 from mt_ckpt.hugging_face.reader import CONFIG
 from mt_ckpt.meta.params import EMBEDDING, GATE, OUTPUT, to_hugging_face
 from mt_ckpt.meta.reader import PARAMS
@@ -14,6 +15,7 @@ from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError, ConfigError
 
 FLAG = "--config"
+OLMO = "OLMo-core's config.json"
 META_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     OUTPUT: "lm_head.weight",
@@ -38,7 +40,8 @@ def find_config(path: Path, folder: Path, given: Path | None) -> Path:
                 return place / name
     raise ConfigError(
         f"{path}: a checkpoint of torch.distributed.checkpoint holds tensors and does not say what its model is; give "
-        f"{FLAG} FILE, a config.json of Hugging Face's format or a params.json of Meta's, or put that file beside them"
+        f"{FLAG} FILE, a config.json of Hugging Face's format or OLMo-core's or a params.json of Meta's, or put that "
+        "file beside them"
     )
 
 
@@ -51,17 +54,27 @@ def external_config(file: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, 
     kind = _kind(content)
     if kind is None:
         raise ConfigError(
-            f"{file}: neither a config.json of Hugging Face's format (which has model_type) nor a params.json of "
-            "Meta's (which has dim and n_layers)"
+            f"{file}: neither a config.json of Hugging Face's format (which has model_type) nor of OLMo-core's "
+            "(model.d_model, model.n_layers and model.block) nor a params.json of Meta's (dim and n_layers)"
         )
     if kind == CONFIG:
         return content
+    if kind == OLMO:
+        return olmo_config.to_hugging_face(content, file, tensors)
     return to_hugging_face(content, {meta: tensors[name] for meta, name in META_NAMES.items() if name in tensors})
+
+
+def model_type(file: Path) -> str | None:
+    """What a config.json of Hugging Face's format says. Raises CheckpointError for a file that is not JSON."""
+    content = _read(file)
+    return content["model_type"] if _kind(content) == CONFIG else None
 
 
 def _kind(content: Mapping[str, Any]) -> str | None:
     if isinstance(content.get("model_type"), str):
         return CONFIG
+    if olmo_config.is_olmo(content):
+        return OLMO
     return PARAMS if {"dim", "n_layers"} <= set(content) else None
 
 

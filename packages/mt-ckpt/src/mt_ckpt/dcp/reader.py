@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from mt_ckpt.dcp.config import external_config, find_config
-from mt_ckpt.dcp.names import PREFIXES, Naming, naming_of
+from mt_ckpt.dcp.config import external_config, find_config, model_type
+from mt_ckpt.dcp.names import PREFIXES, TORCHTITAN, Naming, naming_of
+from mt_ckpt.dcp.parts import EXPERT_BIAS, WithParts, is_of_several, require_unused_bias
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
 from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed
@@ -107,11 +108,25 @@ def _tensors(found: _Found) -> tuple[ExternalTensors, dict[str, Any]]:
     stored, naming = _Prefixed(found.index, found.prefix), found.naming
     if naming is None:
         return stored, external_config(found.config, stored.infos)
-    renamed = Renamed(stored, {naming.renamed(name): name for name in stored.infos if name not in naming.ignored})
+    kind = model_type(found.config)
+    names = {naming.renamed(name, kind): name for name in _whole(stored, naming, kind)}
+    renamed = Renamed(stored, names)
     external = external_config(found.config, renamed.infos)
+    tensors = WithParts(renamed, stored, external) if naming is TORCHTITAN else renamed
     if external["model_type"] in naming.halves_rotated:
-        return renamed, external
-    return HalvesRotated(renamed, external), external
+        return tensors, external
+    return HalvesRotated(tensors, external), external
+
+
+def _whole(stored: _Prefixed, naming: Naming, kind: str | None) -> Iterator[str]:
+    """Names of the tensors that are one of Hugging Face's each."""
+    for name in stored.infos:
+        if name in naming.ignored or (naming is TORCHTITAN and is_of_several(name, kind)):
+            continue
+        if EXPERT_BIAS.fullmatch(name) and kind == "qwen3_moe":
+            require_unused_bias(stored, name)
+            continue
+        yield name
 
 
 def _left_out(found: _Found) -> list[str]:
@@ -136,6 +151,11 @@ class _Prefixed:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name].read()
+
+    def read_first(self, name: str, first: int) -> Tensor:
+        """Element `first` of the leading dimension; only chunks that have some of it are read."""
+        _, *rest = self._tensors[name].shape
+        return self._tensors[name].read_box((first, *(0 for _ in rest)), (first + 1, *rest))[0]
 
 
 OF_THE_TRAINER = {"optimizer", "optim", "lr_scheduler", "dataloader", "train_state"}

@@ -44,18 +44,24 @@ class Bucket:
     numel: int
 
 
-def bucketing(args: Arguments, stage: int, part: int) -> Bucketing:
-    """How the run cut the buffer of part `part` of pipeline stage `stage`.
+def bucketing(args: Arguments, stage: int, part: int, *, of_experts: bool = False) -> Bucketing:
+    """How the run cut the buffer of part `part` of pipeline stage `stage`. of_experts: the one that the experts have
+    for themselves.
 
     Only the very first part has several buckets, and only when gradients are reduced while others are computed.
     """
     data_parallel = int(args.get("data_parallel_size", 1)) * int(args.get("context_parallel_size", 1))
-    alignment = math.lcm(BUCKET_ALIGNMENT, data_parallel)
+    alignment = math.lcm(BUCKET_ALIGNMENT, _expert_data_parallel(args, data_parallel) if of_experts else data_parallel)
     if args.get("ddp_pad_buckets_for_high_nccl_busbw", False):
         alignment = math.lcm(alignment, HIGH_BANDWIDTH_ALIGNMENT)
     several = args.get("overlap_grad_reduce", False) and stage == 0 and part == 0
     default = max(40_000_000, 1_000_000 * data_parallel)
     return Bucketing(int(args.get("ddp_bucket_size", default)) if several else None, alignment)
+
+
+def _expert_data_parallel(args: Arguments, data_parallel: int) -> int:
+    """Ranks that hold the same experts."""
+    return max(1, data_parallel * args.tensor_parallel // (args.expert_tensor_parallel * args.expert_parallel))
 
 
 def shared_matrices(args: Arguments) -> frozenset[str]:

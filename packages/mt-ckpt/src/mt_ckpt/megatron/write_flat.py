@@ -54,7 +54,7 @@ def write_flat(made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequenc
     """Write and finish the ranks' files. parts: for each model part, its entries in order. Raises OSError."""
     optimizers: list[list[dict[Any, Any]]] = [[] for _ in ranks]
     for of_experts in (False, True):
-        members = [[entry for entry in part if _belongs(made, entry, of_experts)] for part in parts]
+        members = [[entry for entry in part if belongs(made, entry, of_experts)] for part in parts]
         if any(members):
             for optimizer, value in zip(optimizers, _buffers(made, ranks, stage, members), strict=True):
                 optimizer.append(value)
@@ -62,7 +62,8 @@ def write_flat(made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequenc
         rank.writer.finish(values[0] if len(values) == 1 else values)
 
 
-def _belongs(made: Plan, entry: RankEntry, of_experts: bool) -> bool:
+def belongs(made: Plan, entry: RankEntry, of_experts: bool) -> bool:
+    """Whether the optimizer of the experts, or the other one, has the parameter."""
     return made.trained(entry.name) and (made.experts_apart and entry.expert is not None) == of_experts
 
 
@@ -88,15 +89,20 @@ def buffer_dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _layout(made: Plan, ctx: ParallelContext, stage: int, number: int, part: Sequence[RankEntry]) -> Layout:
-    args = Arguments(made.args, Path(OPTIMIZER_FILE))
-    shared, by_key = shared_matrices(args), {entry.stored: entry for entry in part}
-    sizes = {entry.stored: _numel(made, ctx, entry) for entry in part}
-    flat = [FlatParameter(entry.stored, sizes[entry.stored], entry.name in shared) for entry in part]
+    args, by_key = Arguments(made.args, Path(OPTIMIZER_FILE)), {entry.stored: entry for entry in part}
     placed, begin = [], 0
-    for bucket in buckets_of(flat, bucketing(args, stage, number)):
-        placed += [Placed(by_key[key], begin + first, sizes[key]) for key, first in bucket.first.items()]
+    for bucket in buckets_of(flat_parameters(made, ctx, part), bucketing(args, stage, number)):
+        placed += [
+            Placed(by_key[key], begin + first, _numel(made, ctx, by_key[key])) for key, first in bucket.first.items()
+        ]
         begin += bucket.numel
     return Layout(placed, begin)
+
+
+def flat_parameters(made: Plan, ctx: ParallelContext, part: Sequence[RankEntry]) -> list[FlatParameter]:
+    """What the rank at `ctx` has of these, under their stored names."""
+    shared = shared_matrices(Arguments(made.args, Path(OPTIMIZER_FILE)))
+    return [FlatParameter(entry.stored, _numel(made, ctx, entry), entry.name in shared) for entry in part]
 
 
 def _numel(made: Plan, ctx: ParallelContext, entry: RankEntry) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.rank_plan import is_linear
 from mt_ckpt.megatron.target import Plan
 from mt_ckpt.megatron.versions import shown
-from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, FULLY_RESHARDABLE, FlatRankPlan, flat_plans
+from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, FlatItem, FlatRankPlan, flat_plans
 from mt_ckpt.megatron_dist.keys import Place, are_alike, place_of
 from mt_ckpt.megatron_dist.sections import Rows, require_one_rank, rows_of, whole
 from mt_ckpt.megatron_dist.write_index import WrittenTensor
@@ -42,7 +42,8 @@ class Source:
 @dataclass(frozen=True)
 class ChunkItem:
     """One chunk: the part of `source` with the number `expert`, or some of its rows, at `offsets` of the tensor
-    `key`. rank: it is the part of this rank instead, laid out flat, with zeros behind it."""
+    `key`. rank: it is the part of this rank instead, of one of the rank's experts if `expert` is given, laid out flat,
+    with zeros behind it."""
 
     key: str
     source: Source
@@ -89,8 +90,8 @@ def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
                 chunks += _chunks(key, Source(name, state), place, shape, rows, dtype)
     planned = DistPlan(tensors, chunks, dict.fromkeys(_extra_states(made, style, stacked, counts)))
     _add_duplicates(planned, made)
-    for rank in flat_plans(made) if flat else ():
-        _add_flat(planned, rank)
+    if flat:
+        _add_flat(planned, list(flat_plans(made)))
     return planned
 
 
@@ -111,12 +112,18 @@ def _add_duplicates(planned: DistPlan, made: Plan) -> None:
                 planned.chunks[number] = copy
 
 
-def _add_flat(planned: DistPlan, rank: FlatRankPlan) -> None:
-    planned.tensors.update({key: WrittenTensor((numel,), torch.float32) for key, numel in rank.sizes.items()})
-    planned.objects.update(rank.objects)
-    for item in rank.items:
-        source, rows, size = Source(item.name, item.state), Rows(None, 0, 0), item.numel * torch.float32.itemsize
-        planned.chunks.append(ChunkItem(item.key, source, None, rows, (item.first,), (item.numel,), size, item.rank))
+def _add_flat(planned: DistPlan, ranks: Sequence[FlatRankPlan]) -> None:
+    """Parts of one tensor follow one another, of all ranks and experts, so that it is read once."""
+    for rank in ranks:
+        planned.tensors.update({key: WrittenTensor((numel,), torch.float32) for key, numel in rank.sizes.items()})
+        planned.objects.update(rank.objects)
+    chunks = [_flat_chunk(item) for rank in ranks for item in rank.items]
+    planned.chunks.extend(sorted(chunks, key=lambda chunk: (chunk.source.name, chunk.source.state)))
+
+
+def _flat_chunk(item: FlatItem) -> ChunkItem:
+    source, rows, size = Source(item.name, item.state), Rows(None, 0, 0), item.numel * torch.float32.itemsize
+    return ChunkItem(item.key, source, item.expert, rows, (item.first,), (item.numel,), size, item.rank)
 
 
 def _states(made: Plan) -> tuple[str, ...]:
@@ -188,10 +195,11 @@ def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkIt
 def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dict[Any, Any]:
     """The part of the common state that says how the optimizer's state is stored, and names the groups where that is
     in the tensors `optimizer.state.*`."""
-    if optimizer_format == DP_RESHARDABLE:
-        return {"param_state_sharding_type": DP_RESHARDABLE}
     kinds = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
+    flat = optimizer_format == DP_RESHARDABLE
     made_of = [
-        {"optimizer": {"param_groups": kind}, "param_state_sharding_type": FULLY_RESHARDABLE} for kind in kinds if kind
+        {**({} if flat else {"optimizer": {"param_groups": kind}}), "param_state_sharding_type": optimizer_format}
+        for kind in kinds
+        if kind
     ]
     return made_of[0] if len(made_of) == 1 else dict(enumerate(made_of))

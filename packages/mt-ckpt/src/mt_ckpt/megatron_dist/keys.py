@@ -20,6 +20,7 @@ from mt_ckpt.megatron.pieces import Entry
 from mt_ckpt.megatron_dist.index import ChunkedTensor
 
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)")
+_OF_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[a-z_0-9]+?)\.(?P<key>.*)$")
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": "main", "fp32_param": "main"}
 """Name of an optimizer's state in keys -> canonical."""
@@ -58,7 +59,7 @@ def parse(key: str) -> Key | None:
     if match := _STATE.match(key):
         state = STATES.get(match["state"])
         return Key(state or match["state"], match["key"])
-    if key.startswith("optimizer.") or names.EXTRA_STATE in key:
+    if _OF_OPTIMIZER.match(key) or names.EXTRA_STATE in key:
         return None
     return Key(None, key)
 

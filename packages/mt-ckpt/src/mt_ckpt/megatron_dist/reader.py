@@ -24,7 +24,7 @@ from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.megatron_dist.common import read_common, require_backend
 from mt_ckpt.megatron_dist.index import METADATA_FILE, Index, read_index
 from mt_ckpt.megatron_dist.keys import entries_of, parse
-from mt_ckpt.megatron_dist.reshardable import flat_optimizer, has_flat_optimizer, reason_not_read
+from mt_ckpt.megatron_dist.reshardable import OPTIMIZER_OBJECT, flat_optimizer, has_flat_optimizer, reason_not_read
 from mt_ckpt.megatron_dist.sections import pack, require_sections
 from mt_ckpt.pickles.torch_file import StoredTensor
 from mt_core.errors import CheckpointError, did_you_mean
@@ -79,7 +79,7 @@ class DistReader:
         self.metadata: dict[str, Any] = metadata_of(args, common, section)
         step = _step(common, index)
         if has_flat_optimizer(index):
-            if (reason := reason_not_read(args)) is None:
+            if (reason := reason_not_read(index, args)) is None:
                 states = flat_optimizer(index, args, self._stored, weights)
             else:
                 self.metadata[KEY][LEFT_OUT] = reason
@@ -149,7 +149,7 @@ def _step(common: Mapping[str, Any], index: Index) -> float | None:
     """Number of optimizer steps: one for all parameters, or one per group."""
     optimizer = common.get("optimizer")
     candidates = list(optimizer) if isinstance(optimizer, list) else [optimizer]
-    candidates += [index.objects[key].value() for key in index.objects if key.startswith("optimizer.distributed.")]
+    candidates += [index.objects[key].value() for key in index.objects if OPTIMIZER_OBJECT in key]
     steps = {number for candidate in candidates for number in _steps_in(candidate)}
     if len(steps) > 1:
         raise CheckpointError(f"{index.folder / METADATA_FILE}: its optimizers made {sorted(steps)} steps")

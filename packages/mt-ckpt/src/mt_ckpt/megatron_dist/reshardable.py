@@ -1,14 +1,15 @@
 """The optimizer's state as flat buckets (`dp_reshardable`, Megatron's default), tied to the parameters' names.
 
 Each rank of tensor and pipeline parallelism has separate buckets, which hold what `mt_ckpt.megatron.flat_buffers`
-describes. The files do not name the parameters, so their order is that in which Megatron makes them.
+describes; with expert parallel ranks those of the experts are apart, one set for each rank that has other experts. The
+files do not name the parameters, so their order is that in which Megatron makes them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,18 +20,21 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of, shared_matrices
 from mt_ckpt.megatron.model import Grid
-from mt_ckpt.megatron.names import EMBEDDING, Style, norms_apart, torch_renamed
+from mt_ckpt.megatron.names import EMBEDDING, EXPERTS, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import COMPARED_ELEMENTS, FLAT_STATES
-from mt_ckpt.megatron.order import Pipeline, in_order, split_layers
-from mt_ckpt.megatron.pieces import Gathered, Held, Piece, choose
+from mt_ckpt.megatron.order import Pipeline, split_layers
+from mt_ckpt.megatron.pieces import Entry, Gathered, Held, Piece, choose, hold
+from mt_ckpt.megatron.rank_plan import Naming, RankEntry
 from mt_ckpt.megatron_dist.common import newest_that_writes
 from mt_ckpt.megatron_dist.index import ChunkedTensor, Index
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
 
+OPTIMIZER_OBJECT = "optimizer.distributed."
+"""In the keys of what an optimizer stores beside its buckets."""
 _KEY = re.compile(
-    r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<part>\d+)\."
+    r"^(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<part>\d+)\."
     r"dtype_\(.*?\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
 )
 
@@ -62,7 +66,17 @@ class BucketPart:
 
 
 def has_flat_optimizer(index: Index) -> bool:
-    return any(_KEY.match(key) for key in index.tensors)
+    return any(_matches(index))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Whose buckets they are: rank `group` over all stages, of the experts' optimizer or the other one. part: the
+    number of the buffer."""
+
+    of_experts: bool
+    group: int
+    part: int
 
 
 def flat_optimizer(
@@ -75,54 +89,101 @@ def flat_optimizer(
     fused: Literal["never", "beside"] = "never" if local else "beside"
     hybrid = bool(args.get("is_hybrid_model", False))
     style = Style(fused, hybrid, trained, norms_apart(version), torch_renamed(version))
-    pipeline = Pipeline(args.pipeline_parallel, 1 + max(part for _, part in _buckets(index)))
-    runs = split_layers(trained, pipeline)
-    grid = Grid(args.tensor_parallel)
-    shared = shared_matrices(args)
-    held: dict[str, dict[str, list[Held]]] = {}
-    for (group, part), buckets in _buckets(index).items():
-        stage, rank = divmod(group, grid.tp)
-        members = in_order(runs[pipeline.run(stage, part)], style)
-        place: Mapping[AxisName, int] = {"tp": rank, "ep": 0, "etp": 0}
-        shapes = {name: _layout(name, trained).local_shape(grid.context(place)) for name in members}
-        flat = [FlatParameter(name, math.prod(shape), name in shared) for name, shape in shapes.items()]
-        planned = buckets_of(flat, bucketing(args, stage, part))
-        _require_sizes(index, group, planned, buckets)
-        for bucket, states in zip(planned, buckets, strict=True):
-            for name, first in bucket.first.items():
-                for stored, state in FLAT_STATES.items():
-                    if stored in states and name in trained:  # the copy of the token embeddings is not
-                        piece = BucketPart(states[stored], first, shapes[name])
-                        held.setdefault(state, {}).setdefault(name, []).append(Held(place, piece))
+    naming = Naming(style, not local and (hybrid or bool(args.get("moe_grouped_gemm", False))))
+    stored = _buckets(index)
+    pipeline = Pipeline(args.pipeline_parallel, 1 + max(rank.part for rank in stored))
+    model = _Model(index, args, trained, naming, split_layers(trained, pipeline), pipeline)
+    entries: dict[str, list[Entry]] = {}
+    for rank, buckets in stored.items():
+        for state, entry in model.entries(rank, buckets):
+            entries.setdefault(state, []).append(entry)
     found: dict[str, dict[str, Piece]] = {
-        state: {name: _gathered(index, name, trained[name], grid, parts) for name, parts in by_name.items()}
-        for state, by_name in held.items()
+        state: {name: _gathered(index, name, trained[name], model.grid, parts) for name, parts in hold(held).items()}
+        for state, held in entries.items()
     }
     _require_same_weights(index, found.get("main", {}), weights)
     return found
 
 
-def reason_not_read(args: Arguments) -> str | None:
+@dataclass(frozen=True)
+class _Model:
+    """The parameters of a run, and which rank has what. runs: of the pipeline, the parameters of each."""
+
+    index: Index
+    args: Arguments
+    layouts: Mapping[str, ParameterLayout]
+    naming: Naming
+    runs: Sequence[Sequence[str]]
+    pipeline: Pipeline
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.args.tensor_parallel, self.args.expert_parallel, self.args.expert_tensor_parallel)
+
+    def entries(self, rank: _Rank, stored: Sequence[Mapping[str, ChunkedTensor]]) -> Iterator[tuple[str, Entry]]:
+        """(state, what the rank holds of a parameter)"""
+        stage, place = self._place(rank)
+        part, members = self._parts(stage, rank.of_experts)[rank.part]
+        shapes = {key: self._shape(entry, place) for key, entry in members.items()}
+        shared = shared_matrices(self.args)
+        flat = [FlatParameter(key, math.prod(shapes[key]), entry.name in shared) for key, entry in members.items()]
+        planned = buckets_of(flat, bucketing(self.args, stage, part, of_experts=rank.of_experts))
+        _require_sizes(self.index, rank.group, planned, stored)
+        for bucket, states in zip(planned, stored, strict=True):
+            for key, first in bucket.first.items():
+                entry = members[key]
+                for name, state in FLAT_STATES.items():
+                    if name in states and entry.name in self.layouts:  # the copy of the token embeddings is not
+                        piece = BucketPart(states[name], first, shapes[key])
+                        yield state, Entry(place, entry.name, entry.expert, piece)
+
+    def _place(self, rank: _Rank) -> tuple[int, Mapping[AxisName, int]]:
+        """Stage and place of a rank."""
+        grid = self.grid
+        if not rank.of_experts:
+            stage, tp = divmod(rank.group, grid.tp)
+            return stage, {"tp": tp, "ep": 0, "etp": tp % grid.etp}
+        stage, number = divmod(rank.group, grid.ep * grid.etp)
+        return stage, {"tp": 0, "ep": number // grid.etp, "etp": number % grid.etp}
+
+    def _parts(self, stage: int, of_experts: bool) -> list[tuple[int, dict[str, RankEntry]]]:
+        """(number, stored name -> entry) of the stage's parts in which the optimizer has parameters."""
+        stacked = [layout.shape[0] for name, layout in self.layouts.items() if EXPERTS in name]
+        experts = stacked[0] // self.grid.ep if stacked else 0
+        apart, found = self.grid.ep > 1, []
+        for part in range(self.pipeline.parts):
+            entries = self.naming.entries(self.runs[self.pipeline.run(stage, part)], experts)
+            own = {e.stored: e for e in entries if (apart and e.expert is not None) == of_experts}
+            found += [(part, own)] if own else []
+        return found
+
+    def _shape(self, entry: RankEntry, place: Mapping[AxisName, int]) -> tuple[int, ...]:
+        name = entry.name if entry.name in self.layouts else EMBEDDING
+        shape = self.layouts[name].local_shape(self.grid.context(place))
+        return shape if entry.expert is None else shape[1:]
+
+
+def reason_not_read(index: Index, args: Arguments) -> str | None:
     """Why buckets cannot be tied to parameters, of runs where nothing in the files says it; None: they can."""
-    if args.get("num_experts", 0):
-        return "its flat buckets (dp_reshardable) do not say which are the experts'"
+    optimizers = {int(match["optimizer"]) for match in _matches(index) if match["optimizer"]}
+    if not optimizers <= {0, int(args.expert_parallel > 1)}:
+        return "its flat buckets (dp_reshardable) are of other optimizers than the experts' and one of all the rest"
     if args.pipeline_parallel > 1 and any(args.get(name, False) for name in UNEVEN):
         return "its flat buckets (dp_reshardable) belong to pipeline stages that are not alike"
     return None
 
 
-def _layout(name: str, layouts: Mapping[str, ParameterLayout]) -> ParameterLayout:
-    return layouts[name] if name in layouts else layouts[EMBEDDING]
+def _buckets(index: Index) -> dict[_Rank, list[dict[str, ChunkedTensor]]]:
+    """For each bucket of a rank, state -> flat tensor."""
+    found: dict[_Rank, dict[int, dict[str, ChunkedTensor]]] = {}
+    for match in _matches(index):
+        rank = _Rank(match["optimizer"] == "1", int(match["group"]), int(match["part"]))
+        found.setdefault(rank, {}).setdefault(int(match["bucket"]), {})[match["state"]] = index.tensors[match[0]]
+    return {rank: [buckets[number] for number in sorted(buckets)] for rank, buckets in found.items()}
 
 
-def _buckets(index: Index) -> dict[tuple[int, int], list[dict[str, ChunkedTensor]]]:
-    """(rank of tensor and pipeline parallelism, model part) -> for each bucket, state -> flat tensor."""
-    found: dict[tuple[int, int], dict[int, dict[str, ChunkedTensor]]] = {}
-    for key, tensor in index.tensors.items():
-        if match := _KEY.match(key):
-            place = found.setdefault((int(match["group"]), int(match["part"])), {})
-            place.setdefault(int(match["bucket"]), {})[match["state"]] = tensor
-    return {place: [buckets[number] for number in sorted(buckets)] for place, buckets in found.items()}
+def _matches(index: Index) -> Iterator[re.Match[str]]:
+    return (match for key in index.tensors if (match := _KEY.match(key)))
 
 
 def _require_sizes(

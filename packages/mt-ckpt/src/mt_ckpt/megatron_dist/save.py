@@ -143,7 +143,8 @@ def _write_data(
 
 def _part(tensor: Tensor, item: ChunkItem, made: Plan) -> Tensor:
     if item.rank is not None:
-        local = made.layout_of(item.source.name).to_local(tensor, item.rank).reshape(-1)
+        local = made.layout_of(item.source.name).to_local(tensor, item.rank)
+        local = (local if item.expert is None else local[item.expert]).reshape(-1)
         return F.pad(local, (0, item.sizes[0] - local.numel()))
     if item.expert is not None:
         return tensor[item.expert]
