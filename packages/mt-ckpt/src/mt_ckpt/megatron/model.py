@@ -49,6 +49,15 @@ class Grid:
                 seen.add(pair)
                 yield place  # type: ignore[misc]
 
+    def place_of_tensor_rank(self, number: int) -> Mapping[AxisName, int]:
+        """Of the first process with a tensor rank."""
+        return {"tp": number, "ep": 0, "etp": number % self.etp}
+
+    def place_of_expert_rank(self, number: int) -> Mapping[AxisName, int]:
+        """As Megatron numbers the ranks that have other parts of a stage's experts: expert tensor ranks first. Their
+        tensor ranks, on which experts do not depend, are left at 0."""
+        return {"tp": 0, "ep": number // self.etp, "etp": number % self.etp}
+
     def context(self, place: Mapping[AxisName, int] | None = None) -> ParallelContext:
         """For layouts: the context of a process at `place`. It has no process groups."""
         sizes = {"tp": self.tp, "ep": self.ep, "etp": self.etp}

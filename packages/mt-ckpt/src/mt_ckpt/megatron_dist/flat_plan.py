@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.flat_buffers import Bucket, bucketing, buckets_of, padded_numel
+from mt_ckpt.megatron.flat_buffers import Bucket, Bucketing, bucketing, buckets_of, padded_numel
 from mt_ckpt.megatron.optimizer import FLAT_STATES
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_ckpt.megatron.save import part_entries
@@ -81,39 +81,48 @@ def flat_plans(made: Plan) -> Iterator[FlatRankPlan]:
 
 def _owners(made: Plan, stage: int) -> Iterator[_Owner]:
     grid, apart = made.target.grid, made.experts_apart
-    for tp in range(grid.tp):
-        rank = grid.context({"tp": tp, "ep": 0, "etp": tp % grid.etp})
-        yield _Owner(stage, rank, stage * grid.tp + tp, of_experts=False, chained=apart)
-    for number in range(grid.ep * grid.etp if apart else 0):
-        rank = grid.context({"tp": 0, "ep": number // grid.etp, "etp": number % grid.etp})
-        yield _Owner(stage, rank, stage * grid.ep * grid.etp + number, of_experts=True, chained=apart)
+    for number in range(grid.tp):
+        rank = grid.context(grid.place_of_tensor_rank(number))
+        yield _Owner(stage, rank, stage * grid.tp + number, of_experts=False, chained=apart)
+    experts = grid.ep * grid.etp
+    for number in range(experts if apart else 0):
+        rank = grid.context(grid.place_of_expert_rank(number))
+        yield _Owner(stage, rank, stage * experts + number, of_experts=True, chained=apart)
 
 
 def _rank_plan(made: Plan, owner: _Owner, parts: Sequence[Sequence[RankEntry]]) -> FlatRankPlan:
+    dtypes = buffer_dtypes(made)
+    buffers = [buffer for part, entries in enumerate(parts) if (buffer := _buffer(made, owner, part, entries)).buckets]
     sizes: dict[str, int] = {}
     items: list[FlatItem] = []
-    padded: list[dict[Any, list[int]]] = []
-    unpadded: list[dict[Any, list[int]]] = []
-    dtypes, args = buffer_dtypes(made), Arguments(made.args, Path(DP_RESHARDABLE))
-    for part, entries in enumerate(parts):
-        members = {entry.stored: entry for entry in entries if belongs(made, entry, owner.of_experts)}
-        if not members:
-            continue
-        cut = bucketing(args, owner.stage, part, of_experts=owner.of_experts)
-        buckets = buckets_of(flat_parameters(made, owner.rank, list(members.values())), cut)
-        for number, bucket in enumerate(buckets):
-            key = f"{owner.prefix}gbuf_idx_{len(padded)}.dtype_{_shown(dtypes)}.bucket_idx_{number}."
+    for index, buffer in enumerate(buffers):
+        for number, bucket in enumerate(buffer.buckets):
+            key = f"{owner.prefix}gbuf_idx_{index}.dtype_{_shown(dtypes)}.bucket_idx_{number}."
             for stored, state in FLAT_STATES.items():
                 sizes[key + stored] = bucket.numel
-                items += _items(key + stored, bucket, state, owner.rank, members)
-        padded.append({dtypes: [padded_numel(bucket, cut) for bucket in buckets]})
-        unpadded.append({dtypes: [bucket.numel for bucket in buckets]})
+                items += _items(key + stored, bucket, state, owner.rank, buffer.members)
     objects = {
         "optimizer": {"param_groups": _groups(made, owner.of_experts)},
-        "per_bucket_numel": padded,
-        "per_bucket_numel_unpadded": unpadded,
+        "per_bucket_numel": [{dtypes: [padded_numel(b, buffer.cut) for b in buffer.buckets]} for buffer in buffers],
+        "per_bucket_numel_unpadded": [{dtypes: [bucket.numel for bucket in buffer.buckets]} for buffer in buffers],
     }
     return FlatRankPlan(sizes, items, {f"{owner.prefix}{key}/shard_0_1": value for key, value in objects.items()})
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """What an optimizer has of one model part. members: by their stored names."""
+
+    members: Mapping[str, RankEntry]
+    cut: Bucketing
+    buckets: list[Bucket]
+
+
+def _buffer(made: Plan, owner: _Owner, part: int, entries: Sequence[RankEntry]) -> _Buffer:
+    members = {entry.stored: entry for entry in entries if belongs(made, entry, owner.of_experts)}
+    args = Arguments(made.args, Path(DP_RESHARDABLE))
+    cut = bucketing(args, owner.stage, part, of_experts=owner.of_experts)
+    return _Buffer(members, cut, buckets_of(flat_parameters(made, owner.rank, list(members.values())), cut))
 
 
 def _shown(dtypes: tuple[torch.dtype, torch.dtype]) -> str:

@@ -140,11 +140,11 @@ class _Model:
     def _place(self, rank: _Rank) -> tuple[int, Mapping[AxisName, int]]:
         """Stage and place of a rank."""
         grid = self.grid
-        if not rank.of_experts:
-            stage, tp = divmod(rank.group, grid.tp)
-            return stage, {"tp": tp, "ep": 0, "etp": tp % grid.etp}
-        stage, number = divmod(rank.group, grid.ep * grid.etp)
-        return stage, {"tp": 0, "ep": number // grid.etp, "etp": number % grid.etp}
+        if rank.of_experts:
+            stage, number = divmod(rank.group, grid.ep * grid.etp)
+            return stage, grid.place_of_expert_rank(number)
+        stage, number = divmod(rank.group, grid.tp)
+        return stage, grid.place_of_tensor_rank(number)
 
     def _parts(self, stage: int, of_experts: bool) -> list[tuple[int, dict[str, RankEntry]]]:
         """(number, stored name -> entry) of the stage's parts in which the optimizer has parameters."""
