@@ -125,14 +125,16 @@ def model_type_of(config: DeepseekConfig) -> str:
     return "deepseek_v3" if MoEOptions(config)["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
 
 
-def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: int) -> dict[str, Any]:
-    """Options of model.moe for both versions; dense, shared, layers: defaults in Hugging Face's format."""
+def import_moe(
+    external: Mapping[str, Any], *, dense: int, shared: int, layers: int, scale: float
+) -> dict[str, Any]:
+    """Options of model.moe for both versions; dense, shared, layers, scale: defaults in Hugging Face's format."""
     layers = external.get("num_hidden_layers", layers)
     dense = min(external.get("first_k_dense_replace", dense), layers)
     ffn = external["moe_intermediate_size"]
     shared_experts = external.get("n_shared_experts", shared)
     balance = "seq_aux_loss" if external.get("seq_aux", True) else "aux_loss"
-    scale = float(external.get("routed_scaling_factor", 1.0))
+    scale = float(external.get("routed_scaling_factor", scale))
     return {
         "num_experts": external["n_routed_experts"],
         "moe_router_topk": external["num_experts_per_tok"],
@@ -163,7 +165,7 @@ def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
 def v2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=0, layers=32):
         return import__shared(external)
-    moe = import_moe(external, dense=0, shared=2, layers=32)
+    moe = import_moe(external, dense=0, shared=2, layers=32, scale=1.0)
     moe["moe_router_pre_softmax"] = True
     if external.get("topk_method") == "group_limited_greedy":
         moe |= import_groups(external, score_topk=1)
@@ -176,7 +178,7 @@ def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=3, layers=61):
         return values
     require_normalized(external)
-    moe = import_moe(external, dense=3, shared=1, layers=61)
+    moe = import_moe(external, dense=3, shared=1, layers=61, scale=2.5)
     moe |= {"moe_router_score_function": "sigmoid", **import_bias(external)}
     moe |= import_groups({"n_group": 8, "topk_group": 4, **external}, score_topk=2)
     return {**values, "moe": moe}
