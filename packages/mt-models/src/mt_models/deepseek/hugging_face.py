@@ -125,9 +125,7 @@ def model_type_of(config: DeepseekConfig) -> str:
     return "deepseek_v3" if MoEOptions(config)["moe_router_score_function"] == "sigmoid" else "deepseek_v2"
 
 
-def import_moe(
-    external: Mapping[str, Any], *, dense: int, shared: int, layers: int, scale: float
-) -> dict[str, Any]:
+def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: int, scale: float) -> dict[str, Any]:
     """Options of model.moe for both versions; dense, shared, layers, scale: defaults in Hugging Face's format."""
     layers = external.get("num_hidden_layers", layers)
     dense = min(external.get("first_k_dense_replace", dense), layers)
