@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -44,7 +45,7 @@ def our_engine() -> InferenceEngine:
     return InferenceEngine(built.eval(), None, ctx, config.inference, longest=LONGEST)
 
 
-def their_model() -> LlamaForCausalLM:
+def their_model() -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=HIDDEN,
@@ -67,7 +68,7 @@ def run_ours(engine: InferenceEngine, prompts: Prompts, counts: Sequence[int], *
 
 
 @torch.no_grad()
-def run_theirs(model: LlamaForCausalLM, rows: Prompts, count: int) -> None:
+def run_theirs(model: Any, rows: Prompts, count: int) -> None:
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -76,9 +77,9 @@ def run_theirs(model: LlamaForCausalLM, rows: Prompts, count: int) -> None:
     )
 
 
-def report(name: str, calls: dict[str, Callable[[], object]], rounds: int, goal: float) -> None:
+def report(name: str, calls: Mapping[str, Callable[[], object]], rounds: int, goal: float) -> None:
     """Prints how many times the processor time of ours the others take."""
-    taken = alternating(calls, rounds, measure=lambda call: elapsed(call, time.process_time), warm_up=1)
+    taken = alternating(dict(calls), rounds, measure=lambda call: elapsed(call, time.process_time), warm_up=1)
     ours = taken.pop("ours")
     for other, times in taken.items():
         ratios = [their / own for their, own in zip(times, ours, strict=True)]

@@ -64,11 +64,11 @@ def build(case: Case) -> tuple[Callable[[Tensor], float], int]:
     trainer = Trainer(load_config(overrides=settings(case)), train_data=NoData(), valid_data={}, callbacks=[seen])
     trainer.model.train()
     mask, positions = np.ones((case.batch, case.sequence), np.float32), np.arange(case.sequence)
-    fixed = {"loss_mask": mask, "position_ids": np.tile(positions, (case.batch, 1))}
+    fixed: dict[str, np.ndarray] = {"loss_mask": mask, "position_ids": np.tile(positions, (case.batch, 1))}
 
     def step(ids: Tensor) -> float:
         arrays = ids.numpy()
-        batch = {"tokens": arrays[:, :-1], "labels": arrays[:, 1:], **fixed}
+        batch: dict[str, np.ndarray] = {"tokens": arrays[:, :-1], "labels": arrays[:, 1:], **fixed}
         trainer.take_step(RankBatch([batch], [range(case.batch)]))
         return seen.loss
 

@@ -23,17 +23,20 @@ from transformers import (
 
 def model_config(case: Case) -> Any:
     if case.family == "gpt":
-        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = {"n_embd": case.hidden, "n_layer": case.layers, "n_head": case.heads, "n_inner": case.ffn}
         return GPT2Config(
             vocab_size=case.vocab,
             n_positions=case.sequence,
             activation_function="gelu",
             use_cache=False,
-            **sizes,
-            **off,
+            n_embd=case.hidden,
+            n_layer=case.layers,
+            n_head=case.heads,
+            n_inner=case.ffn,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": case.vocab,
         "hidden_size": case.hidden,
         "num_hidden_layers": case.layers,

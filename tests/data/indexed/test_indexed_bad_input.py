@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from mt_core.errors import DataError
-from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, check_files, verify
+from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
+from mt_data.indexed.dataset import check_files
 
 FORK = multiprocessing.get_context("fork")
 Damage = Callable[[Path, Path], object]

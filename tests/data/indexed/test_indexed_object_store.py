@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mt_core.errors import DataError
-from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, check_files, verify
+from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
+from mt_data.indexed.dataset import check_files
 
 fsspec = pytest.importorskip("fsspec")
 

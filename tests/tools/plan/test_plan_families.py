@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import MIXTURE, MODEL, PAIRS, T5, TP, planned, tree
+from cases import MODEL, MOE, PAIRS, T5, TP, planned, tree
 from fake import host
 
 from mt_core.train.build import count_flops
@@ -112,7 +112,7 @@ COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
 @pytest.mark.parametrize("family", ["gpt", "llama with experts", *COUNTED])
 def test_families_count_the_flops_that_are_run(family: str) -> None:
     """The formulas count keys that are seen one by one, and the run half of all."""
-    decoders = {"gpt": MODEL, "llama with experts": MIXTURE}
+    decoders = {"gpt": MODEL, "llama with experts": MOE}
     model, data, loss = CASES.get(family, (decoders.get(family, {}), {"dataset_type": "mock"}, "cross_entropy"))
     values = tree({"family": family, **model}, data=data)
     values["train"].update(loss=loss, micro_batch_size=1, global_batch_size=1)

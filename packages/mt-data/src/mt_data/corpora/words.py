@@ -43,8 +43,11 @@ def normalized_words(text: str) -> list[str]:
     This is GPT-3's gram (Brown et al. 2020, appendix C: "a lowercase, whitespace delimited word with no
     punctuation"), except that in scripts without spaces each character is a word.
     """
-    bare = without_punctuation(text.lower())
-    return bare.split() if bare.isascii() else _TOKEN.findall(bare)
+    lower = text.lower()
+    if lower.isascii():
+        return without_punctuation(lower).split()
+    # Cut first: a mark may stand between two words of a script without spaces.
+    return [word for token in _TOKEN.findall(lower) if (word := without_punctuation(token))]
 
 
 def iter_word_spans(text: str) -> Iterator[tuple[int, int]]:
