@@ -215,10 +215,19 @@ def children() -> list[int]:
     return [pid for pid, line in lines.items() if b"resource_tracker" not in line and b"forkserver" not in line]
 
 
-def test_an_interrupted_run_leaves_no_process(corpus: Path, options: Options) -> None:
+@pytest.fixture
+def new_children() -> Callable[[], set[int]]:
+    """Those since the test began: other tests in this process may have left a browser or the like."""
+    before = set(children())
+    return lambda: set(children()) - before
+
+
+def test_an_interrupted_run_leaves_no_process(
+    corpus: Path, options: Options, new_children: Callable[[], set[int]]
+) -> None:
     interrupt(options(corpus, shard_mb=TINY, workers=2))
     assert not multiprocessing.active_children()
-    assert not children()
+    assert not new_children()
 
 
 class KillAWorker(Notes):
@@ -229,10 +238,12 @@ class KillAWorker(Notes):
                 os.kill(process.pid or 0, signal.SIGKILL)
 
 
-def test_a_worker_that_dies_ends_the_run(prep: Any, corpus: Path, options: Options) -> None:
+def test_a_worker_that_dies_ends_the_run(
+    prep: Any, corpus: Path, options: Options, new_children: Callable[[], set[int]]
+) -> None:
     with pytest.raises(DataError, match=r"a worker process was ended by SIGKILL while it worked on .*corpus.jsonl"):
         preprocess(options(corpus, shard_mb=TINY, workers=2), KillAWorker())
-    assert not children()
+    assert not new_children()
     assert prep.files_of(preprocess(options(corpus, shard_mb=TINY))) == prep.expected_files(prep.TEXTS)
 
 
@@ -247,17 +258,19 @@ def no_plugins_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_plugins_in_workers")
 def test_workers_are_copies_of_the_process_that_planned(
-    prep: Any, corpus: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+    prep: Any, corpus: Path, options: Options, monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], set[int]]
 ) -> None:
     """They import nothing and build no tokenizer, which costs more CPU than a small corpus."""
     monkeypatch.setattr("mt_data.preprocess.executors.can_fork", lambda: True)  # whatever threads other tests left
     report = preprocess(options(corpus, shard_mb=TINY, workers=2))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
-    assert not children()
+    assert not new_children()
 
 
 @pytest.mark.usefixtures("no_plugins_in_workers")
-def test_a_worker_that_cannot_start_ends_the_run(corpus: Path, options: Options) -> None:
+def test_a_worker_that_cannot_start_ends_the_run(
+    corpus: Path, options: Options, new_children: Callable[[], set[int]]
+) -> None:
     """Beside another thread, whose locks a copy would inherit, workers are started anew; these fail."""
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
@@ -268,7 +281,7 @@ def test_a_worker_that_cannot_start_ends_the_run(corpus: Path, options: Options)
     finally:
         done.set()
         thread.join()
-    assert not children()
+    assert not new_children()
 
 
 RUN = """
