@@ -66,7 +66,7 @@ def a_stream_for_each_rank() -> None:
 
 def mean_of_the_ranks_means() -> None:
     """Each rank divides by its own number of tokens, and by the number of ranks."""
-    OptimizerStep._tokens = lambda self, counted: counted * self.ctx.dp.size  # type: ignore[method-assign]
+    OptimizerStep.global_tokens = lambda self, counted: counted * self.ctx.dp.size  # type: ignore[method-assign]
 
 
 def samples_of_this_rank_alone() -> None:
