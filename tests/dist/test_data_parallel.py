@@ -98,7 +98,7 @@ def broken(rank: int, world: int, mutation: str) -> dict:
     elif mutation == "each rank divides by its own count of tokens":
         from mt_core.train.optimizer_step import OptimizerStep
 
-        OptimizerStep._tokens = lambda step, counted: counted
+        OptimizerStep.global_tokens = lambda step, counted: counted
     else:
         from mt_core.train import engine
 
