@@ -178,7 +178,7 @@ def test_options_answer_everything_and_the_file_trains(mt, tmp_path: Path) -> No
 
 
 def test_typed_answers(mt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong answer is told, and its question asked again; options are not asked."""
+    """A wrong answer is reported, and its question asked again; options are not asked."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("gpt-tinny\ngpt-tiny\nmock\n-1\n32\n\n\n\n7\n"))
     outcome = mt("config", "init", tmp_path / "a.toml", "--processes", 1)
     assert outcome.code == 0, outcome.err

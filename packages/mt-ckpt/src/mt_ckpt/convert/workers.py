@@ -99,7 +99,7 @@ class _Worker:
             place = f" while it wrote {self.part.file}" if self.part else ""
             raise CheckpointError(
                 f"a process of --nproc ended with {_ending(self.process.exitcode)}{place}; if memory was short, use "
-                "fewer; the same command goes on with the files that are finished"
+                "fewer; the same command resumes with the files that are finished"
             ) from None
         return report
 

@@ -150,7 +150,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         *("perform_initialization", "data_parallel_random_init", "moe_use_upcycling"),
         *("moe_upcycling_granularity", "*_rng_tracker"),
     ),
-    "training beside what our sections say; a run that goes on is told by its own configuration": (
+    "training beside what our sections say; a resumed run is described by its own configuration": (
         *("qk_clip*", "calculate_per_token_loss", "freeze_all_layers", "iterations_to_skip", "skip_train", "test_mode"),
         *("step_batch_size_schedule", "decrease_batch_size_if_needed", "batch_size", "train_sync_interval"),
         *("check_*", "gpu_sniff_test_interval", "exit_*", "iteration", "consumed_valid_samples", "skipped_*"),

@@ -48,7 +48,7 @@ class Inert:
         return f"<{kind.__module__}.{kind.__qualname__}{self.arguments!r}>"
 
 
-def stand_in(module: str, name: str) -> type[Inert]:
+def inert_class(module: str, name: str) -> type[Inert]:
     """A class of its own for `module.name`, so that nothing in one pickle reaches another."""
     return type(name, (Inert,), {"__module__": module, "__slots__": ()})
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from mt_ckpt.pickles.hash_costs import check_hash_costs
-from mt_ckpt.pickles.inert_objects import Inert, stand_in
+from mt_ckpt.pickles.inert_objects import Inert, inert_class
 from mt_ckpt.pickles.structure import check_structure
 from mt_core.errors import CheckpointError
 
@@ -156,7 +156,7 @@ class SafeUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if full in INERT_NAMES or module in INERT_MODULES or module.partition(".")[0] in INERT_PACKAGES:
-            return stand_in(module, name)
+            return inert_class(module, name)
         if full == "builtins.object":
             return Inert
         raise self._refusal(f"it refers to {full}")

@@ -15,7 +15,7 @@ from mt_infer.chat.partners import ChatSettings, Partner
 
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int}
 HELP = """\
-/system TEXT        what the model is told first; without a text, nothing
+/system TEXT        the system prompt; without a text, none
 /temperature X      also /top_p, /top_k, /max_tokens, /seed; without a value, the default
 /settings           what is set
 /undo               forget the last question and its answer

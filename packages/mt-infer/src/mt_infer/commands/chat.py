@@ -24,7 +24,7 @@ def chat(
     partner: Annotated[
         str, typer.Argument(metavar="PATH|URL", help="A run directory or checkpoint, or the address of a server.")
     ],
-    system: Annotated[str | None, typer.Option(help="What the model is told first.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,

@@ -41,7 +41,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What the client is told of an exception: a mistake of its own by name, a defect of ours without details."""
+    """The error object of an exception: a mistake of its own by name, a defect of ours without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MtError):

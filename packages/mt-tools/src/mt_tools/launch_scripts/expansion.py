@@ -31,7 +31,7 @@ def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:
 def expand_word(word: Word, variables: Variables) -> list[str]:
     """One argument or several, or none: what is not quoted is split at blanks."""
     fields: list[str] = []
-    open_: str | None = None  # the argument that the next part goes on with
+    open_: str | None = None  # the argument that the next part is appended to
     for part in word:
         for piece in _pieces(part, variables):
             if piece is not None:

@@ -12,7 +12,7 @@ _MARK = re.compile("\ue000(\\d+)\ue001")
 
 @dataclass
 class Unknowns:
-    """Values that are not known stand in texts as marks, each with what it is."""
+    """Values that are not known are marks in texts, each with what it is."""
 
     shown: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)

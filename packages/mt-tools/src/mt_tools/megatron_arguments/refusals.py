@@ -104,7 +104,7 @@ def _flex_backend(value: str, given: Mapping[str, Any], host: PluginHost) -> Ite
 
 def _random_streams(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if given.get("load") and not (given.get("finetune") or given.get("no_load_optim")):
-        yield "random streams that start anew when a run goes on with its optimizer"
+        yield "random streams that start anew when a run is resumed with its optimizer"
 
 
 def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:

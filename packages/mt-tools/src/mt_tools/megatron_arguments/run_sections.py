@@ -14,7 +14,7 @@ Keys = dict[str, Any]
 """Dotted key -> value; None is null."""
 BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
-"""Tokenizers that are told the size of their vocabulary."""
+"""Tokenizers whose vocabulary size is an argument."""
 
 
 def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:

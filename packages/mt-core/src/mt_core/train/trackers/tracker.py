@@ -22,7 +22,7 @@ IDS_FILE = "trackers.json"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told as it starts.
+    """What a tracker receives at its start.
 
     folder: the run directory. iteration: completed steps. run_id: of the stopped run that is resumed, else None.
     """

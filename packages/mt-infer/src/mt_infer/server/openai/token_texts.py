@@ -42,7 +42,7 @@ class TokenTexts:
         return None if known is None else list(known)
 
     def advance(self, token: int) -> None:
-        """The sequence goes on with this token."""
+        """Appends this token to the sequence."""
         if token < self._tokenizer.vocab_size:
             self._before = [*self._before[-CONTEXT + 1 :], token]
             self._decoded = self._tokenizer.decode(self._before)
