@@ -3,6 +3,7 @@ the one process that they are compared with."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,13 @@ def evaluation_of_this_rank_alone() -> None:
 
 FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], str]] = {
     "updated weights are not waited for": (gathers_are_not_waited_for, SHARDED, (), "loss of step 3"),
-    "micro-batches of the first step": (micro_batches_of_the_first_step, (), (), "gradient norm of step 2"),
+    "micro-batches of the first step": (
+        micro_batches_of_the_first_step,
+        (),
+        (),
+        # A reduction that starts a micro-batch early races with the gradients that are still added to what it sends.
+        "gradient norm of step 2|loss of step 3",
+    ),
     "gradients are not zeroed": (gradients_are_zeroed_three_times, (), (), "gradient norm of step 4"),
     "one dropout stream for all samples": (one_stream_for_all_samples, (), DROPOUT, "loss of step 1"),
     "dropout by rank": (a_stream_for_each_rank, (), DROPOUT, "loss of step 1"),
@@ -93,7 +100,8 @@ FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], st
     "consumed samples are counted locally": (samples_of_this_rank_alone, (), (), "consumed samples of step 1"),
     "evaluation is not summed": (evaluation_of_this_rank_alone, (), (), "evaluation number 1"),
 }
-"""Name -> the fault, keys that turn on what it breaks, options of the command, the first difference that it makes."""
+"""Name -> the fault, keys that turn on what it breaks, options of the command, the first difference that it makes
+(a regular expression)."""
 
 RECORD_ON_RANK = small_runs.record_on_rank
 
@@ -144,7 +152,7 @@ def test_a_fault_of_data_parallelism_is_found(mt, tmp_path, monkeypatch: pytest.
     monkeypatch.setattr(small_runs, "record_on_rank", partial(record_with_fault, name=name))
     outcome = verify(mt, tmp_path, keys, options)
     assert outcome.code == 1, outcome.out + outcome.err
-    assert f"the first: {first}:" in outcome.out.splitlines()[-1], outcome.out
+    assert re.search(f"the first: ({first}):", outcome.out.splitlines()[-1]), outcome.out
 
 
 @pytest.mark.parametrize(("keys", "options"), [((), DROPOUT), (SHARDED, ("--steps", "3"))])
