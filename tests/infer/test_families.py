@@ -98,6 +98,25 @@ def test_tokens_and_logprobs_are_those_of_the_full_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek", "hybrid"])
+def test_a_prompt_is_scored_from_a_token_on_behind_what_is_in_the_cache(name: str) -> None:
+    engine = engine_of(configuration(FAMILIES[name], inference=TINY), longest=19)
+    (text,) = prompts(19)
+    logs = forward_logprobs(engine.model, text)
+    for start in (0, 13, 13, 18, 19):
+        for max_tokens in (0, 1):
+            scoring = SamplingParameters(
+                temperature=0.0, max_tokens=max_tokens, prompt_logprobs=0, prompt_logprobs_start=start
+            )
+            ((event,),) = run(engine, [text], scoring)
+            assert event.prompt_logprobs is not None
+            assert len(event.prompt_logprobs) == len(text)
+            for place, found in enumerate(event.prompt_logprobs):
+                assert (found is None) == (place < max(1, start))
+                if found is not None:
+                    assert found.token == pytest.approx(float(logs[place - 1, text[place]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek", "hybrid"])
 def test_a_prefix_that_is_in_the_cache_is_not_computed_again(name: str) -> None:
     engine = engine_of(configuration(FAMILIES[name], inference=TINY))
     (text,) = prompts(19)

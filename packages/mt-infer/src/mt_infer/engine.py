@@ -198,11 +198,11 @@ class InferenceEngine:
         return self.runner.vocab_shares if self.options.batch_invariant else ()
 
     def _prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> list[LogProbs | None]:
-        """Of the prompt's tokens that follow the chunk's positions."""
+        """Of the prompt's tokens that follow the positions of the chunk's logits."""
         sequence, wanted = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
         if wanted is None or chunk.start >= sequence.prompt_length:
             return []
-        following = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
+        following = sequence.tokens[chunk.first_logits + 1 : min(chunk.end + 1, sequence.prompt_length)]
         tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
         # An image token behind the vocabulary has no probability.
         vocab = logits.shape[-1]
@@ -222,8 +222,7 @@ class InferenceEngine:
     def _advance(self, chunk: Chunk, found: _Found, snapshot: list[Tensor] | None) -> list[TokenEvent]:
         sequence, accepted = chunk.sequence, len(found.sampled) - 1
         if found.prompt:
-            # From the chunk's start on: after a preemption the prompt is computed again.
-            sequence.prompt_logprobs[chunk.start :] = found.prompt
+            sequence.keep_prompt_logprobs(chunk.first_logits, found.prompt)
         if snapshot is None or accepted == len(chunk.drafts):
             self.manager.computed(sequence, chunk.end)
         if sequence.beams is not None and found.candidates:
@@ -292,6 +291,7 @@ class InferenceEngine:
             self.manager.new_tables(),
             self.manager.new_keys(_content(request.inputs)),
             list(request.tokens),
+            prompt_logprobs=[None] * (len(request.tokens) - 1),
             conditioning=conditioning,
             stop_ids=self._stop_ids(request.sampling),
             matcher=self.constraints.matcher(request.sampling),
@@ -321,7 +321,8 @@ class InferenceEngine:
             raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
         self._check_beams(request)
         self.constraints.matcher(request.sampling)
-        asked = len(request.tokens) + (1 if request.sampling.max_tokens else 0)
+        # A token that nothing follows takes no position.
+        asked = len(request.tokens) + (1 if request.sampling.max_tokens > 1 else 0)
         if asked > self.longest:
             raise ConfigError(
                 f"the prompt has {len(request.tokens)} tokens, and sequences have at most {self.longest} with what is "

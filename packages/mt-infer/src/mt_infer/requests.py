@@ -78,6 +78,7 @@ class RunningSequence:
     memory: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Layer -> its MemoryState."""
     prompt_logprobs: list[LogProbs | None] = field(default_factory=list)
+    """Of each token of the prompt but the first."""
     cached: int = 0
     """Positions of the prompt that another sequence had computed."""
     stop_ids: frozenset[int] = frozenset()
@@ -94,8 +95,18 @@ class RunningSequence:
         return len(self.request.tokens)
 
     @property
+    def first_logits(self) -> int | None:
+        """The first position of the prompt of which logits are wanted; None: of none but the last."""
+        sampling = self.request.sampling
+        return None if sampling.prompt_logprobs is None else max(0, sampling.prompt_logprobs_start - 1)
+
+    @property
     def generated(self) -> Sequence[int]:
         return self.tokens[self.prompt_length :]
+
+    def keep_prompt_logprobs(self, position: int, found: Sequence[LogProbs | None]) -> None:
+        """Of the tokens that follow this position and those behind it. After a preemption they are computed again."""
+        self.prompt_logprobs[position : position + len(found)] = found
 
     @property
     def waiting(self) -> int:

@@ -75,9 +75,11 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: RunningSequence, count: int) -> Chunk:
-        ends = sequence.computed + count == len(sequence.tokens)
-        asked = sequence.request.sampling.prompt_logprobs is not None and sequence.computed < sequence.prompt_length
-        return Chunk(sequence, sequence.computed, count, count if asked else int(ends))
+        start, end, first = sequence.computed, sequence.computed + count, sequence.first_logits
+        logits = int(end == len(sequence.tokens))
+        if first is not None and start < sequence.prompt_length:
+            logits = max(logits, end - max(start, first))
+        return Chunk(sequence, start, count, logits)
 
     def _with_drafts(self, chunk: Chunk, budget: int) -> Chunk:
         """With as many drafted tokens behind it as there is room for."""

@@ -38,6 +38,11 @@ class Chunk:
         return self.start + self.count - len(self.drafts)
 
     @property
+    def first_logits(self) -> int:
+        """The first position of which logits are wanted."""
+        return self.start + self.count - self.logits
+
+    @property
     def is_last(self) -> bool:
         """Whether the next token can be sampled behind it."""
         return self.end == len(self.sequence.tokens)

@@ -61,13 +61,15 @@ class CacheManager:
         return PrefixKeys(root, self.limits.block_size)
 
     def admit(self, sequence: RunningSequence) -> None:
-        """Finds the longest prefix that is in the cache, and shares it. The last token is always computed anew: its
-        logits are wanted. Raises OutOfBlocksError when there is no room for another sequence."""
+        """Finds the longest prefix that is in the cache, and shares it. Positions of which logits are wanted, the last
+        among them, are always computed anew. Raises OutOfBlocksError when there is no room for another sequence."""
         if self.states is not None and not self.states.free:
             raise OutOfBlocksError
         snapshot = None
-        if self.share_prefixes and sequence.request.sampling.prompt_logprobs is None:
-            keys = sequence.keys.extend(sequence.tokens, len(sequence.tokens) - 1)
+        if self.share_prefixes:
+            last = len(sequence.tokens) - 1
+            first = last if sequence.first_logits is None else min(last, sequence.first_logits)
+            keys = sequence.keys.extend(sequence.tokens, first)
             count, snapshot = self._shared(sequence.tables, keys)
             for table in sequence.tables:
                 table.adopt(keys[:count])

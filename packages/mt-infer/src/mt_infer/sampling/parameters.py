@@ -32,7 +32,7 @@ class SamplingParameters:
     beside the tokenizer's end of document (unless ignore_eod). seed: the same seed gives the same tokens, whatever else
     runs; None: another each time. n: number of sequences; best_of: the n with the best mean log-probability of so many.
     logprobs: how many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs:
-    the same of the prompt's tokens.
+    the same of the prompt's tokens, from number prompt_logprobs_start on; those before it may come from the cache.
 
     num_beams: above 1, beam search; then n of the beams are returned, early_stopping and length_penalty are those of
     transformers.
@@ -64,6 +64,7 @@ class SamplingParameters:
     best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
@@ -99,6 +100,7 @@ class SamplingParameters:
         yield "best_of", self.best_of is None or self.best_of >= self.n, f"n={self.n} or more"
         yield "logprobs", (self.logprobs or 0) >= 0, "0 or more"
         yield "prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "0 or more"
+        yield "prompt_logprobs_start", self.prompt_logprobs_start >= 0, "0 or more"
         yield "num_beams", self.num_beams >= 1, "1 (no beam search) or more"
         yield "early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'
 
