@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-moe", "mt-infer", "mt-tools", "mt-accelerate", "mt-cli")
+PACKAGES = (
+    "mt-core",
+    "mt-models",
+    "mt-data",
+    "mt-ckpt",
+    "mt-moe",
+    "mt-infer",
+    "mt-tools",
+    "mt-eval",
+    "mt-accelerate",
+    "mt-cli",
+)
 EXAMPLE = ROOT / "examples" / "mt-plugin-example"
 MT_VARIABLES = ("MT_PLUGINS", "MT_PLUGINS_STRICT", "MT_DEBUG")
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV")

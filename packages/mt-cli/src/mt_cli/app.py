@@ -27,6 +27,7 @@ HOMES = {
     "plan": "mt-tools",
     "verify": "mt-tools",
     "bench": "mt-tools",
+    "eval": "mt-eval",
     "launch": "mt-accelerate",
 }
 """Commands of mt that come with another distribution."""

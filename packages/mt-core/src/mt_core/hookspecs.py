@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         CommandSpec,
         ContextParallelMethodSpec,
         DatasetSpec,
+        EvaluatorSpec,
         FeedForwardSpec,
         KeyNamesSpec,
         LossSpec,
@@ -125,6 +126,12 @@ def mt_register_losses() -> list[LossSpec]:
 @hookspec
 def mt_register_callbacks() -> list[CallbackSpec]:
     """Observers of training: sinks for metrics, early stops, profilers; selected by `train.callbacks`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_evaluators() -> list[EvaluatorSpec]:
+    """Measurements of the model during training, which the section [eval] turns on."""
     raise NotImplementedError
 
 

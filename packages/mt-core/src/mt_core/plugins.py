@@ -73,6 +73,7 @@ KINDS: dict[str, Kind[Any]] = {
     "lr_schedules": Kind("a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"),
     "losses": Kind("a loss", "mt_register_losses", specs.LossSpec, "mt-core"),
     "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
+    "evaluators": Kind("an evaluator", "mt_register_evaluators", specs.EvaluatorSpec, "mt-eval"),
     "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-tools"),
     "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
 }
@@ -300,6 +301,10 @@ class PluginHost:
     @cached_property
     def callbacks(self) -> Registry[specs.CallbackSpec]:
         return self.registry("callbacks")
+
+    @cached_property
+    def evaluators(self) -> Registry[specs.EvaluatorSpec]:
+        return self.registry("evaluators")
 
     @cached_property
     def key_names(self) -> Registry[specs.KeyNamesSpec]:

@@ -599,6 +599,19 @@ class CallbackSpec(Spec):
     always: bool = False
 
 
+class BuildEvaluator(Protocol):
+    def __call__(self, config: Any) -> Any:
+        """config: a mt_core.config.Config. None: the configuration turns on nothing of this evaluator."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorSpec(Spec):
+    """Measures the model during training (`mt_core.train.evaluators.Evaluator`), on all ranks."""
+
+    build: Lazy[BuildEvaluator]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
     """A sub-command of `mt`: a typer app, imported when it is called.

@@ -505,6 +505,17 @@ class InferenceConfig(Section):
     """With draft_model: its run directory or checkpoint. It has the tokenizer of the large model."""
 
 
+class EvalConfig(Section):
+    """Measurements of the model during training, beside the loss on validation sets (mt-eval)."""
+
+    interval: PositiveInt | None = None
+    """Steps between measurements. Default: train.eval_interval."""
+    perplexity: dict[str, str] = Field(default_factory=dict)
+    """Name -> a text whose perplexity is measured: .bin/.idx, JSON lines or plain text."""
+    overlapping_eval: PositiveInt | None = None
+    """Tokens that each window of perplexity adds to those before it. Default: all of a window, without overlap."""
+
+
 class TimeoutsConfig(Section):
     """Seconds that a rank may be in a phase; then the run ends with the name of the rank that is late."""
 
@@ -538,6 +549,7 @@ class Config(Section):
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     inference: InferenceConfig
+    eval: EvalConfig
     timeouts: TimeoutsConfig
 
     def to_dict(self) -> dict[str, Any]:
@@ -559,6 +571,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "inference": InferenceConfig,
+    "eval": EvalConfig,
     "timeouts": TimeoutsConfig,
 }
 

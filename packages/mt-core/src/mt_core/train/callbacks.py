@@ -76,7 +76,7 @@ class Callback:
         evaluations and saves; tflops (model TFLOP/s of a device) and mfu, where they are known."""
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        """After an evaluation: iteration, and `<set>_loss` for each validation set."""
+        """After an evaluation: iteration, and `<set>_loss` for each validation set; or what evaluators measure."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""

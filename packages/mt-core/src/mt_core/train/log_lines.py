@@ -53,5 +53,5 @@ def step_line(metrics: Metrics, last_iteration: int) -> str:
 
 
 def evaluation_line(metrics: Metrics) -> str:
-    losses = [f"{name.removesuffix('_loss')} loss {loss:.4f}" for name, loss in metrics.items() if name != "iteration"]
-    return f"step {metrics['iteration']} | {' | '.join(losses)}"
+    values = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if name != "iteration"]
+    return f"step {metrics['iteration']} | {' | '.join(values)}"

@@ -38,6 +38,8 @@ def megatron_evaluation_lines(metrics: Metrics) -> str:
         if key.endswith("_loss"):
             name = loss_name(key)
             line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(float(loss)):.6E} | "
+        elif key != "iteration":
+            line += f"{key} value: {loss:.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 

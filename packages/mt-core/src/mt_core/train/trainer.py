@@ -38,6 +38,7 @@ from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import Checkpointed
 from mt_core.train.engine import Engine, StepRecord
+from mt_core.train.evaluators import configured_evaluators
 from mt_core.train.forward_backward import ForwardStep
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.run_summary import run_summary
@@ -78,6 +79,7 @@ class Trainer:
         # Callbacks write to the console and to files: only one process runs them.
         configured = configured_callbacks(config.config, self.host) if is_writer() else []
         self.callbacks = CallbackList([*configured, *callbacks])
+        self.evaluators = configured_evaluators(config.config, self.host)
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
@@ -85,7 +87,7 @@ class Trainer:
         self.checks = StepChecks(self.engine, self.recent_losses)
         self.not_loaded: list[str] = []
         """Parameters that checkpoint.load left at their initial values."""
-        self._last_saved = self._last_evaluated = -1
+        self._last_saved = self._last_evaluated = self._last_measured = -1
         self._stop_reason: str | None = None
         self._pending: StepRecord | None = None
         """With deferred metrics: the step whose metrics are read next."""
@@ -215,7 +217,7 @@ class Trainer:
             self.callbacks.on_log(self, line)
 
     def _evaluates_or_saves(self) -> bool:
-        intervals = (self.config.train.eval_interval, self.config.checkpoint.save_interval)
+        intervals = (self.config.train.eval_interval, self._eval_interval, self.config.checkpoint.save_interval)
         return any(interval and self.state.iteration % interval == 0 for interval in intervals)
 
     def _evaluate_and_save_if_due(self) -> None:
@@ -225,6 +227,8 @@ class Trainer:
             if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
                 self.evaluate()
                 self._last_evaluated = iteration
+            if self._eval_interval and iteration % self._eval_interval == 0:
+                self.run_evaluators()
             if self.config.checkpoint.save_interval and iteration % self.config.checkpoint.save_interval == 0:
                 self.save()
 
@@ -234,6 +238,8 @@ class Trainer:
             self.save()
         if self._stop_reason is None and self._last_evaluated != self.state.iteration:
             self.evaluate()
+        if self._stop_reason is None and self._last_measured != self.state.iteration:
+            self.run_evaluators()
         self.phases.enter("save")
         self._report_committed(self.checkpoint_writer.finish())
         wait_for_all()
@@ -249,6 +255,19 @@ class Trainer:
         if losses:
             self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
         return losses
+
+    def run_evaluators(self) -> None:
+        """Measure what the section [eval] turns on."""
+        if not self.evaluators:
+            return
+        self.phases.enter("evaluate")
+        measured = {name: value for one in self.evaluators for name, value in one.evaluate(self).items()}
+        self._last_measured = self.state.iteration
+        self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **measured})
+
+    @property
+    def _eval_interval(self) -> int | None:
+        return self.config.eval.interval or self.config.train.eval_interval if self.evaluators else None
 
     def _reference_losses(self) -> dict[str, float]:
         """Losses of baseline models on the evaluated samples, from data sets that provide them."""

@@ -38,7 +38,7 @@ FREE_KEYS = frozenset(
     }
 )
 """Keys that do not affect the trained weights."""
-FREE_SECTIONS = frozenset({"checkpoint", "logging", "timeouts"})
+FREE_SECTIONS = frozenset({"checkpoint", "logging", "inference", "eval", "timeouts"})
 
 
 def find_resume(directory: RunDirectory | None, config: CheckpointConfig) -> Path | None:

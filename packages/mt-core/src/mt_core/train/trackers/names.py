@@ -43,10 +43,12 @@ def log_values(metrics: Metrics) -> dict[str, float]:
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Of on_evaluation: loss and perplexity of each validation set."""
+    """Of on_evaluation: loss and perplexity of each validation set, and what evaluators measure."""
     values = {}
     for key, loss in metrics.items():
-        if key not in AXES:
+        if key not in AXES and not key.endswith("_loss"):
+            values[key.replace("_", " ")] = float(loss)
+        elif key not in AXES:
             name = loss_name(key)
             values[f"{name} validation"] = float(loss)
             values[f"{name} validation ppl"] = perplexity(float(loss))

@@ -1,0 +1,1 @@
+"""The commands of mt-eval."""

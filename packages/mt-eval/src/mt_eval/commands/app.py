@@ -1,0 +1,13 @@
+"""`mt eval`: a command for each kind of measurement."""
+
+from __future__ import annotations
+
+import typer
+
+from mt_eval.commands.lambada import lambada
+from mt_eval.commands.perplexity import ppl, wikitext103
+
+app = typer.Typer(no_args_is_help=True, help="Measure a trained model.")
+app.command()(ppl)
+app.command()(wikitext103)
+app.command()(lambada)

@@ -1,0 +1,105 @@
+"""Options that the commands of mt eval share, and how they run tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mt_core.commands import need
+from mt_core.errors import ConfigError
+from mt_core.paths import as_path
+from mt_infer.commands.layout import engine_settings, on_ranks
+
+if TYPE_CHECKING:
+    from mt_eval.results import Evaluation
+    from mt_eval.tasks import Task
+    from mt_infer.text import TextGenerator
+
+CHECKPOINT = Annotated[
+    Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
+]
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option(help="Result file (JSON); samples go beside it, and a killed run goes on from them.", metavar="FILE"),
+]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result file instead of a table.")]
+LIMIT = Annotated[int | None, typer.Option(min=1, help="The first samples of each task only.")]
+DEVICE = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+SEQ_LENGTH = Annotated[
+    int | None, typer.Option(min=1, help="Positions of a window. Default: as many as the model has.")
+]
+
+
+def run_tasks(
+    context: typer.Context,
+    path: Path,
+    build: Callable[[TextGenerator], Sequence[Task]],
+    *,
+    output: Path | None,
+    as_json: bool,
+    set_: Sequence[str],
+    device: str,
+    nproc: int | None,
+) -> None:
+    """Loads the model on all ranks, evaluates the tasks that `build` gives, and prints the result."""
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt eval")
+
+    def use(generator: TextGenerator) -> None:
+        from mt_eval.running import evaluate
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        tasks = build(generator)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            rows = {id(task): bar.add_task(task.name, total=len(task)) for task in tasks}
+            evaluation = evaluate(
+                generator,
+                tasks,
+                path,
+                output=output,
+                on_sample=lambda task, done: bar.update(rows[id(task)], completed=done),
+            )
+        show(evaluation, as_json)
+
+    on_ranks(context, path, engine_settings(set_), device, nproc, use)
+
+
+def window_length(generator: TextGenerator, seq_length: int | None) -> int:
+    """Raises ConfigError for a window that is longer than the model's sequences."""
+    if seq_length is not None and seq_length > generator.longest:
+        raise ConfigError(
+            f"--seq-length {seq_length}: the model's sequences have {generator.longest} positions at most"
+        )
+    return seq_length or generator.longest
+
+
+def show(evaluation: Evaluation, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False))
+        return
+    table = Table("task", "metric", "value", box=None)
+    for name, result in evaluation.tasks.items():
+        for metric, value in result.metrics.items():
+            table.add_row(name, metric, f"{value:,.0f}" if float(value).is_integer() and value > 1 else f"{value:.4f}")
+    Console().print(table)
+    for name, result in evaluation.tasks.items():
+        for note in notes(name, result.samples, result.truncated, result.not_scored, dict(result.reasons)):
+            typer.echo(note)
+
+
+def notes(name: str, samples: int, truncated: int, not_scored: int, reasons: dict[str, str]) -> list[str]:
+    """What a reader of the numbers has to be told beside them."""
+    found = []
+    if truncated:
+        found.append(f"{name}: {truncated:,} of {samples:,} samples were cut to the model's length")
+    if not_scored:
+        first, why = next(iter(reasons.items()))
+        found.append(f"{name}: {not_scored:,} samples could not be scored; {first}: {why}")
+    return found

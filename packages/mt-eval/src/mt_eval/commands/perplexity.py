@@ -1,0 +1,97 @@
+"""`mt eval ppl` and `mt eval wikitext103`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mt_core.errors import ConfigError
+from mt_core.paths import as_path
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, LIMIT, OUTPUT, SEQ_LENGTH, run_tasks, window_length
+from mt_infer.commands.layout import NPROC, SETTINGS
+
+if TYPE_CHECKING:
+    from mt_eval.tasks import Task
+    from mt_infer.text import TextGenerator
+
+MEGATRON_OVERLAP = 32
+"""Megatron-LM's default of --overlapping-eval."""
+
+
+def ppl(
+    context: typer.Context,
+    path: CHECKPOINT,
+    data: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[NAME=]FILE", help=".bin/.idx, JSON lines, Parquet or plain text. Repeatable.", show_default=False
+        ),
+    ],
+    overlapping_eval: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that each window adds. Default: windows do not overlap.")
+    ] = None,
+    seq_length: SEQ_LENGTH = None,
+    text_key: Annotated[str, typer.Option(help="Of JSON lines and Parquet.")] = "text",
+    detokenizer: Annotated[str, typer.Option(help="none, wikitext or ptb: applied to texts before tokens.")] = "none",
+    prefix: Annotated[
+        bool | None,
+        typer.Option(help="Predict the first token of a document too. Default: yes, but for plain text."),
+    ] = None,
+    limit: LIMIT = None,
+    output: OUTPUT = None,
+    as_json: AS_JSON = False,
+    set_: SETTINGS = None,
+    device: DEVICE = "auto",
+    nproc: NPROC = None,
+) -> None:
+    """Perplexity of texts: of a token, a byte and a word."""
+    named = dict(_named(entry) for entry in data)
+    if len(named) < len(data):
+        raise ConfigError(f"--data: two texts have one name, of {', '.join(_named(entry)[0] for entry in data)}")
+
+    def build(generator: TextGenerator) -> Sequence[Task]:
+        from mt_eval.perplexity.task import Perplexity
+        from mt_eval.perplexity.texts import TextSet
+
+        length = window_length(generator, seq_length)
+        texts = [TextSet(name, file, text_key, detokenizer, prefix) for name, file in named.items()]
+        return [Perplexity(one, generator.tokenizer, length, stride=overlapping_eval, limit=limit) for one in texts]
+
+    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+
+
+def wikitext103(
+    context: typer.Context,
+    path: CHECKPOINT,
+    data: Annotated[Path, typer.Argument(parser=as_path, metavar="FILE", help="wiki.test.tokens of WikiText-103.")],
+    overlapping_eval: Annotated[int, typer.Option(min=1, help="Tokens that each window adds.")] = MEGATRON_OVERLAP,
+    seq_length: SEQ_LENGTH = None,
+    limit: LIMIT = None,
+    output: OUTPUT = None,
+    as_json: AS_JSON = False,
+    set_: SETTINGS = None,
+    device: DEVICE = "auto",
+    nproc: NPROC = None,
+) -> None:
+    """WikiText-103 as Megatron-LM measured it; word_perplexity is its adjusted perplexity."""
+
+    def build(generator: TextGenerator) -> Sequence[Task]:
+        from mt_eval.perplexity.task import Perplexity
+        from mt_eval.perplexity.texts import TextSet
+
+        texts = TextSet("wikitext103", str(data), detokenizer="wikitext", prefix=False)
+        length = window_length(generator, seq_length)
+        return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
+
+    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+
+
+def _named(entry: str) -> tuple[str, str]:
+    """NAME=FILE, or a file, whose name without endings is its name."""
+    name, equals, file = entry.partition("=")
+    if equals and name:
+        return name, file
+    return Path(entry).name.partition(".")[0] or entry, entry

@@ -1,0 +1,89 @@
+"""The samples of an evaluation in a file, each as soon as it is measured. A killed evaluation goes on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from mt_core.errors import DataError
+from mt_eval.tasks import Sample
+
+HEADER = "evaluation"
+
+
+class Journal:
+    """One line of JSON for each sample, behind a line that says what they are samples of.
+
+    path: None keeps samples in memory. described: JSON values; a file with another description is refused.
+    Raises DataError for a file that is no journal, or of another evaluation.
+    """
+
+    def __init__(self, path: Path | None, described: Mapping[str, Any]) -> None:
+        self._samples: dict[str, list[Sample]] = {}
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        end = self._read(path, described) if path.exists() and path.stat().st_size else 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("r+" if end else "w", encoding="utf-8")
+        # What was being written when the last run was killed.
+        self._file.truncate(end)
+        self._file.seek(end)
+        if not end:
+            self._write({HEADER: described})
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def samples(self, task: str) -> list[Sample]:
+        """Those that were measured, in order."""
+        return self._samples.get(task, [])
+
+    def add(self, task: str, sample: Sample) -> None:
+        self._samples.setdefault(task, []).append(sample)
+        if self._file is not None:
+            self._write({"task": task, **sample.to_dict()})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def _read(self, path: Path, described: Mapping[str, Any]) -> int:
+        """The number of bytes in whole lines."""
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        lines = content[:end].splitlines()
+        if not lines:
+            return 0
+        if _header(path, lines[0]) != json.loads(json.dumps(described)):
+            raise DataError(
+                f"{path} has samples of another evaluation (its first line says of which); give another --output, or "
+                "remove it"
+            )
+        for number, line in enumerate(lines[1:], start=2):
+            task, sample = parse_sample(path, number, line)
+            self._samples.setdefault(task, []).append(sample)
+        return end
+
+
+def parse_sample(path: Path, number: int, line: bytes) -> tuple[str, Sample]:
+    """The task and sample of a line. Raises DataError with the line's number."""
+    try:
+        values = json.loads(line)
+        return values.pop("task"), Sample(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}, line {number}: no sample of an evaluation; remove the file to start again") from error
+
+
+def _header(path: Path, line: bytes) -> Any:
+    try:
+        return json.loads(line)[HEADER]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds something else than samples of mt eval; give another --output") from error

@@ -1,0 +1,1 @@
+"""Perplexity of texts."""

@@ -1,0 +1,53 @@
+"""Perplexity of named texts during training, with the trainer's weights in its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_core.config.schema import Config
+from mt_core.parallel.context import is_writer
+from mt_core.train.trainer import Trainer
+from mt_eval.journal import Journal
+from mt_eval.perplexity.task import Perplexity
+from mt_eval.perplexity.texts import TextSet
+from mt_eval.running import measure
+from mt_infer.text import TextGenerator
+
+REPLICAS: Mapping[str, Any] = {"tensor_model_parallel_size": 1}
+
+
+class PerplexityEvaluator:
+    """Implements mt_core.train.evaluators.Evaluator. Texts are read once, by rank 0."""
+
+    def __init__(self, config: Config) -> None:
+        self.texts = {name: TextSet(name, path) for name, path in config.eval.perplexity.items()}
+        self.stride = config.eval.overlapping_eval
+        # FSDP2 keeps pieces of weights; each rank generates with a copy of its own.
+        self.parallel = REPLICAS if config.parallel.use_torch_fsdp2 else None
+        self._tasks: list[Perplexity] | None = None
+
+    def evaluate(self, run: Trainer) -> Mapping[str, float]:
+        generator = TextGenerator.of_trainer(run, self.parallel)
+        if not is_writer():
+            generator.follow()
+            return {}
+        try:
+            return {f"{task.name}_perplexity": self._perplexity(generator, task) for task in self._of(generator)}
+        finally:
+            generator.close()
+
+    def _of(self, generator: TextGenerator) -> list[Perplexity]:
+        if self._tasks is None:
+            read = self.texts.values()
+            self._tasks = [Perplexity(one, generator.tokenizer, generator.longest, stride=self.stride) for one in read]
+        return self._tasks
+
+    def _perplexity(self, generator: TextGenerator, task: Perplexity) -> float:
+        journal = Journal(None, {})
+        measure(generator, task, journal, lambda task, done: None)
+        return task.metrics(journal.samples(task.name))["perplexity"]
+
+
+def build_evaluator(config: Config) -> PerplexityEvaluator | None:
+    return PerplexityEvaluator(config) if config.eval.perplexity else None

@@ -1,0 +1,121 @@
+"""Texts whose perplexity is measured, as documents of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Tokenizer
+from mt_data.indexed.dataset import IndexedDataset
+from mt_data.preprocess.formats import detect_format
+from mt_data.preprocess.readers import iter_records
+from mt_eval.perplexity.detokenizers import DETOKENIZERS
+
+INDEXED = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """A named text: .bin/.idx (or their prefix), JSON lines, Parquet, or a plain text file, which is one document.
+
+    text_key: of JSON lines and Parquet. detokenizer: a name of DETOKENIZERS, applied before the tokenizer. prefix: each
+    document follows the token that starts a document, so that its first token is predicted as well; default: yes,
+    but for a plain text, of which Megatron-LM's tasks predict all tokens but the first.
+    """
+
+    name: str
+    path: str
+    text_key: str = "text"
+    detokenizer: str = "none"
+    prefix: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.detokenizer not in DETOKENIZERS:
+            raise ConfigError(f"detokenizer={self.detokenizer!r}; it can be {', '.join(DETOKENIZERS)}")
+        if self.is_indexed and self.detokenizer != "none":
+            raise ConfigError(f"{self.path} has tokens; detokenizer={self.detokenizer} is for texts")
+
+    @property
+    def is_indexed(self) -> bool:
+        return self.path.endswith(INDEXED) or Path(f"{self.path}.idx").exists()
+
+    @property
+    def has_prefix(self) -> bool:
+        if self.prefix is not None:
+            return self.prefix
+        return self.is_indexed or detect_format(Path(self.path), "auto").kind != "text"
+
+
+@dataclass(frozen=True)
+class Document:
+    """tokens: int32 [T], the prefix included. num_bytes (of UTF-8), num_words (between white space, or single spaces in
+    a plain text): of what is predicted."""
+
+    tokens: np.ndarray
+    num_bytes: int
+    num_words: int
+
+
+def read_documents(texts: TextSet, tokenizer: Tokenizer) -> tuple[list[Document], str]:
+    """With at least one token to predict each, and a hash of all tokens.
+
+    Raises DataError for files that cannot be read or have no such document, ConfigError for a tokenizer without a token
+    that starts a document where one is needed.
+    """
+    start = [_document_start(texts, tokenizer)] if texts.has_prefix else []
+    found = _indexed(texts, tokenizer, start) if texts.is_indexed else _texts(texts, tokenizer, start)
+    documents = [document for document in found if len(document.tokens) > 1]
+    if not documents:
+        raise DataError(f"{texts.path}: no document has a token to predict")
+    digest = sha256()
+    for document in documents:
+        digest.update(len(document.tokens).to_bytes(8, "little") + document.tokens.tobytes())
+    return documents, digest.hexdigest()
+
+
+def _document_start(texts: TextSet, tokenizer: Tokenizer) -> int:
+    special = tokenizer.special
+    start = special.bos if special.bos is not None else special.eod
+    if start is None:
+        raise ConfigError(f"{texts.path}: the tokenizer has no bos or eod to start a document with; use no prefix")
+    return start
+
+
+def _indexed(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator[Document]:
+    dataset = IndexedDataset(texts.path.removesuffix(".bin").removesuffix(".idx"))
+    boundaries = dataset.document_indices
+    for first, end in pairwise(boundaries.tolist()):
+        sequences = [np.asarray(dataset[number], dtype=np.int32) for number in range(first, end)]
+        ids = np.concatenate([np.array(start, dtype=np.int32), *sequences])
+        predicted = [int(token) for token in ids[1:] if token != tokenizer.special.eod]
+        text = tokenizer.decode(predicted)
+        yield Document(ids, len(text.encode()), len(text.split()))
+
+
+def _texts(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator[Document]:
+    is_plain = detect_format(Path(texts.path), "auto").kind == "text"
+    for record in iter_records(texts.path):
+        text = record.value.get("text" if is_plain else texts.text_key)
+        if not isinstance(text, str):
+            raise DataError(
+                f"{record.file}, line {record.line}: no text under {texts.text_key!r}; its keys are "
+                f"{', '.join(record.value)} (--text-key)"
+            )
+        yield _document(text, texts, tokenizer, start, is_plain)
+
+
+def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int], is_plain: bool) -> Document:
+    # Words as Megatron-LM counts them: before detokenization, newlines do not separate.
+    words = len(text.strip().split(" ")) if is_plain else len(text.split())
+    detokenized = DETOKENIZERS[texts.detokenizer](text)
+    ids = [*start, *tokenizer.encode(detokenized)]
+    num_bytes = len(detokenized.encode())
+    if start or not ids:
+        return Document(np.array(ids, dtype=np.int32), num_bytes, words)
+    return Document(np.array(ids, dtype=np.int32), num_bytes - len(tokenizer.decode(ids[:1]).encode()), words - 1)

@@ -1,0 +1,28 @@
+"""What mt-eval registers."""
+
+from __future__ import annotations
+
+from mt_core.hookspecs import hookimpl
+from mt_core.specs import CommandSpec, EvaluatorSpec, Lazy
+
+
+@hookimpl
+def mt_register_commands() -> list[CommandSpec]:
+    return [
+        CommandSpec(
+            name="eval",
+            doc="Measure a trained model: perplexity, tasks, comparisons",
+            app=Lazy("mt_eval.commands.app:app"),
+        )
+    ]
+
+
+@hookimpl
+def mt_register_evaluators() -> list[EvaluatorSpec]:
+    return [
+        EvaluatorSpec(
+            name="perplexity",
+            doc="Perplexity of the texts that eval.perplexity names",
+            build=Lazy("mt_eval.perplexity.during_training:build_evaluator"),
+        )
+    ]

@@ -1,0 +1,94 @@
+"""Log-probabilities of tokens, for many texts at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mt_core.errors import ConfigError
+from mt_infer.completions import Completion
+from mt_infer.requests import LogProbs
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """tokens: a text, at most one token longer than the model's sequences. first: number of the first token of which
+    the log-probability is wanted; at least 1, since token 0 follows nothing."""
+
+    tokens: Sequence[int]
+    first: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first < len(self.tokens):
+            raise ValueError(f"first={self.first} is no token behind another one of {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of the wanted tokens: natural logarithms of their probabilities, and whether each is the likeliest one."""
+
+    logprobs: list[float]
+    is_greedy: list[bool]
+
+
+def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> Iterator[Scored]:
+    """Of each continuation, in order. As many are computed at a time as the engine takes, and as many wait.
+
+    What precedes `first` may come from the engine's prefix cache. Raises ConfigError for a model with an encoder, and
+    for continuations that are too long or have tokens that the model lacks.
+    """
+    require_decoder(generator)
+    most = 2 * generator.config.inference.max_requests
+    waiting = iter(continuations)
+    running: dict[int, Completion] = {}
+    order: deque[tuple[int, Continuation]] = deque()
+    while True:
+        while len(order) < most and (continuation := next(waiting, None)) is not None:
+            number = generator.submit(continuation.tokens[:-1], _scoring(continuation))
+            running[number] = Completion()
+            order.append((number, continuation))
+        while order and running[order[0][0]].finish is not None:
+            number, continuation = order.popleft()
+            yield _scored(continuation, running.pop(number))
+        if not order:
+            return
+        if running[order[0][0]].finish is None:
+            for event in generator.step():
+                running[event.request].add(event)
+
+
+def require_decoder(generator: TextGenerator) -> None:
+    """Raises ConfigError for a model with an encoder, whose text is no continuation of the prompt."""
+    if generator.prompts.has_encoder:
+        raise ConfigError(
+            f"model.family={generator.config.model.family} has an encoder; log-probabilities of texts are those of "
+            "decoders (gpt, llama, ...)"
+        )
+
+
+def _scoring(continuation: Continuation) -> SamplingParameters:
+    """The last token is not given to the model but forced, so that a full sequence has as many targets as positions."""
+    return SamplingParameters(
+        temperature=0.0,
+        max_tokens=1,
+        forced_tokens=(continuation.tokens[-1],),
+        ignore_eod=True,
+        logprobs=1,
+        prompt_logprobs=1,
+        prompt_logprobs_start=continuation.first,
+        seed=0,
+    )
+
+
+def _scored(continuation: Continuation, done: Completion) -> Scored:
+    rows: list[LogProbs | None] = [*(done.prompt_logprobs or ())[continuation.first :], *done.logprobs]
+    wanted = continuation.tokens[continuation.first :]
+    found = [row for row in rows if row is not None]
+    assert len(found) == len(wanted), "the engine reports each token once"
+    return Scored(
+        [row.token for row in found],
+        [row.top[0][0] == token for row, token in zip(found, wanted, strict=True)],
+    )
