@@ -35,6 +35,9 @@ def ppl(
     ] = None,
     seq_length: SEQ_LENGTH = None,
     text_key: Annotated[str, typer.Option(help="Of JSON lines and Parquet.")] = "text",
+    input_format: Annotated[
+        str, typer.Option(help="jsonl, text, text-lines or parquet; auto: by the ending.")
+    ] = "auto",
     detokenizer: Annotated[str, typer.Option(help="none, wikitext or ptb: applied to texts before tokens.")] = "none",
     prefix: Annotated[
         bool | None,
@@ -57,7 +60,7 @@ def ppl(
         from mt_eval.perplexity.texts import TextSet
 
         length = window_length(generator, seq_length)
-        texts = [TextSet(name, file, text_key, detokenizer, prefix) for name, file in named.items()]
+        texts = [TextSet(name, file, text_key, detokenizer, prefix, input_format) for name, file in named.items()]
         return [Perplexity(one, generator.tokenizer, length, stride=overlapping_eval, limit=limit) for one in texts]
 
     run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
@@ -82,7 +85,7 @@ def wikitext103(
         from mt_eval.perplexity.task import Perplexity
         from mt_eval.perplexity.texts import TextSet
 
-        texts = TextSet("wikitext103", str(data), detokenizer="wikitext", prefix=False)
+        texts = TextSet("wikitext103", str(data), detokenizer="wikitext", prefix=False, input_format="text")
         length = window_length(generator, seq_length)
         return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
 

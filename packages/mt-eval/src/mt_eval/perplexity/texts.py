@@ -18,15 +18,17 @@ from mt_data.preprocess.readers import iter_records
 from mt_eval.perplexity.detokenizers import DETOKENIZERS
 
 INDEXED = (".bin", ".idx")
+KEYED = ("jsonl", "parquet")
 
 
 @dataclass(frozen=True)
 class TextSet:
     """A named text: .bin/.idx (or their prefix), JSON lines, Parquet, or a plain text file, which is one document.
 
-    text_key: of JSON lines and Parquet. detokenizer: a name of DETOKENIZERS, applied before the tokenizer. prefix: each
-    document follows the token that starts a document, so that its first token is predicted as well; default: yes,
-    but for a plain text, of which Megatron-LM's tasks predict all tokens but the first.
+    input_format: jsonl, text, text-lines or parquet; auto: by the ending. text_key: of JSON lines and Parquet.
+    detokenizer: a name of DETOKENIZERS, applied before the tokenizer. prefix: each document follows the token that
+    starts a document, so that its first token is predicted as well; default: yes, but for a plain text, of which
+    Megatron-LM's tasks predict all tokens but the first.
     """
 
     name: str
@@ -34,6 +36,7 @@ class TextSet:
     text_key: str = "text"
     detokenizer: str = "none"
     prefix: bool | None = None
+    input_format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.detokenizer not in DETOKENIZERS:
@@ -49,7 +52,12 @@ class TextSet:
     def has_prefix(self) -> bool:
         if self.prefix is not None:
             return self.prefix
-        return self.is_indexed or detect_format(Path(self.path), "auto").kind != "text"
+        return self.is_indexed or not self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is one document."""
+        return detect_format(Path(self.path), self.input_format).kind == "text"
 
 
 @dataclass(frozen=True)
@@ -99,20 +107,20 @@ def _indexed(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator
 
 
 def _texts(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator[Document]:
-    is_plain = detect_format(Path(texts.path), "auto").kind == "text"
-    for record in iter_records(texts.path):
-        text = record.value.get("text" if is_plain else texts.text_key)
+    key = texts.text_key if detect_format(Path(texts.path), texts.input_format).kind in KEYED else "text"
+    for record in iter_records(texts.path, input_format=texts.input_format):
+        text = record.value.get(key)
         if not isinstance(text, str):
             raise DataError(
-                f"{record.file}, line {record.line}: no text under {texts.text_key!r}; its keys are "
+                f"{record.file}, line {record.line}: no text under {key!r}; its keys are "
                 f"{', '.join(record.value)} (--text-key)"
             )
-        yield _document(text, texts, tokenizer, start, is_plain)
+        yield _document(text, texts, tokenizer, start)
 
 
-def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int], is_plain: bool) -> Document:
+def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Document:
     # Words as Megatron-LM counts them: before detokenization, newlines do not separate.
-    words = len(text.strip().split(" ")) if is_plain else len(text.split())
+    words = len(text.strip().split(" ")) if texts.is_plain else len(text.split())
     detokenized = DETOKENIZERS[texts.detokenizer](text)
     ids = [*start, *tokenizer.encode(detokenized)]
     num_bytes = len(detokenized.encode())
