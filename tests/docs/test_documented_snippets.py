@@ -39,6 +39,7 @@ NOT_RUN = {
     "model.state_dict().items()": "a model of the reader's",
     "differences = compare(record(small)": "trains twice; tests/tools/verify does so",
     "siglip-base-patch16-224": "a model of 93 M weights; tests/models/test_vision.py builds small ones",
+    'TextSet("valid"': "needs a text of the reader's; tests/eval does the same",
     "a-hf": "test_documented_commands.py converts the same run",
     "# my_losses/": "files of a plugin; test_documented_plugin.py makes and runs it",
     "import my_losses.plugin": "test_documented_plugin.py runs it",
