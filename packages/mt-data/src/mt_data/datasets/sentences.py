@@ -78,6 +78,23 @@ class SentenceSamples:
         return f"{self.name}: document {document}, sentences {first - start}..{end - 1 - start}"
 
 
+class SentenceDataset:
+    """Base of data sets whose sample k is made of row k of a sentence index."""
+
+    def __init__(self, samples: SentenceSamples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def fingerprint(self) -> str:
+        """The content of the token file."""
+        return self.samples.fingerprint()
+
+    def describe(self, index: int) -> str:
+        return self.samples.describe(index)
+
+
 def build_sentence_datasets(
     config: IndexedDataConfig,
     tokenizer: Tokenizer,

@@ -18,7 +18,7 @@ from mt_data.datasets.masking import MaskingRules, SpanMasker
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import special_ids
 from mt_data.datasets.sentence_index import SentenceIndexPlan
-from mt_data.datasets.sentences import SentenceSamples, build_sentence_datasets
+from mt_data.datasets.sentences import SentenceDataset, SentenceSamples, build_sentence_datasets
 
 NO_LABEL = -1
 """Label of the decoder's padding."""
@@ -54,23 +54,13 @@ class T5Rules:
     masking: MaskingRules
 
 
-class T5Dataset:
+class T5Dataset(SentenceDataset):
     """Sample k is made of row k of the sentence index; its random numbers depend on seed + k only."""
 
     def __init__(self, samples: SentenceSamples, rules: T5Rules) -> None:
-        self.samples = samples
+        super().__init__(samples)
         self.rules = rules
         self._masker = SpanMasker(rules.masking)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def fingerprint(self) -> str:
-        """The content of the token file."""
-        return self.samples.fingerprint()
-
-    def describe(self, index: int) -> str:
-        return self.samples.describe(index)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         sentences, target = self.samples.sentences(index), self.samples.row(index)[2]

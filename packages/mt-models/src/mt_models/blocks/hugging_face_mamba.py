@@ -8,6 +8,7 @@ from typing import Any
 from mt_core.config_map import Field
 from mt_core.errors import ConfigError
 from mt_core.name_map import Rule, Same
+from mt_models.blocks.hugging_face_decoder import negated
 from mt_models.blocks.mamba_config import MambaLayerConfig
 
 OF_MAMBA1 = "how Mamba-1 draws new weights; it changes nothing that a model computes"
@@ -22,6 +23,22 @@ def mixer_rules(config: MambaLayerConfig, ours: str, theirs: str) -> list[Rule]:
     if config.mamba_proj_bias:
         names += ["in_proj.bias", "out_proj.bias"]
     return [Same(ours + name, theirs + name) for name in names]
+
+
+def mamba_decoder_fields(epsilon: float) -> tuple[Field, ...]:
+    """Mixers, dropout, norms and embeddings of decoders with Mamba-2 layers. epsilon: the default of their norms."""
+    return (
+        Field("attention_dropout", "attention_dropout", import_value=lambda rate: float(rate or 0.0), default=0.0),
+        Field("mamba_d_state", "mamba_state_dim", default=256),
+        Field("mamba_n_groups", "mamba_num_groups", default=1),
+        Field("mamba_d_conv", "mamba_conv_kernel", default=4),
+        Field("mamba_conv_bias", "mamba_conv_bias", default=True),
+        Field("mamba_proj_bias", "mamba_proj_bias", default=False),
+        Field("mamba_chunk_size", "mamba_chunk_size", default=256),
+        Field("rms_norm_eps", "norm_epsilon", import_value=float, default=epsilon),
+        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
+        Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
+    )
 
 
 def time_step_fields(lower: str = "time_step_min") -> tuple[Field, ...]:

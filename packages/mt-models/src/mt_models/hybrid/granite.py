@@ -13,8 +13,14 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import import_rope, negated, require_even_heads
-from mt_models.blocks.hugging_face_mamba import expansion, export_limits, import_limits, mixer_rules
+from mt_models.blocks.hugging_face_decoder import import_rope, require_even_heads
+from mt_models.blocks.hugging_face_mamba import (
+    expansion,
+    export_limits,
+    import_limits,
+    mamba_decoder_fields,
+    mixer_rules,
+)
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, require_value
 from mt_models.hybrid.config import HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
@@ -133,16 +139,7 @@ GRANITE = ConfigMap(
         Field("hidden_size", "hidden_size", default=4096),
         Field("num_attention_heads", "num_attention_heads", default=32),
         Field("num_key_value_heads", "num_query_groups"),
-        Field("attention_dropout", "attention_dropout", import_value=lambda rate: float(rate or 0.0), default=0.0),
-        Field("mamba_d_state", "mamba_state_dim", default=256),
-        Field("mamba_n_groups", "mamba_num_groups", default=1),
-        Field("mamba_d_conv", "mamba_conv_kernel", default=4),
-        Field("mamba_conv_bias", "mamba_conv_bias", default=True),
-        Field("mamba_proj_bias", "mamba_proj_bias", default=False),
-        Field("mamba_chunk_size", "mamba_chunk_size", default=256),
-        Field("rms_norm_eps", "norm_epsilon", import_value=float, default=1e-6),
-        Field("initializer_range", "init_method_std", import_value=float, default=0.02),
-        Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
+        *mamba_decoder_fields(epsilon=1e-6),
     ),
     fixed=(
         Fixed("hidden_act", ("silu", "swish")),
