@@ -26,7 +26,8 @@ KEYS = {
 
 
 def train(folder: Path, **keys: object) -> Path:
-    settings = {**KEYS, **keys}
+    """keys: in place of KEYS; None leaves one out."""
+    settings = {key: value for key, value in {**KEYS, **keys}.items() if value is not None}
     options = [option for key, value in settings.items() for option in ("--set", f"{key}={value}")]
     assert run(["train", "--run-dir", str(folder), *options]) == 0
     return folder

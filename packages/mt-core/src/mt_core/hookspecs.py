@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         MoeDispatcherSpec,
         OptimizerSpec,
         PipelineScheduleSpec,
+        TextScorerSpec,
         TokenizerSpec,
     )
 
@@ -132,6 +133,12 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 @hookspec
 def mt_register_evaluators() -> list[EvaluatorSpec]:
     """Measurements of the model during training, which the section [eval] turns on."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_text_scorers() -> list[TextScorerSpec]:
+    """Judges of generated texts, selected by `--scorer` of `mt eval toxicity` and `mt eval detoxify`."""
     raise NotImplementedError
 
 

@@ -74,6 +74,7 @@ KINDS: dict[str, Kind[Any]] = {
     "losses": Kind("a loss", "mt_register_losses", specs.LossSpec, "mt-core"),
     "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
     "evaluators": Kind("an evaluator", "mt_register_evaluators", specs.EvaluatorSpec, "mt-eval"),
+    "text_scorers": Kind("a text scorer", "mt_register_text_scorers", specs.TextScorerSpec, "mt-eval"),
     "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-tools"),
     "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
 }
@@ -305,6 +306,10 @@ class PluginHost:
     @cached_property
     def evaluators(self) -> Registry[specs.EvaluatorSpec]:
         return self.registry("evaluators")
+
+    @cached_property
+    def text_scorers(self) -> Registry[specs.TextScorerSpec]:
+        return self.registry("text_scorers")
 
     @cached_property
     def key_names(self) -> Registry[specs.KeyNamesSpec]:

@@ -612,6 +612,27 @@ class EvaluatorSpec(Spec):
     build: Lazy[BuildEvaluator]
 
 
+class TextScorer(Protocol):
+    """Judges texts, for instance how toxic they are."""
+
+    def scores(self, texts: Sequence[str]) -> list[Mapping[str, float] | None]:
+        """For each text attribute -> score from 0 to 1; None for a text that cannot be judged."""
+        ...
+
+
+class BuildTextScorer(Protocol):
+    def __call__(self, options: Mapping[str, str], host: Any) -> TextScorer:
+        """options: as the user gave them. host: the PluginHost. Raises ConfigError for unknown or missing options."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextScorerSpec(Spec):
+    """A judge of texts, selected by --scorer of mt eval."""
+
+    build: Lazy[BuildTextScorer]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
     """A sub-command of `mt`: a typer app, imported when it is called.

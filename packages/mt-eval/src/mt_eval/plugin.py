@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CommandSpec, EvaluatorSpec, Lazy
+from mt_core.specs import CommandSpec, EvaluatorSpec, Lazy, TextScorerSpec
 
 
 @hookimpl
@@ -25,4 +25,20 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
             doc="Perplexity of the texts that eval.perplexity names",
             build=Lazy("mt_eval.perplexity.during_training:build_evaluator"),
         )
+    ]
+
+
+@hookimpl
+def mt_register_text_scorers() -> list[TextScorerSpec]:
+    return [
+        TextScorerSpec(
+            name="http",
+            doc="A server: POST {texts} -> {scores}; option url",
+            build=Lazy("mt_eval.detoxification.http_scorers:build_http"),
+        ),
+        TextScorerSpec(
+            name="perspective",
+            doc="Google's Perspective API, with the key in PERSPECTIVE_API_KEY; options workers, language",
+            build=Lazy("mt_eval.detoxification.http_scorers:build_perspective"),
+        ),
     ]

@@ -70,7 +70,7 @@ def generate_file(
     Raises ConfigError for files that cannot be read or written, and for a target that is longer than the source.
     """
     partial = target.with_name(target.name + ".partial") if target.suffix == PARQUET else target
-    done = _whole_lines(partial)
+    done = whole_lines(partial)
     if done > count_lines(source):
         raise ConfigError(
             f"{partial} has {done} lines, more than {source}; it is of another input: give another output"
@@ -202,7 +202,7 @@ def _opened(source: Path) -> Any:
         raise ConfigError(f"--input {source} cannot be read: {error.strerror}") from error
 
 
-def _whole_lines(path: Path) -> int:
+def whole_lines(path: Path) -> int:
     """Lines of the output that are complete; what a killed run has left behind them is cut off."""
     if not path.exists():
         return 0

@@ -1,0 +1,71 @@
+"""The scores of generated texts, in a file beside them. Killed, the same call goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import DataError
+from mt_core.specs import TextScorer
+from mt_infer.batch_files import whole_lines
+
+COMPLETIONS, TEXT, SCORES = "completions", "text", "scores"
+Line = dict[str, Any]
+"""Of a file of `mt generate --output`: a prompt and its completions, each with a text."""
+
+
+def annotate(
+    source: Path,
+    target: Path,
+    scorer: TextScorer,
+    *,
+    batch: int = 32,
+    on_line: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Copies the lines of `source`, with `scores` (attribute -> score, or null) in each completion.
+
+    batch: lines whose texts are scored together. Raises DataError for a source that `mt generate` did not write.
+    """
+    done = whole_lines(target)
+    on_line(done)
+    with target.open("a", encoding="utf-8") as out:
+        left = islice(read_lines(source), done, None)
+        while lines := list(islice(left, batch)):
+            _add_scores(lines, scorer)
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            out.flush()
+            done += len(lines)
+            on_line(done)
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Raises DataError for a file that has no completions."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                yield _parsed(path, number, text)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _parsed(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+        if all(isinstance(completion[TEXT], str) for completion in line.get(COMPLETIONS, [])):
+            return dict(line)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise DataError(f'{path}, line {number}: no line of mt generate --output, which has "completions" with a "text"')
+
+
+def _add_scores(lines: Sequence[Line], scorer: TextScorer) -> None:
+    completions = [completion for line in lines for completion in line.get(COMPLETIONS, [])]
+    # A text without a word cannot be judged.
+    judged = [completion for completion in completions if completion[TEXT].strip()]
+    for completion in completions:
+        completion[SCORES] = None
+    for completion, scores in zip(judged, scorer.scores([one[TEXT] for one in judged]), strict=True):
+        completion[SCORES] = None if scores is None else dict(scores)

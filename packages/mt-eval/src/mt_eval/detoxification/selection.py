@@ -1,0 +1,31 @@
+"""The least toxic share of generated texts, as a training set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from mt_core.errors import DataError
+from mt_core.paths import write_whole
+from mt_eval.detoxification.annotation import COMPLETIONS, SCORES, TEXT, read_lines
+from mt_eval.detoxification.metrics import ATTRIBUTE
+
+
+def select_least_toxic(source: Path, target: Path, share: float, seed: int, attribute: str = ATTRIBUTE) -> int:
+    """Writes {"text": ...} of the least toxic texts in random order; returns their number, floor(share * all texts).
+
+    Those without a score count among all texts, and are not taken. Raises DataError when none is.
+    """
+    texts = [completion for line in read_lines(source) for completion in line.get(COMPLETIONS, [])]
+    scored = [(one[SCORES][attribute], place, one[TEXT]) for place, one in enumerate(texts) if one.get(SCORES)]
+    kept = sorted(scored)[: int(share * len(texts))]
+    if not kept:
+        raise DataError(
+            f"{source}: {len(scored)} of {len(texts)} texts have a score, and a share of {share} keeps none; generate "
+            "more texts, or keep a larger share"
+        )
+    random.Random(seed).shuffle(kept)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for _, _, text in kept]
+    write_whole(target, "".join(lines).encode())
+    return len(kept)

@@ -1,0 +1,188 @@
+"""Detoxification: metrics and selection by hand, scorers over HTTP, and a model that unlearns a word."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.eval.conftest import train
+
+from mt_cli.main import run
+from mt_core.errors import ConfigError, DataError
+from mt_eval.detoxification import http_scorers
+from mt_eval.detoxification.annotation import annotate, read_lines
+from mt_eval.detoxification.loop import Detoxification, Plan
+from mt_eval.detoxification.metrics import toxicity_metrics
+from mt_eval.detoxification.selection import select_least_toxic
+
+
+class WordScorer:
+    """toxicity: the share of words that begin with b."""
+
+    def __init__(self) -> None:
+        self.judged = 0
+
+    def scores(self, texts: Sequence[str]) -> list[Mapping[str, float] | None]:
+        self.judged += len(texts)
+        words = [text.split() for text in texts]
+        return [{"toxicity": sum(word.startswith("b") for word in of) / len(of)} for of in words]
+
+
+def lines(*completions: Sequence[float | None], prompts: Sequence[float | None] = ()) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"completions": [{"text": "t", "scores": None if one is None else {"toxicity": one}} for one in of]}
+        for of in completions
+    ]
+    for line, score in zip(found, prompts, strict=False):
+        line["prompt_scores"] = None if score is None else {"toxicity": score}
+    return found
+
+
+def test_metrics_by_hand() -> None:
+    found = toxicity_metrics(lines([0.1, 0.9], [0.5, None], [0.2, 0.4], [None], prompts=(0.8, 0.3, None, 0.9)))
+    # Largest scores 0.9, 0.5, 0.4: one of three prompts above one half.
+    assert found["prompts"] == 3
+    assert found["expected_maximum_toxicity"] == pytest.approx(0.6)
+    assert found["maximum_toxicity_deviation"] == pytest.approx(((0.3**2 + 0.1**2 + 0.2**2) / 3) ** 0.5)
+    assert found["toxicity_probability"] == pytest.approx(1 / 3)
+    assert (found["toxic_prompts_prompts"], found["toxic_prompts_toxicity_probability"]) == (1, 1.0)
+    assert (found["nontoxic_prompts_prompts"], found["nontoxic_prompts_expected_maximum_toxicity"]) == (1, 0.5)
+    assert found["mean_toxicity"] == pytest.approx((0.1 + 0.9 + 0.5 + 0.2 + 0.4) / 5)
+    assert found["texts"] == 5
+
+
+def test_the_least_toxic_half_of_all_texts(tmp_path: Path) -> None:
+    texts = {"a": 0.5, "b": None, "c": 0.1, "d": 0.9, "e": 0.3}
+    rows = [{"completions": [{"text": name, "scores": score and {"toxicity": score}}]} for name, score in texts.items()]
+    (tmp_path / "scored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert select_least_toxic(tmp_path / "scored.jsonl", tmp_path / "kept.jsonl", 0.5, seed=1) == 2
+    kept = [json.loads(line)["text"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert sorted(kept) == ["c", "e"]
+    with pytest.raises(DataError, match=r"4 of 5 texts have a score, and a share of 0.1 keeps none"):
+        select_least_toxic(tmp_path / "scored.jsonl", tmp_path / "kept.jsonl", 0.1, seed=1)
+
+
+def test_scores_of_a_killed_annotation_are_not_asked_again(tmp_path: Path) -> None:
+    source, target = tmp_path / "texts.jsonl", tmp_path / "scored.jsonl"
+    texts = ["bad", "good", "", "bad good", "fine"]
+    source.write_text("".join(json.dumps({"completions": [{"text": text}]}) + "\n" for text in texts))
+    annotate(source, target, WordScorer(), batch=2)
+    whole = target.read_bytes()
+    kept = whole.splitlines(keepends=True)
+    target.write_bytes(b"".join(kept[:3]) + kept[3][:7])
+    scorer = WordScorer()
+    annotate(source, target, scorer, batch=2)
+    assert (target.read_bytes(), scorer.judged) == (whole, 2)
+    found = [line["completions"][0]["scores"] for line in read_lines(target)]
+    assert found == [{"toxicity": 1.0}, {"toxicity": 0.0}, None, {"toxicity": 0.5}, {"toxicity": 0.0}]
+    source.write_text("{}\n[]\n")
+    with pytest.raises(DataError, match="line 2"):
+        list(read_lines(source))
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[Any], list[tuple[int, Any]]]]:
+    """URL, requests, answers (status, JSON) in the order in which they are given."""
+    requests: list[Any] = []
+    answers: list[tuple[int, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, answer = answers.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}/score", requests, answers
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_scorers_over_http(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, requests, answers = server
+    monkeypatch.setattr(http_scorers, "FIRST_WAIT", 0.0)
+    answers += [(503, {}), (200, {"scores": [{"toxicity": 0.25}, None]})]
+    assert http_scorers.HttpScorer(url).scores(["a", "b"]) == [{"toxicity": 0.25}, None]
+    assert requests == [{"texts": ["a", "b"]}] * 2
+    for answer, words in (({"scores": [{}]}, "2 entries"), ({"scores": [{"t": 2}, None]}, "from 0 to 1")):
+        answers.append((200, answer))
+        with pytest.raises(DataError, match=words):
+            http_scorers.HttpScorer(url).scores(["a", "b"])
+    answers.append((403, {}))
+    with pytest.raises(DataError, match="status 403"):
+        http_scorers.HttpScorer(url).scores(["a"])
+
+
+def test_perspective_is_asked_for_six_attributes(server) -> None:
+    url, requests, answers = server
+    value = {"summaryScore": {"value": 0.5}}
+    answers += [(200, {"attributeScores": {name.upper(): value for name in http_scorers.ATTRIBUTES}}), (400, {})]
+    scorer = http_scorers.PerspectiveScorer("secret", url, workers=1)
+    text = "\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 20000
+    assert scorer.scores([text, "klingon"]) == [dict.fromkeys(http_scorers.ATTRIBUTES, 0.5), None]
+    assert len(requests[0]["comment"]["text"].encode()) == 20480
+    assert set(requests[0]["requestedAttributes"]) == {name.upper() for name in http_scorers.ATTRIBUTES}
+    answers += [(403, {})]
+    with pytest.raises(DataError) as failed:
+        scorer.scores(["a"])
+    assert "secret" not in str(failed.value)
+
+
+@pytest.mark.slow
+def test_a_model_unlearns_a_word(tmp_path: Path) -> None:
+    """A model of two words, one of which is toxic, is finetuned on what it says without it."""
+    (tmp_path / "words.jsonl").write_text(
+        "".join(json.dumps({"text": word * 8}) + "\n" for word in ["bad ", "ok "] * 40)
+    )
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " "}) + "\n" + json.dumps({"prompt": "ok "}) + "\n")
+    base = {
+        "data.dataset_type": "gpt",
+        "data.data_path": json.dumps([str(tmp_path / "words.jsonl")]),
+        "data.split": '"1"',
+        "data.corpus_bytes": None,
+        "train.eval_iters": 0,
+        "train.train_iters": 60,
+        "train.micro_batch_size": 16,
+        "optimizer.lr": 1e-2,
+    }
+    model = train(tmp_path / "model", **base)
+    plan = Plan(
+        str(model),
+        num_samples=24,
+        prompts=str(tmp_path / "prompts.jsonl"),
+        texts=(f"words={tmp_path / 'words.jsonl'}",),
+        share=0.4,
+        max_tokens=24,
+        continuations=12,
+        continuation_tokens=8,
+        train=("optimizer.lr=1e-2", "train.train_iters=20", "train.micro_batch_size=8", "train.num_threads=1"),
+    )
+    steps: list[str] = []
+
+    def detoxified(scorer: WordScorer) -> dict[str, dict[str, float]]:
+        steps.clear()
+        return Detoxification(plan, tmp_path / "work", scorer, on_step=steps.append, command=run).run()
+
+    report = detoxified(WordScorer())
+    assert report["before"]["toxicity_probability"] > 0.4
+    assert report["after"]["mean_toxicity"] < 0.5 * report["before"]["mean_toxicity"]
+    assert report["after"]["words_perplexity"] > report["before"]["words_perplexity"]
+    assert json.loads((tmp_path / "work" / "report.json").read_text())["after"] == report["after"]
+    again = WordScorer()
+    assert detoxified(again) == report
+    assert again.judged == 0
+    with pytest.raises(ConfigError, match="was begun with num_samples=24"):
+        Detoxification(Plan(str(model), num_samples=25), tmp_path / "work", WordScorer())
