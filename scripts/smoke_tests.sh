@@ -19,6 +19,8 @@ SMOKE_TESTS=(
     tests/moe/test_routing.py
     tests/dist/test_tensor_parallel.py
     tests/tools/plan/test_plan.py
+    tests/infer/test_batch_files.py
+    tests/eval/test_lambada.py
 )
 
 # smoke_tests PYTHON: what is installed, then the tests. No test may be skipped for a missing dependency alone.
