@@ -49,6 +49,14 @@ def samples(family: str, count: int = 24) -> list[dict[str, Any]]:
     return [{"input_ids": i, "attention_mask": s, "labels": x} for i, s, x in zip(ids, seen, labels, strict=True)]
 
 
+def torch_batch(family: str, rows: slice) -> dict[str, Any]:
+    """Samples as one batch."""
+    import torch
+
+    found = samples(family)[rows]
+    return {name: torch.stack([row[name] for row in found]) for name in found[0]}
+
+
 def plugin_of(fields: Mapping[str, Any], world: int) -> tuple[Any, int, int]:
     """The plugin, its batch size and the data-parallel size: every layout has the same global batch."""
     from mt_accelerate.utils import MegatronLMPlugin

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.commands.launch import launch_command, launch_variables
-from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, ProjectConfiguration
 from mt_core.errors import ConfigError, DataError, MtError
 
 
@@ -55,6 +55,11 @@ def unread_batch() -> Any:
     return prepare()[0](input_ids=ids, token_type_ids=ids)
 
 
+def option_of_tracker() -> None:
+    accelerator = Accelerator(log_with="tensorboard", project_dir="unused", cpu=True)
+    accelerator.init_trackers("run", init_kwargs={"tensorboard": {"flush_secs": 60}})
+
+
 def clip_otherwise() -> Any:
     accelerator = Accelerator(cpu=True)
     return accelerator.clip_grad_norm_(None, 2.0)
@@ -64,11 +69,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "type of a field": (lambda: MegatronLMPlugin(tp_degree="2"), ConfigError, "tp_degree='2'"),
     "bool for a number": (lambda: MegatronLMPlugin(gradient_clipping="no"), ConfigError, "gradient_clipping='no'"),
     "unknown field": (lambda: MegatronLMPlugin(tp_degre=2), ConfigError, 'did you mean "tp_degree"'),
-    "refused field": (lambda: MegatronLMPlugin(lr_mult=2.0), ConfigError, "scale_lr_cond"),
     "field of Megatron alone": (
-        lambda: prepare(fields={"other_megatron_args": {"vocab_file": "x"}}),
+        lambda: prepare(fields={"other_megatron_args": {"moe_grouped_gemm": True, "vocab_fil": "x"}}),
         ConfigError,
-        "other_megatron_args",
+        'Megatron has no vocab_fil, did you mean "vocab_file"',
     ),
     "processes": (lambda: prepare(fields={"tp_degree": 3}), ConfigError, "1 processes are no multiple of tp_degree=3"),
     "positions": (lambda: prepare(fields={"use_rotary_position_embeddings": True}), ConfigError, "contradicts"),
@@ -95,6 +99,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         "total_num_steps",
     ),
     "one data set": (lambda: prepare(None, None, MegatronLMDummyDataLoader()), ConfigError, "three times"),
+    "tracker": (lambda: Accelerator(log_with="tensorbord"), ConfigError, 'did you mean "tensorboard"'),
+    "folder of a tracker": (lambda: Accelerator(log_with="tensorboard"), ConfigError, "project_dir"),
+    "option of a tracker": (lambda: option_of_tracker(), ConfigError, "takes max_queue, and no flush_secs"),
+    "tracker that was not started": (lambda: Accelerator(cpu=True).get_tracker("wandb"), ConfigError, "log_with"),
+    "automatic names": (lambda: ProjectConfiguration(total_limit=2), ConfigError, "total_limit=2"),
     "nothing prepared": (clip_otherwise, ConfigError, "gradient_clipping"),
     "padding before text": (left_padded, DataError, "on the right"),
     "field of a batch": (unread_batch, DataError, "does not take token_type_ids"),

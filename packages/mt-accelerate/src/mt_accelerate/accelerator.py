@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
-from mt_accelerate.configuration import data_parallel_size, dataset_section, training_sections
-from mt_accelerate.data_loaders import (
-    DataParallelLoader,
-    MegatronLMDummyDataLoader,
-    SkippedLoader,
-    micro_batch_size,
-    require_splittable,
-)
+from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
 from mt_accelerate.data_parallel import CONTEXT
+from mt_accelerate.dataset_iterators import dataset_iterators
 from mt_accelerate.distributed_type import DistributedType
 from mt_accelerate.megatron_engine import MegatronEngine
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
-from mt_accelerate.schedulers import MegatronLMDummyScheduler, MegatronLMSchedulerWrapper, schedule_sections
-from mt_ckpt.hugging_face.module import read_module
-from mt_core.config.checks import as_world
-from mt_core.config.loading import load_config
-from mt_core.data import building
+from mt_accelerate.preparation import build_engine
+from mt_accelerate.prepared import Prepared
+from mt_accelerate.project import ProjectConfiguration
+from mt_accelerate.schedulers import MegatronLMSchedulerWrapper
+from mt_accelerate.state import start_processes
+from mt_accelerate.tracking import GeneralTracker, build_tracker, chosen_trackers
 from mt_core.errors import ConfigError
-from mt_core.launch.environment import read_environment
-from mt_core.launch.process_group import initialize
 from mt_core.parallel.context import wait_for_all
 from mt_core.plugins import load_plugins
-from mt_core.train.build import resolve_device
 
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 METRICS = "metrics.jsonl"
-
-
-@dataclass
-class AcceleratorState:
-    """What programs read of `accelerator.state`."""
-
-    megatron_lm_plugin: MegatronLMPlugin
-    mixed_precision: str
-    device: torch.device
-    num_processes: int
-    process_index: int
-    distributed_type: DistributedType = DistributedType.MEGATRON_LM
 
 
 class Accelerator:
     """Brings a program's model, optimizer, scheduler and loaders under the layout of a MegatronLMPlugin.
 
     Without megatron_lm_plugin its fields are those that the launcher's variables say. mixed_precision: no, fp16, bf16
-    or fp8; default: ACCELERATE_MIXED_PRECISION. Raises ConfigError for what Accelerate's plugin cannot do either.
+    or fp8; default: ACCELERATE_MIXED_PRECISION. log_with: trackers (see `LoggerType`), one or several; each a name or a
+    GeneralTracker. Raises ConfigError for what Accelerate's plugin cannot do either.
     """
 
     def __init__(
@@ -71,7 +48,8 @@ class Accelerator:
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         project_dir: str | None = None,
-        log_with: str | None = None,
+        project_config: ProjectConfiguration | None = None,
+        log_with: Any = None,
     ) -> None:
         plugin = MegatronLMPlugin() if megatron_lm_plugin is None else megatron_lm_plugin
         if not isinstance(plugin, MegatronLMPlugin):
@@ -81,24 +59,23 @@ class Accelerator:
                 f"gradient_accumulation_steps={gradient_accumulation_steps}: micro-batches accumulate gradients; set "
                 "MegatronLMPlugin(num_micro_batches=...)"
             )
-        if log_with is not None:
-            raise ConfigError(f"log_with={log_with!r} is not known; `log` writes {METRICS} into project_dir")
-        precision = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
-        if precision not in PRECISIONS:
-            raise ConfigError(f"mixed_precision={precision!r}; it can be {', '.join(PRECISIONS)}")
-        on_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-        device = resolve_device("cpu" if on_cpu else "auto")
-        if not dist.is_initialized():
-            initialize(read_environment(), device.type)
-        alone = not dist.is_initialized()
-        number = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-        self.state = AcceleratorState(plugin, precision, device, *number)
-        self.project_dir = project_dir
+        self._host = load_plugins()
+        self.project_configuration = ProjectConfiguration.of(project_config, project_dir)
+        self.log_with = chosen_trackers(log_with, self.logging_dir, self._host)
+        self.trackers: list[GeneralTracker] = []
+        self.state = start_processes(plugin, mixed_precision, cpu=cpu)
         self.sync_gradients = True
         self.gradient_accumulation_steps = 1
-        self._host = load_plugins()
         self._model: MegatronEngine | None = None
         self._loaders: list[DataParallelLoader] = []
+
+    @property
+    def project_dir(self) -> str | None:
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        return self.project_configuration.logging_dir
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -116,7 +93,7 @@ class Accelerator:
 
     @property
     def local_process_index(self) -> int:
-        return read_environment().local_rank
+        return self.state.local_process_index
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -129,20 +106,15 @@ class Accelerator:
     @property
     def is_main_process(self) -> bool:
         """The last rank, which has the last pipeline stage."""
-        return self.process_index == self.num_processes - 1
+        return self.state.is_main_process
 
     @property
     def is_last_process(self) -> bool:
-        return self.is_main_process
+        return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        environment = read_environment()
-        return (
-            environment.local_rank == environment.local_world_size - 1
-            if environment.world_size > 1
-            else self.is_main_process
-        )
+        return self.state.is_local_main_process
 
     def wait_for_everyone(self) -> None:
         wait_for_all()
@@ -172,91 +144,20 @@ class Accelerator:
         if self._model is not None:
             raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
         given = Prepared.of(objects)
-        engine = self._build(given)
+        engine = build_engine(given, self.state, self, self._host)
         self._model = engine
         CONTEXT.set(engine.engine.ctx)
         made: dict[int, Any] = {id(given.model): engine}
         engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
         if given.scheduler is not None:
             made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        for loader in given.loaders:
-            made[id(loader)] = self._split(loader, engine)
+        self._loaders = [DataParallelLoader(loader, engine.engine) for loader in given.loaders]
+        made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
         results = [made.get(id(value), value) for value in objects]
         if given.dummy is not None:
-            iterators = iter(self._dataset_iterators(engine))
+            iterators = iter(dataset_iterators(engine, self._host))
             results = [next(iterators) if value is given.dummy else value for value in results]
         return results[0] if len(results) == 1 else tuple(results)
-
-    def _build(self, given: Prepared) -> MegatronEngine:
-        _share_weights(given.model)
-        plugin, reader = self.state.megatron_lm_plugin, read_module(given.model, self._host)
-        sections, dp = reader.metadata["config"], data_parallel_size(plugin)
-        size = self._micro_batch_size(given)
-        plugin.global_batch_size = size * plugin.num_micro_batches * dp
-        configured = training_sections(
-            {**sections["model"], **_families_dropout(reader, self._host)},
-            sections["tokenizer"],
-            plugin,
-            given.optimizer,
-            mixed_precision=self.mixed_precision,
-            micro_batch_size=size,
-            dp_size=dp,
-            seed=_shared(torch.initial_seed() % 2**31),
-            device=self.device.type,
-            schedule=schedule_sections(plugin, given.scheduler, dp, self._steps(given)),
-            data=self._data(given, sections["model"]["family"]),
-        )
-        with as_world(self.num_processes):
-            loaded = load_config(sections=configured, host=self._host)
-        external = {**given.model.config.to_dict()}
-        engine = MegatronEngine(loaded, plugin, reader, external, self, self._host)
-        engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
-        return engine
-
-    def _micro_batch_size(self, given: Prepared) -> int:
-        if given.dummy is not None:
-            return int(given.dummy.dataset_args.get("micro_batch_size", 1))
-        if not given.loaders:
-            raise ConfigError("prepare needs a DataLoader beside the model: its batch_size is the micro-batch's")
-        return micro_batch_size(given.loaders, self.state.megatron_lm_plugin.is_train_batch_min)
-
-    def _steps(self, given: Prepared) -> int | None:
-        batch = self.state.megatron_lm_plugin.global_batch_size
-        return max(len(given.loaders[0].dataset) // (batch or 1), 1) if given.loaders else None  # type: ignore[arg-type]
-
-    def _data(self, given: Prepared, family: str) -> dict[str, Any]:
-        plugin = self.state.megatron_lm_plugin
-        length = plugin.seq_length or plugin.encoder_seq_length
-        if given.dummy is not None:
-            plugin.megatron_dataset_flag = True
-            section = dataset_section(given.dummy.dataset_args, family)
-            return {**section, **({"seq_length": length} if length else {})}
-        if length is None:
-            loader = given.loaders[0]
-            collate = loader.collate_fn
-            length = int(collate([loader.dataset[0]])["input_ids"].shape[1])
-        return {"seq_length": length}
-
-    def _split(self, loader: DataLoader[Any], engine: MegatronEngine) -> DataParallelLoader:
-        plugin = self.state.megatron_lm_plugin
-        micro = engine.config.train.micro_batch_size
-        found = DataParallelLoader(loader, engine.engine.ctx, micro, plugin.num_micro_batches)
-        self._loaders.append(found)
-        return found
-
-    def _dataset_iterators(self, engine: MegatronEngine) -> list[Iterator[dict[str, Tensor]]]:
-        """Of training, validation and test."""
-        parts, config = engine.engine, engine.config
-        provider = self.state.megatron_lm_plugin.custom_megatron_datasets_provider_function
-        if provider is not None:
-            steps = parts.total_samples
-            evaluated = config.train.eval_iters * parts.batch_size.full
-            datasets = list(provider((steps, evaluated, evaluated)))
-        else:
-            train = building.build_train_data(config, parts.tokenizer, self._host)
-            later = [building.build_datasets(config, parts.tokenizer, split, self._host) for split in ("valid", "test")]
-            datasets = [train, *(next(iter(found.values()), None) for found in later)]
-        return [_batches(engine, dataset, training=number == 0) for number, dataset in enumerate(datasets)]
 
     # -- in the loop ------------------------------------------------------------------------------
 
@@ -317,123 +218,97 @@ class Accelerator:
 
     def save_state(self, output_dir: str) -> str:
         """Weights, optimizer, counters and random streams: a run directory, for every command of mt. Collective."""
-        self._prepared.engine.save_state(output_dir)
+        self._prepared.save_checkpoint(output_dir)
         return output_dir
 
     def load_state(self, input_dir: str) -> None:
         """What `save_state` wrote, under any layout. Collective."""
-        self._prepared.engine.load_state(input_dir)
+        self._prepared.load_checkpoint(input_dir)
 
     def skip_first_batches(self, loader: DataParallelLoader, num_batches: int = 0) -> SkippedLoader:
         return SkippedLoader(loader, num_batches)
 
-    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Writes the program's configuration as the first line of metrics.jsonl."""
-        self.log({"project": project_name, "config": dict(config or {})})
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Starts the trackers of log_with. config: the program's configuration. init_kwargs: options by tracker, for
+        example {"wandb": {"entity": "team"}}; see `mt_accelerate.tracking`. Raises ConfigError for an unknown option."""
+        options = dict(init_kwargs or {})
+        for chosen in self.log_with:
+            if isinstance(chosen, GeneralTracker):
+                tracker: GeneralTracker = chosen
+            else:
+                tracker = build_tracker(
+                    chosen,
+                    project_name,
+                    options.get(str(chosen), {}),
+                    logging_dir=self.logging_dir,
+                    config=config or {},
+                    samples=lambda: 0 if self._model is None else self._model.consumed_samples,
+                    host=self._host,
+                )
+            self.trackers.append(tracker)
+            if self._reaches(tracker):
+                tracker.start()
+                if config is not None:
+                    tracker.store_init_configuration(config)
+        self._write_line({"project": project_name, "config": dict(config or {})})
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """A line of metrics.jsonl in project_dir, by the main process. Nothing without project_dir."""
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """unwrap: the package's own object, None on processes other than the main one. Raises ConfigError for a tracker
+        that `init_trackers` did not start."""
+        found = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if found is None:
+            known = ", ".join(tracker.name for tracker in self.trackers) or "none"
+            raise ConfigError(f"get_tracker({name!r}): started are {known}; name it in Accelerator(log_with=...)")
+        return found.tracker if unwrap else found
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """To all trackers, and with project_dir as a line of its metrics.jsonl; by the main process. step: default, the
+        model's. log_kwargs: options by tracker."""
+        if step is None and self._model is not None:
+            step = self._model.iteration
+        for tracker in self.trackers:
+            if self._reaches(tracker):
+                tracker.log(values, step=step, **dict(log_kwargs or {}).get(tracker.name, {}))
+        self._write_line({**({} if step is None else {"step": step}), **values})
+
+    def end_training(self) -> None:
+        """Closes the trackers, waits for all processes, and closes their connection."""
+        for tracker in self.trackers:
+            if self._reaches(tracker):
+                tracker.finish()
+        if self._model is not None:
+            self._model.close()
+        wait_for_all()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reaches(self, tracker: GeneralTracker) -> bool:
+        """Whether its methods are called on this process."""
+        return self.is_main_process or not tracker.main_process_only
+
+    def _write_line(self, values: Mapping[str, Any]) -> None:
         if self.project_dir is None or not self.is_main_process:
             return
         folder = Path(self.project_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        line = {**({} if step is None else {"step": step}), **values}
         with (folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=_number) + "\n")
-
-    def end_training(self) -> None:
-        """Waits for all processes, and closes their connection."""
-        wait_for_all()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            file.write(json.dumps(values, default=_number) + "\n")
 
     @property
     def _prepared(self) -> MegatronEngine:
         if self._model is None:
             raise ConfigError("there is no prepared model; call prepare(model, optimizer, ...) first")
         return self._model
-
-
-@dataclass
-class Prepared:
-    """What `prepare` was given. dummy: its MegatronLMDummyDataLoader, three times the same."""
-
-    model: Any
-    optimizer: Any
-    scheduler: Any
-    loaders: list[DataLoader[Any]]
-    dummy: MegatronLMDummyDataLoader | None
-
-    @classmethod
-    def of(cls, objects: tuple[Any, ...]) -> Prepared:
-        """Raises ConfigError for no model or several, no optimizer or several, and what cannot be prepared."""
-        models = [value for value in objects if isinstance(value, nn.Module)]
-        loaders = [value for value in objects if isinstance(value, DataLoader)]
-        dummies = [value for value in objects if isinstance(value, MegatronLMDummyDataLoader)]
-        kinds = (nn.Module, DataLoader, MegatronLMDummyDataLoader)
-        others = [value for value in objects if not isinstance(value, kinds)]
-        optimizers = [value for value in others if hasattr(value, "param_groups")]
-        schedulers = [value for value in others if value not in optimizers and _is_scheduler(value)]
-        unknown = [value for value in others if value not in optimizers and value not in schedulers]
-        for what, found in (("model", models), ("optimizer", optimizers)):
-            if len(found) != 1:
-                raise ConfigError(f"prepare needs one {what} with Megatron-LM, and was given {len(found)}")
-        if len(schedulers) > 1 or unknown:
-            told = unknown[0] if unknown else schedulers[1]
-            raise ConfigError(f"prepare cannot take this {type(told).__name__} beside the others")
-        if dummies and (len(dummies) != 3 or len({id(one) for one in dummies}) != 1 or loaders):
-            raise ConfigError("give one MegatronLMDummyDataLoader three times: for training, validation and test")
-        for loader in loaders:
-            require_splittable(loader)
-        if not hasattr(getattr(models[0], "config", None), "to_dict"):
-            raise ConfigError(f"the model is a {type(models[0]).__name__}, which has no config of transformers")
-        return cls(models[0], optimizers[0], next(iter(schedulers), None), loaders, next(iter(dummies), None))
-
-
-def _is_scheduler(value: Any) -> bool:
-    return isinstance(value, MegatronLMDummyScheduler) or (hasattr(value, "step") and hasattr(value, "get_last_lr"))
-
-
-def _share_weights(model: nn.Module) -> None:
-    """Every rank gets the first rank's weights: programs need not seed them alike. In place."""
-    if dist.is_initialized():
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, src=0)
-
-
-def _shared(value: int) -> int:
-    """The first rank's."""
-    held = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
-
-
-def _families_dropout(reader: Any, host: Any) -> dict[str, Any]:
-    """The dropout keys that the family has, with the model's own values."""
-    section = reader.metadata["config"]["model"]
-    fields = host.models.get(section["family"]).config_type.load().model_fields
-    names = ("attention_dropout", "hidden_dropout", "position_embedding_type")
-    return {name: section.get(name, fields[name].default) for name in names if name in fields}
-
-
-def _batches(engine: MegatronEngine, dataset: Any, *, training: bool) -> Iterator[dict[str, Tensor]]:
-    """This rank's batches: of the remaining steps, or of the evaluation again and again."""
-    parts = engine.engine
-    if dataset is None:
-        return
-    while True:
-        size, count = parts.batch_size.full, parts.evaluated_samples(dataset)
-        steps = (
-            parts.remaining_steps()
-            if training
-            else [(first, min(size, count - first)) for first in range(0, count, size)]
-        )
-        for batch in parts.read_batches(dataset, steps):
-            names = batch.micro_batches[0]
-            yield {name: torch.cat([torch.from_numpy(one[name]) for one in batch.micro_batches]) for name in names}
-        if training:
-            return
 
 
 def _number(value: Any) -> Any:

@@ -5,13 +5,13 @@ Labels are transformers' own: -100 is not counted, and the model of a causal lan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.nn.model import contract
 
 Fields = dict[str, Tensor]
@@ -19,9 +19,18 @@ ToFields = Callable[[Mapping[str, Tensor]], Fields]
 IGNORED = -100
 
 
-def fields_for(model: nn.Module, external: Mapping[str, Any]) -> ToFields:
-    """How a batch for this model is read. external: the config.json of its transformers model."""
+def fields_for(model: nn.Module, external: Mapping[str, Any], *, eod_mask_loss: bool = False) -> ToFields:
+    """How a batch for this model is read. external: the config.json of its transformers model. eod_mask_loss: positions
+    whose token ends a document are not counted; raises ConfigError for models other than causal ones."""
     inputs = contract(model).inputs
+    if eod_mask_loss:
+        if "decoder_tokens" in inputs or "tokentype_ids" in inputs or hasattr(model, "classification_head"):
+            raise ConfigError(
+                "MegatronLMPlugin(eod_mask_loss=True) is for causal language models, whose sequences hold several "
+                "documents; leave the field out"
+            )
+        ends = end_of_document(external)
+        return lambda batch: causal_fields(batch, ends)
     if "decoder_tokens" in inputs:
         return lambda batch: translation_fields(batch, external)
     if hasattr(model, "classification_head"):
@@ -29,8 +38,19 @@ def fields_for(model: nn.Module, external: Mapping[str, Any]) -> ToFields:
     return masked_fields if "tokentype_ids" in inputs else causal_fields
 
 
-def causal_fields(batch: Mapping[str, Tensor]) -> Fields:
-    """input_ids, labels (default: the input), attention_mask with padding behind the text: each [rows, S]."""
+def end_of_document(external: Mapping[str, Any]) -> list[int]:
+    """Ids that end a document. Raises ConfigError for a model whose configuration has none."""
+    ids = external.get("eos_token_id")
+    if ids is None:
+        raise ConfigError("eod_mask_loss=True needs eos_token_id in the model's config, the id that ends a document")
+    return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+
+
+def causal_fields(batch: Mapping[str, Tensor], ends: Sequence[int] = ()) -> Fields:
+    """input_ids, labels (default: the input), attention_mask with padding behind the text: each [rows, S].
+
+    ends: ids of tokens after which nothing is predicted.
+    """
     if "loss_mask" in batch:
         return dict(batch)  # of a data set of mt
     _require_known(batch, ("input_ids", "labels", "attention_mask", "position_ids"))
@@ -40,6 +60,8 @@ def causal_fields(batch: Mapping[str, Tensor]) -> Fields:
         raise DataError("attention_mask has padding before text; pad a causal language model's batches on the right")
     following = batch.get("labels", tokens)[:, 1:].masked_fill(seen[:, 1:] == 0, IGNORED)
     labels = torch.cat([following, torch.full_like(following[:, :1], IGNORED)], dim=1)
+    if ends:
+        labels = labels.masked_fill(torch.isin(tokens, torch.tensor(list(ends), device=tokens.device)), IGNORED)
     fields = {"tokens": tokens, **_counted(labels)}
     return {**fields, "position_ids": batch["position_ids"]} if "position_ids" in batch else fields
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mt_accelerate.megatron_args import other_sections
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin, Sections
 from mt_accelerate.optimizers import optimizer_keys
 from mt_core.errors import ConfigError
@@ -35,20 +36,59 @@ def training_sections(
     Raises ConfigError for a field of the plugin that contradicts the model, and an optimizer that cannot be followed.
     """
     own = plugin.sections(mixed_precision)
+    others = other_sections(plugin.other_megatron_args or {}, str(model["family"]))
     batch = {
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * plugin.num_micro_batches * dp_size,
         "seed": seed,
         "device": device,
     }
+    return merged(
+        own,
+        schedule,
+        {
+            "model": model_section(model, plugin),
+            "tokenizer": {} if "tokenizer" in others else tokenizer,
+            "data": data,
+            "train": batch,
+            "parallel": _virtual_stages(plugin, model),
+            "optimizer": {**optimizer_keys(optimizer), "min_lr": plugin.min_lr},
+            "logging": _logging(plugin),
+        },
+        others,
+    )
+
+
+def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:
+    """Sections with the keys of all parts; later ones win."""
+    found: Sections = {}
+    for part in parts:
+        for section, keys in part.items():
+            found[section] = {**found.get(section, {}), **keys}
+    return found
+
+
+def _logging(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    if plugin.tensorboard_dir is None:
+        return {}
+    keys = {"trackers": ["tensorboard"], "tensorboard_dir": plugin.tensorboard_dir, "log_interval": 1}
+    return {**keys, "log_num_zeros_in_grad": plugin.set_all_logging_options}
+
+
+def _virtual_stages(plugin: MegatronLMPlugin, model: Mapping[str, Any]) -> dict[str, Any]:
+    """[parallel] of an interleaved pipeline. Raises ConfigError for layers that stages of this size do not divide."""
+    each, ranks = plugin.num_layers_per_virtual_pipeline_stage, plugin.pp_degree
+    if each is None:
+        return {}
+    layers = int(model["num_layers"])
+    if ranks == 1 or layers % (ranks * each) or layers == ranks * each:
+        raise ConfigError(
+            f"MegatronLMPlugin(num_layers_per_virtual_pipeline_stage={each}, pp_degree={ranks}): each rank of a "
+            f"pipeline of two and more has as many stages, two or more; the model has {layers} layers"
+        )
     return {
-        **own,
-        **schedule,
-        "model": model_section(model, plugin),
-        "tokenizer": dict(tokenizer),
-        "data": {**own.get("data", {}), **data},
-        "train": {**own.get("train", {}), **schedule.get("train", {}), **batch},
-        "optimizer": {**own.get("optimizer", {}), **optimizer_keys(optimizer), "min_lr": plugin.min_lr},
+        "pipeline_schedule": "interleaved_1f1b",
+        "virtual_pipeline_model_parallel_size": layers // ranks // each,
     }
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from mt_accelerate.data_parallel import from_first_rank, is_first_rank
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_core.train import Engine
 
 
 class MegatronLMDummyDataLoader:
@@ -27,18 +28,16 @@ class MegatronLMDummyDataLoader:
 class _RankOrder:
     """The indices of each batch of a rank: a batch sampler. Every rank follows the order that the first rank draws."""
 
-    def __init__(
-        self, sampler: Any, ctx: ParallelContext, micro_size: int, micro_batches: int, drop_last: bool
-    ) -> None:
+    def __init__(self, sampler: Any, ctx: ParallelContext, micro_size: int, global_size: int, drop_last: bool) -> None:
         self.sampler, self.ctx, self.micro_size, self.drop_last = sampler, ctx, micro_size, drop_last
-        self.global_size = micro_size * micro_batches * ctx.dp.size
+        self.global_size = global_size
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.sampler), self.global_size)
         return full + bool(rest and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = _from_first_rank(list(self.sampler) if not dist.is_initialized() or dist.get_rank() == 0 else None)
+        order = from_first_rank(list(self.sampler) if is_first_rank() else None)
         for start in range(0, len(self) * self.global_size, self.global_size):
             groups = micro_batch_samples(start, self.global_size, self.micro_size, self.ctx.dp.rank, self.ctx.dp.size)
             # The last batch is filled up from the beginning, as Accelerate does.
@@ -51,9 +50,10 @@ class DataParallelLoader:
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
-    def __init__(self, loader: DataLoader[Any], ctx: ParallelContext, micro_size: int, micro_batches: int) -> None:
-        self.ctx, self.dataset = ctx, loader.dataset
-        self._order = _RankOrder(loader.sampler, ctx, micro_size, micro_batches, loader.drop_last)
+    def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
+        self.ctx, self.dataset = engine.ctx, loader.dataset
+        micro_size = engine.config.train.micro_batch_size
+        self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
         self._loader = DataLoader(
             loader.dataset,
             batch_sampler=self._order,
@@ -123,11 +123,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     return batch
-
-
-def _from_first_rank(value: Any) -> Any:
-    if not dist.is_initialized():
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import signature
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mt_accelerate.batches import Fields, ToFields, fields_for
+from mt_accelerate.data_parallel import from_first_rank, is_first_rank
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.step_handler import batch_function, build_handler
 from mt_accelerate.step_loss import KeptOutputs, StepLoss, step_batch, whole_vocabulary
-from mt_accelerate.train_steps import AbstractTrainStep, BertTrainStep, GetBatch, GPTTrainStep, T5TrainStep
+from mt_accelerate.training_record import TrainingRecord
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
@@ -27,13 +27,9 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 from mt_core.train import Engine
+from mt_core.train.build import ModelProvider
 from mt_infer.megatron_generate import megatron_generate
 from mt_infer.text import TextGenerator
-
-STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
-"""Model family -> its train step; others have that of GPT."""
-
-SPECIAL_IDS = ("decoder_start_token_id", "pad_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -62,11 +58,11 @@ class MegatronEngine:
     ) -> None:
         """external: the config.json of the program's model. Collective."""
         self.plugin, self.external, self.training = plugin, external, True
-        self.handler = _train_step(loaded.config, plugin, accelerator, external)
-        self._get_batch = _get_batch(self.handler, plugin, accelerator) if self.handler is not None else None
+        self.handler = build_handler(loaded.config, plugin, accelerator, external)
+        self._get_batch = batch_function(self.handler, plugin, accelerator) if self.handler is not None else None
         self._step_loss: StepLoss | None = None
         self._kept: KeptOutputs | None = None
-        provider = plugin.custom_model_provider_function
+        provider = _model_provider(plugin)
         # Weights that a provider's model does not have are its own.
         self.engine = Engine.build(
             loaded,
@@ -75,7 +71,13 @@ class MegatronEngine:
             wrap_loss=self._wrap if self.handler is not None or plugin.return_logits else None,
             weights=weights if provider is None else None,
         )
-        self._fields: ToFields = fields_for(self.engine.model, external)
+        self._fields: ToFields = fields_for(self.engine.model, external, eod_mask_loss=plugin.eod_mask_loss)
+        _require_means(plugin, self.engine)
+        self._record = (
+            TrainingRecord(self.engine, with_speed=plugin.set_all_logging_options)
+            if plugin.tensorboard_dir is not None
+            else None
+        )
         self.optimizer_wrapper: Any = None
         self.last_grad_norm = 0.0
         self._evaluated: list[float] = []
@@ -114,7 +116,10 @@ class MegatronEngine:
 
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:
         """({name: value}, 1 if the step was skipped, gradient norm before clipping, its zeros if counted)"""
-        outcome = self.engine.train_step(self._rank_batch(batch))
+        record = self.engine.launch_step(self._rank_batch(batch))
+        outcome = record.pending.result()
+        if self._record is not None:
+            self._record.add_step(record, outcome)
         self.last_grad_norm = outcome.grad_norm
         if self.optimizer_wrapper is not None:
             self.optimizer_wrapper.step_was_skipped = not outcome.updated
@@ -131,17 +136,24 @@ class MegatronEngine:
             return {}
         mean, self._evaluated = sum(self._evaluated) / len(self._evaluated), []
         found = {"eval_loss": mean, "eval_ppl": math.exp(min(20.0, mean))}
+        if self._record is not None:
+            self._record.add_evaluation(mean)
         if self.engine.ctx.is_writer:
             print(f"validation loss at iteration {self.iteration}: {mean:.6f}, perplexity {found['eval_ppl']:.6f}")
         return found
 
     def save_checkpoint(self, output_dir: str) -> None:
         """As `Accelerator.save_state`."""
-        self.engine.save_state(output_dir)
+        self.engine.save_state(output_dir, with_optimizer=not self.plugin.no_save_optim)
 
     def load_checkpoint(self, input_dir: str) -> None:
         """As `Accelerator.load_state`."""
-        self.engine.load_state(input_dir)
+        self.engine.load_state(input_dir, with_optimizer=not self.plugin.no_load_optim)
+
+    def close(self) -> None:
+        """Closes the event files of tensorboard_dir."""
+        if self._record is not None:
+            self._record.close()
 
     def megatron_generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """[B, S] prompts -> [B, longest] with their continuations, on every rank. Collective; see
@@ -167,7 +179,8 @@ class MegatronEngine:
         if config.parallel.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which "
-                "return_logits and a train step, batch function or loss of your own need; set it to 1"
+                "return_logits and a train step, batch function or loss of a program and means of micro-batches "
+                "(calculate_per_token_loss=False) need; set it to 1"
             )
         if self.handler is not None:
             loss = self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
@@ -203,53 +216,32 @@ class MegatronEngine:
         return {**reports, "loss": torch.tensor(loss, device=self.engine.device)}
 
 
-def _train_step(
-    config: Config, plugin: MegatronLMPlugin, accelerator: Any, external: Mapping[str, Any]
-) -> AbstractTrainStep | None:
-    """The program's own step, or that of the family where the program replaces a function of it; None without either.
-    Raises ConfigError for a class that is no train step."""
-    own = plugin.custom_train_step_class
-    if own is None and plugin.custom_get_batch_function is None and plugin.custom_loss_function is None:
-        return None
-    kind: Any = own or STEPS.get(config.model.family, GPTTrainStep)
-    if not issubclass(kind, AbstractTrainStep):
-        raise ConfigError(f"custom_train_step_class={kind.__name__} is no subclass of AbstractTrainStep")
-    handler: Any = kind(arguments(config, external), **(plugin.custom_train_step_kwargs or {}))
-    handler.get_batch = _get_batch(handler, plugin, accelerator)
-    handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)
-    assert isinstance(handler, AbstractTrainStep)
-    return handler
+def _require_means(plugin: MegatronLMPlugin, engine: Engine) -> None:
+    """Raises ConfigError for a classifier without calculate_per_token_loss: its loss has no tokens to take means of."""
+    if not plugin.calculate_per_token_loss and hasattr(engine.model, "classification_head"):
+        raise ConfigError(
+            "MegatronLMPlugin(calculate_per_token_loss=False) takes the mean of each micro-batch's tokens, and the loss "
+            "of a classifier has one value a text; leave the field out"
+        )
 
 
-def _get_batch(handler: AbstractTrainStep, plugin: MegatronLMPlugin, accelerator: Any) -> GetBatch:
-    given: GetBatch | None = plugin.custom_get_batch_function
-    return given or _called(handler.get_batch_func, accelerator, plugin.megatron_dataset_flag)
-
-
-def _called(method: Callable[..., Any], *arguments: Any) -> Any:
-    """With as many of the arguments as it takes: in Accelerate's documents these methods have none."""
-    return method(*arguments[: len(signature(method).parameters)])
-
-
-def arguments(config: Config, external: Mapping[str, Any]) -> Namespace:
-    """All keys as attributes, as Megatron's arguments; and the ids of special tokens of the transformers model."""
-    ids = {name: external.get(name) for name in SPECIAL_IDS}
-    keys = {key: value for section in config.to_dict().values() for key, value in dict(section).items()}
-    return Namespace(**ids, **keys)
+def _model_provider(plugin: MegatronLMPlugin) -> ModelProvider | None:
+    """What builds the model in place of its family, None for the family itself."""
+    provider, prepare = plugin.custom_model_provider_function, plugin.custom_prepare_model_function
+    if provider is None or prepare is None:
+        return provider
+    return lambda section, environment: prepare(partial(provider, section, environment))
 
 
 def _on_all_ranks(generator: TextGenerator, generate: Callable[[], Tensor]) -> Tensor:
     """The first rank generates, the others take part and are given the result."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    found: list[Any] = [None]
-    if world == 1 or dist.get_rank() == 0:
+    result = None
+    if is_first_rank():
         try:
-            found = [generate()]
+            result = generate()
         finally:
             generator.close()
     else:
         generator.follow()
-    if world > 1:
-        dist.broadcast_object_list(found, src=0)
-    result: Tensor = found[0]
-    return result
+    tokens: Tensor = from_first_rank(result)
+    return tokens

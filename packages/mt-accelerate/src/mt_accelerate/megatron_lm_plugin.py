@@ -11,29 +11,43 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
-from mt_core.errors import ConfigError, did_you_mean
-from mt_tools.config_import.accelerate import PREFIX, VARIABLE_PREFIX, import_accelerate
+from mt_core.errors import ConfigError, Problems, did_you_mean
+from mt_tools.config_import.accelerate import KEYS, PREFIX, SELECTIVE, VARIABLE_PREFIX, import_accelerate
 
 Sections = dict[str, dict[str, Any]]
-OWN_FIELDS = frozenset(
-    (
-        *("is_train_batch_min", "consumed_samples", "return_logits", "attention_dropout", "hidden_dropout"),
-        *("custom_train_step_class", "custom_train_step_kwargs", "custom_model_provider_function"),
-        *("custom_prepare_model_function", "custom_megatron_datasets_provider_function"),
-        *("custom_get_batch_function", "custom_loss_function", "encoder_seq_length", "decoder_seq_length"),
-        *("use_rotary_position_embeddings", "no_wd_decay_cond", "scale_lr_cond", "lr_mult", "num_micro_batches"),
-        *("train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-        *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "seq_length", "min_lr"),
-    )
-)
-"""Fields that the import of Accelerate's files does not read, or that depend on model, scheduler or data."""
-REFUSED: Mapping[str, str] = {
-    "no_wd_decay_cond": "weights of two dimensions and more are decayed, biases and norms never",
-    "scale_lr_cond": "the embedding and the output layer can have a rate of their own, optimizer.decoupled_lr",
-    "custom_prepare_model_function": "custom_model_provider_function builds the model, and its weights come with it",
+IMPORTED = frozenset((*KEYS, SELECTIVE)) - {
+    *("attention_dropout", "hidden_dropout", "seq_length", "decoder_seq_length", "train_iters", "train_samples"),
+    *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_decay_style", "lr_decay_iters"),
+    *("lr_decay_samples", "min_lr", "eod_mask_loss"),
 }
+"""Fields that are keys of a configuration whatever model, scheduler and data are."""
+REFUSED: Mapping[str, str] = {
+    "optimizer_cpu_offload": "the optimizer's state stays on the device; use_distributed_optimizer shards it over ranks",
+    "overlap_cpu_optimizer_d2h_h2d": "it overlaps the copies of optimizer_cpu_offload",
+    "pipeline_model_parallel_split_rank": "stages are divided over encoder and decoder together",
+    "attention_backend": "a bool names no kernel; the fastest that supports the model is chosen",
+    "no_wd_decay_cond": "weights of two dimensions and more are decayed, biases and norms never",
+    "scale_lr_cond": "the embedding and the output layer can have a rate of their own, optimizer.decoupled_lr of "
+    "mt train; other parameters cannot",
+    "lr_mult": "it scales the rates of the parameters that scale_lr_cond picks",
+}
+"""Fields of which only the default can be had -> why."""
+DEPENDENT: Mapping[str, tuple[str, Any]] = {
+    "recompute_method": ("recompute_granularity", "full"),
+    "recompute_num_layers": ("recompute_granularity", "full"),
+    "set_all_logging_options": ("tensorboard_dir", ...),
+    "custom_train_step_kwargs": ("custom_train_step_class", ...),
+    "custom_prepare_model_function": ("custom_model_provider_function", ...),
+}
+"""Field -> the field that it counts with, and that one's value; ... is any."""
+LENGTHS = (
+    ("train_iters", "train_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+)
+"""Pairs that say the same in steps and in samples."""
 
 
 class MegatronLMPlugin(BaseModel):
@@ -56,32 +70,41 @@ class MegatronLMPlugin(BaseModel):
     gradient_clipping: float = Field(1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
     sequence_parallelism: bool = False
+    """Activations between the layers' matrices are sharded, too, over the ranks of tp_degree."""
     recompute_activations: bool = False
-    """Selective recomputation."""
+    """Recomputation: selective, unless recompute_granularity is full."""
     recompute_granularity: str | None = None
     """full or selective."""
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     use_distributed_optimizer: bool = False
+    """Optimizer state sharded over data-parallel ranks."""
     context_parallel_size: int = Field(1, ge=1)
     expert_model_parallel_size: int = Field(1, ge=1)
     expert_tensor_parallel_size: int = Field(1, ge=1)
     decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage."""
     num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of a stage of an interleaved pipeline."""
     pipeline_model_parallel_split_rank: int | None = None
     use_custom_fsdp: bool = False
     """FSDP2."""
     no_load_optim: bool = False
+    """`load_state` leaves the optimizer's state out."""
     no_save_optim: bool = False
+    """`save_state` leaves the optimizer's state out."""
     eod_mask_loss: bool = False
+    """Positions whose token ends a document are not counted in the loss."""
     optimizer_cpu_offload: bool = False
     overlap_cpu_optimizer_d2h_h2d: bool = False
     use_precision_aware_optimizer: bool = False
+    """With other_megatron_args={'exp_avg_dtype': ...}."""
     attention_backend: bool = True
     attention_dropout: float = Field(0.0, ge=0, le=1)
     hidden_dropout: float = Field(0.0, ge=0, le=1)
     attention_softmax_in_fp32: bool = True
     calculate_per_token_loss: bool = True
+    """False: the mean of the micro-batches' means."""
     use_rotary_position_embeddings: bool | None = None
     """None: as the model has them. Another value than the model's is an error."""
     is_train_batch_min: bool = True
@@ -104,13 +127,20 @@ class MegatronLMPlugin(BaseModel):
     scale_lr_cond: Callable[..., Any] | None = None
     lr_mult: float = 1.0
     megatron_dataset_flag: bool = False
+    """Passed to `get_batch_func`; set by `prepare` with MegatronLMDummyDataLoader."""
     seq_length: int | None = None
     encoder_seq_length: int | None = None
+    """The same as seq_length."""
     decoder_seq_length: int | None = None
+    """Of T5's data sets."""
     tensorboard_dir: str | None = None
+    """Folder of event files: the metrics of each step, and of evaluations, under Megatron's names."""
     set_all_logging_options: bool = False
+    """Also times, throughput, memory and the number of zeros in the gradient."""
     eval_iters: int = 100
+    """Global batches of an evaluation on data sets of mt; programs read it, too."""
     eval_interval: int = 1000
+    """Read by programs, which call evaluations themselves."""
     return_logits: bool = False
     """Outputs have logits, on the ranks of the last pipeline stage."""
     custom_train_step_class: type | None = None
@@ -118,41 +148,83 @@ class MegatronLMPlugin(BaseModel):
     custom_model_provider_function: Callable[..., Any] | None = None
     """(section [model], environment) -> a model of mt; see docs/add-a-model.md."""
     custom_prepare_model_function: Callable[..., Any] | None = None
+    """(custom_model_provider_function without arguments) -> the model to train."""
     custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
     """(numbers of samples of training, validation, test) -> the three data sets."""
     custom_get_batch_function: Callable[..., Any] | None = None
     custom_loss_function: Callable[..., Any] | None = None
     other_megatron_args: dict[str, Any] | None = None
-    global_batch_size: int | None = Field(None, init=False)
-    """Of a step over all ranks; set by `Accelerator.prepare`."""
+    """Megatron's arguments by attribute; see `megatron_args`."""
+    _global_batch_size: int | None = PrivateAttr(None)
 
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**{**_from_environment(type(self), fields), **fields})
         except ValidationError as error:
             raise ConfigError(_sentences(error, type(self).model_fields)) from None
-        for name, reason in REFUSED.items():
-            if getattr(self, name) is not None:
-                raise ConfigError(f"MegatronLMPlugin({name}=...) cannot be had: {reason}")
-        if self.lr_mult != 1.0:
-            raise ConfigError(
-                f"MegatronLMPlugin(lr_mult={self.lr_mult:g}) scales the rates that scale_lr_cond picks; leave out"
-            )
+        problems = Problems()
+        for check in (_check_refused, _check_dependent, _check_contradictions):
+            with problems.collect():
+                check(self)
+        problems.stop_if_any()
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of a step over all ranks; None before `Accelerator.prepare`."""
+        return self._global_batch_size
+
+    def set_global_batch_size(self, size: int) -> None:
+        self._global_batch_size = size
+
+    def changed(self) -> dict[str, Any]:
+        """The fields whose values are not the defaults."""
+        fields = type(self).model_fields
+        return {name: value for name, value in self if value != fields[name].default}
 
     def sections(self, mixed_precision: str) -> Sections:
-        """The keys that are set by fields which depend on neither model nor data. Raises ConfigError for a field that
-        mt cannot follow."""
-        given = {
-            PREFIX + name: getattr(self, name)
-            for name, field in type(self).model_fields.items()
-            if name not in OWN_FIELDS and name != "global_batch_size" and getattr(self, name) != field.default
-        }
+        """The keys that are set by fields which depend on neither model nor data."""
+        given = {PREFIX + name: value for name, value in self.changed().items() if name in IMPORTED}
         values = {"megatron_lm_config": given, "mixed_precision": mixed_precision}
         result = import_accelerate(values, "MegatronLMPlugin")
-        if refused := result.of_status("refused"):
-            told = "; ".join(f"{one.words.removeprefix(PREFIX)}: {one.reason}" for one in refused)
-            raise ConfigError(f"MegatronLMPlugin has fields that cannot be followed: {told}")
         return {section: dict(keys) for section, keys in result.sections.items()}
+
+
+def _check_refused(plugin: MegatronLMPlugin) -> None:
+    given = plugin.changed()
+    refused = [f"{name}={given[name]!r}: {reason}" for name, reason in REFUSED.items() if name in given]
+    if refused:
+        raise ConfigError("\n".join(f"MegatronLMPlugin has {text}; leave the field out" for text in refused))
+
+
+def _check_dependent(plugin: MegatronLMPlugin) -> None:
+    given = plugin.changed()
+    for name, (other, value) in DEPENDENT.items():
+        if name in given and (getattr(plugin, other) is None if value is ... else getattr(plugin, other) != value):
+            needed = other if value is ... else f"{other}={value!r}"
+            raise ConfigError(f"MegatronLMPlugin({name}=...) counts only with {needed}; give both or neither")
+    has_dtype = "exp_avg_dtype" in (plugin.other_megatron_args or {})
+    if plugin.use_precision_aware_optimizer != has_dtype:
+        raise ConfigError(
+            "MegatronLMPlugin(use_precision_aware_optimizer=True) and other_megatron_args={'exp_avg_dtype': ...}, the "
+            "dtype of the moments, count only together"
+        )
+
+
+def _check_contradictions(plugin: MegatronLMPlugin) -> None:
+    for pair in LENGTHS:
+        if all(getattr(plugin, name) is not None for name in pair):
+            raise ConfigError(f"MegatronLMPlugin has {pair[0]} and {pair[1]}; give one of them")
+    lengths = {plugin.seq_length, plugin.encoder_seq_length} - {None}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"MegatronLMPlugin(seq_length={plugin.seq_length}, encoder_seq_length={plugin.encoder_seq_length}) are two "
+            "lengths of the same input; give one of them"
+        )
+    if any((plugin.consumed_samples or [])[1:]):
+        raise ConfigError(
+            f"MegatronLMPlugin(consumed_samples={plugin.consumed_samples}): an evaluation begins with the first sample "
+            "every time; set those of validation and test to 0"
+        )
 
 
 def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
     Without a scheduler the rate is constant. Raises ConfigError for a scheduler of another kind.
     """
     if scheduler is None:
+        _require_no_schedule(plugin)
         length = _length(plugin, None) or {"train_iters": steps or 1}
         return {"lr_schedule": {"lr_decay_style": "constant"}, "train": length}
     if not isinstance(scheduler, MegatronLMDummyScheduler):
@@ -47,6 +48,15 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
         "lr_schedule": {**style, **_warmup(plugin, scheduler.warmup_num_steps // dp_size), **_decay(plugin)},
         "train": length,
     }
+
+
+def _require_no_schedule(plugin: MegatronLMPlugin) -> None:
+    given = [name for name in plugin.changed() if name.startswith("lr_") or name == "min_lr"]
+    if given:
+        raise ConfigError(
+            f"MegatronLMPlugin has {', '.join(given)}, and prepare was given no scheduler, so that the rate is "
+            "constant; give MegatronLMDummyScheduler(optimizer, total_num_steps=...)"
+        )
 
 
 def _length(plugin: MegatronLMPlugin, total: int | None) -> dict[str, int]:

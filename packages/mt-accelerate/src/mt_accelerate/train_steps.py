@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_accelerate.batches import causal_fields, masked_fields, translation_fields
+from mt_accelerate.batches import causal_fields, end_of_document, masked_fields, translation_fields
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
 from mt_core.train.forward_backward import masked_sum
 
@@ -68,8 +68,10 @@ class GPTTrainStep(_LanguageModelStep):
         self.args = args
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        ends = end_of_document(vars(self.args)) if self.args.eod_mask_loss else ()
+
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
-            found = causal_fields(next(data_iterator))
+            found = causal_fields(next(data_iterator), ends)
             tokens = found["tokens"]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             return tokens, found["labels"], found["loss_mask"], None, found.get("position_ids", positions)

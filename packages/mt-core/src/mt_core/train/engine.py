@@ -55,7 +55,7 @@ from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
-from mt_core.train.checkpoint.state import Checkpointed, merged_over_stages
+from mt_core.train.checkpoint.state import OPTIMIZER, WITHOUT_OPTIMIZER, Checkpointed, merged_over_stages
 from mt_core.train.cuda_graphs.rules import graph_blocks
 from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.device_batches import DeviceBatches, begin_micro_batch
@@ -362,14 +362,19 @@ class Engine:
         """The checkpointed state of this run."""
         return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
 
-    def contents(self, **metadata: Any) -> Contents:
+    def contents(self, *, with_optimizer: bool = True, **metadata: Any) -> Contents:
         """What a checkpoint of this step holds. metadata: further entries."""
         state = self.checkpointed()
-        return Contents(state.fragments(), {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files()))
+        fragments = state.fragments()
+        if not with_optimizer:
+            fragments = [fragment for fragment in fragments if not fragment.name.startswith(OPTIMIZER)]
+            metadata[WITHOUT_OPTIMIZER] = True
+        return Contents(fragments, {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files()))
 
-    def save_state(self, run_dir: str | Path) -> Path:
+    def save_state(self, run_dir: str | Path, *, with_optimizer: bool = True) -> Path:
         """Write a checkpoint of this step as `Trainer` does, at once: `mt train --run-dir` continues from it, and every
-        command that takes a checkpoint reads it. Returns its path. Collective."""
+        command that takes a checkpoint reads it. with_optimizer: with the optimizer's state, without which training
+        cannot continue unchanged. Returns its path. Collective."""
         directory = RunDirectory(run_dir)
         if self.ctx.is_writer:
             directory.create()
@@ -377,15 +382,20 @@ class Engine:
         keys = self.config.checkpoint.model_copy(update={"async_save": False})
         path = directory.checkpoint(self.state.iteration)
         writer = build_checkpoint_writer(keys, self.host, directory, self.ctx)
-        writer.write(path, self.contents())
+        writer.write(path, self.contents(with_optimizer=with_optimizer))
         wait_for_all()
         writer.finish()
         return path
 
-    def load_state(self, path: str | Path) -> None:
+    def load_state(self, path: str | Path, *, with_optimizer: bool = True) -> None:
         """Weights, optimizer, counters and random streams of a run directory's newest checkpoint, or of a checkpoint,
-        that any layout wrote. Collective. Raises CheckpointError when it is missing, damaged, or of another model."""
-        self.checkpointed().restore(open_checkpoint(find_checkpoint(path), self.host))
+        that any layout wrote. with_optimizer=False leaves the optimizer's state as it is. Collective. Raises
+        CheckpointError when the checkpoint is missing, damaged, of another model, or without optimizer state."""
+        reader, state = open_checkpoint(find_checkpoint(path), self.host), self.checkpointed()
+        if with_optimizer:
+            state.restore(reader)
+        else:
+            state.restore_without_optimizer(reader)
 
 
 def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:

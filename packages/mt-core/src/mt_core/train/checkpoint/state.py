@@ -31,6 +31,8 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 MAIN = "main"
 REMAINDER = "remainder"
 """Optimizer state with the low 16 bits of fp32 weights. A checkpoint stores the fp32 weight, not the two halves."""
+WITHOUT_OPTIMIZER = "without_optimizer"
+"""Entry of the metadata: true in a checkpoint that was saved without the optimizer's state."""
 T = TypeVar("T")
 
 
@@ -103,6 +105,11 @@ class Checkpointed:
 
     def restore(self, reader: CheckpointReader) -> None:
         """Restore a complete checkpoint. Raises CheckpointError for missing or extra tensors, or other shapes."""
+        if reader.metadata.get(WITHOUT_OPTIMIZER, False):
+            raise CheckpointError(
+                "the checkpoint was saved without the optimizer's state, so that training cannot continue from it "
+                "unchanged; load its weights: checkpoint.load, or load_state(..., with_optimizer=False)"
+            )
         layouts = parameter_layouts(self.model)
         shapes = shapes_of_all_stages(layouts, self.ctx)
         self.weights.finish_gather()
@@ -116,8 +123,20 @@ class Checkpointed:
             for name, parameter in parameters.items():
                 self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
         self._restore_optimizer(reader, layouts, parameters, trained)
-        random_streams.restore_rng(reader, self.ctx)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
+        self._restore_progress(reader)
+
+    def restore_without_optimizer(self, reader: CheckpointReader) -> None:
+        """As `restore`, but that the optimizer's state and the loss scale stay as they are."""
+        layouts = parameter_layouts(self.model)
+        self.weights.finish_gather()
+        require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
+        self.load_model(reader, layouts)
+        self.weights.copy_from_model()
+        self._restore_progress(reader)
+
+    def _restore_progress(self, reader: CheckpointReader) -> None:
+        random_streams.restore_rng(reader, self.ctx)
         for key in asdict(self.state):
             setattr(self.state, key, int(reader.metadata[key]))
 

@@ -13,7 +13,7 @@ class CometWriter:
         import comet_ml
 
         options = run.options
-        self._experiment = comet_ml.start(
+        self.native = comet_ml.start(
             workspace=options.comet_workspace,
             project=options.comet_project,
             experiment_key=run.run_id,
@@ -25,17 +25,17 @@ class CometWriter:
                 log_git_patch=False,
             ),
         )
-        self._experiment.log_parameters(dict(run.config))
+        self.native.log_parameters(dict(run.config))
 
     @property
     def run_id(self) -> str:
-        return str(self._experiment.get_key())
+        return str(self.native.get_key())
 
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        self._experiment.log_metrics({**values, "consumed-samples": samples}, step=iteration)
+        self.native.log_metrics({**values, "consumed-samples": samples}, step=iteration)
 
     def close(self, *, finished: bool) -> None:
-        self._experiment.end()
+        self.native.end()
 
 
 def build_comet(config: Config) -> Tracker:

@@ -30,8 +30,8 @@ class MlflowWriter:
             mlflow.set_experiment(options.mlflow_experiment)
         self._client = mlflow.MlflowClient()
         self._pending: deque[Any] = deque(maxlen=PENDING)
-        active = mlflow.start_run(run_id=run.run_id, run_name=options.mlflow_run_name or run.name)
-        self.run_id = str(active.info.run_id)
+        self.native = mlflow.start_run(run_id=run.run_id, run_name=options.mlflow_run_name or run.name)
+        self.run_id = str(self.native.info.run_id)
         if run.run_id is None:
             self._write_params(dict(_flattened(run.config)))
 

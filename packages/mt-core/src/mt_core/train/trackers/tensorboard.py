@@ -18,16 +18,16 @@ class TensorBoardWriter:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(_folder(run), max_queue=run.options.tensorboard_queue_size)
-        self._events.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.iteration)
+        self.native = SummaryWriter(_folder(run), max_queue=run.options.tensorboard_queue_size)
+        self.native.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.iteration)
 
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         for name, value in values.items():
-            self._events.add_scalar(name, value, iteration)
-            self._events.add_scalar(f"{name} vs samples", value, samples)
+            self.native.add_scalar(name, value, iteration)
+            self.native.add_scalar(f"{name} vs samples", value, samples)
 
     def close(self, *, finished: bool) -> None:
-        self._events.close()
+        self.native.close()
 
 
 def _folder(run: TrackedRun) -> str:

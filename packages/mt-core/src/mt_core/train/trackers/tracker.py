@@ -43,6 +43,11 @@ class MetricWriter(Protocol):
     """An open run of a tracker. Its calls should not wait for a network."""
 
     @property
+    def native(self) -> Any:
+        """The package's own object of the run."""
+        ...
+
+    @property
     def run_id(self) -> str | None:
         """Under which `open` finds the run again; None for a tracker that needs none."""
         ...
@@ -57,10 +62,14 @@ class MetricWriter(Protocol):
 
 
 class Tracker(Callback):
-    """Steps every logging.tensorboard_log_interval; times and what layers report every logging.log_interval."""
+    """Steps every logging.tensorboard_log_interval; times and what layers report every logging.log_interval.
+
+    open_writer: opens a run of the program that the tracker is for.
+    """
 
     def __init__(self, name: str, open_writer: Callable[[TrackedRun], MetricWriter], config: Config) -> None:
-        self._name, self._open, self._options = name, open_writer, config.logging
+        self.open_writer = open_writer
+        self._name, self._options = name, config.logging
         self._writer: MetricWriter | None = None
         self._finished = False
 
@@ -69,7 +78,7 @@ class Tracker(Callback):
         ids = _read_ids(folder)
         known = ids.get(self._name) if run.resumed_from is not None else None
         tracked = TrackedRun(self._options, run.config.to_dict(), folder, run.state.iteration, known)
-        self._writer = self._open(tracked)
+        self._writer = self.open_writer(tracked)
         if folder is not None and self._writer.run_id is not None:
             write_whole(folder / IDS_FILE, json.dumps({**ids, self._name: self._writer.run_id}).encode())
 

@@ -17,7 +17,7 @@ class TrackioWriter:
 
         wanted = run.options.trackio_name or run.name or "mt"
         self.run_id = run.run_id or f"{wanted}-{uuid.uuid4().hex[:6]}"
-        self._run = trackio.init(
+        self.native = trackio.init(
             project=run.options.trackio_project,
             name=self.run_id,
             config=dict(run.config),
@@ -26,10 +26,10 @@ class TrackioWriter:
         )
 
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        self._run.log({**values, "consumed-samples": samples}, step=iteration)
+        self.native.log({**values, "consumed-samples": samples}, step=iteration)
 
     def close(self, *, finished: bool) -> None:
-        self._run.finish()
+        self.native.finish()
 
 
 def build_trackio(config: Config) -> Tracker:

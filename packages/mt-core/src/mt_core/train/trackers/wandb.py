@@ -13,7 +13,7 @@ class WandbWriter:
         import wandb
 
         options = run.options
-        self._run = wandb.init(
+        self.native = wandb.init(
             project=options.wandb_project,
             entity=options.wandb_entity,
             name=options.wandb_exp_name or run.name,
@@ -25,13 +25,13 @@ class WandbWriter:
 
     @property
     def run_id(self) -> str:
-        return str(self._run.id)
+        return str(self.native.id)
 
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        self._run.log({**values, "consumed-samples": samples}, step=iteration)
+        self.native.log({**values, "consumed-samples": samples}, step=iteration)
 
     def close(self, *, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
+        self.native.finish(exit_code=0 if finished else 1)
 
 
 def build_wandb(config: Config) -> Tracker:

@@ -1,0 +1,107 @@
+"""The engine for what a program gave to `Accelerator.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mt_accelerate.configuration import data_parallel_size, dataset_section, training_sections
+from mt_accelerate.data_loaders import micro_batch_size
+from mt_accelerate.data_parallel import from_first_rank
+from mt_accelerate.megatron_engine import MegatronEngine
+from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.prepared import Prepared
+from mt_accelerate.schedulers import schedule_sections
+from mt_accelerate.state import AcceleratorState
+from mt_ckpt.hugging_face.module import read_module
+from mt_core.config.checks import as_world
+from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader
+
+MODEL_OPTIONS = ("attention_dropout", "hidden_dropout", "position_embedding_type")
+"""Keys of [model] that fields of the plugin set or contradict, in families that have them."""
+
+
+def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, host: PluginHost) -> MegatronEngine:
+    """Collective. accelerator: passed to the program's train step. Raises ConfigError for a model without a name map,
+    and for an optimizer, a scheduler or a field of the plugin that cannot be followed."""
+    _share_weights(given.model)
+    plugin, reader = state.megatron_lm_plugin, read_module(given.model, host)
+    size, dp = _micro_batch_size(given, plugin), data_parallel_size(plugin)
+    plugin.set_global_batch_size(size * plugin.num_micro_batches * dp)
+    sections = reader.metadata["config"]
+    configured = training_sections(
+        {**sections["model"], **_options_of_family(reader, host)},
+        sections["tokenizer"],
+        plugin,
+        given.optimizer,
+        mixed_precision=state.mixed_precision,
+        micro_batch_size=size,
+        dp_size=dp,
+        seed=from_first_rank(torch.initial_seed() % 2**31),
+        device=state.device.type,
+        schedule=schedule_sections(plugin, given.scheduler, dp, _steps_of_epoch(given, plugin)),
+        data=_data_section(given, plugin, sections["model"]["family"]),
+    )
+    with as_world(state.num_processes):
+        loaded = load_config(sections=configured, host=host)
+    engine = MegatronEngine(loaded, plugin, reader, given.model.config.to_dict(), accelerator, host)
+    engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
+    return engine
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Every rank gets the first rank's weights: programs need not seed them alike. In place."""
+    if dist.is_initialized():
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
+
+def _micro_batch_size(given: Prepared, plugin: MegatronLMPlugin) -> int:
+    if given.dummy is not None:
+        return int(given.dummy.dataset_args.get("micro_batch_size", 1))
+    return micro_batch_size(given.loaders, plugin.is_train_batch_min)
+
+
+def _steps_of_epoch(given: Prepared, plugin: MegatronLMPlugin) -> int | None:
+    """Of the first loader's data; None for data sets of mt."""
+    if not given.loaders:
+        return None
+    return max(len(given.loaders[0].dataset) // (plugin.global_batch_size or 1), 1)  # type: ignore[arg-type]
+
+
+def _data_section(given: Prepared, plugin: MegatronLMPlugin, family: str) -> dict[str, Any]:
+    """[data]. Raises ConfigError for a length of the decoder beside data that has none."""
+    length = plugin.seq_length or plugin.encoder_seq_length
+    decoder = plugin.decoder_seq_length
+    if decoder is not None and (given.dummy is None or family != "t5"):
+        raise ConfigError(
+            f"MegatronLMPlugin(decoder_seq_length={decoder}) is of T5's data sets (MegatronLMDummyDataLoader); a "
+            f"DataLoader's batches have their own lengths, and model.family={family} is none of T5's otherwise"
+        )
+    if given.dummy is None:
+        length = length or _length_of_samples(given)
+    own = {"seq_length": length, "decoder_seq_length": decoder, "eod_mask_loss": plugin.eod_mask_loss or None}
+    keys = {key: value for key, value in own.items() if value is not None}
+    if given.dummy is None:
+        return keys
+    plugin.megatron_dataset_flag = True
+    return {**dataset_section(given.dummy.dataset_args, family), **keys}
+
+
+def _length_of_samples(given: Prepared) -> int:
+    loader = given.loaders[0]
+    return int(loader.collate_fn([loader.dataset[0]])["input_ids"].shape[1])
+
+
+def _options_of_family(reader: CheckpointReader, host: PluginHost) -> Mapping[str, Any]:
+    """The MODEL_OPTIONS that the family has, with the model's own values."""
+    section = reader.metadata["config"]["model"]
+    fields = host.models.get(section["family"]).config_type.load().model_fields
+    return {name: section.get(name, fields[name].default) for name in MODEL_OPTIONS if name in fields}

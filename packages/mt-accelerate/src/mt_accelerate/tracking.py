@@ -1,0 +1,189 @@
+"""Trackers of a program's metrics, as `accelerate.tracking` has them, on the trackers of mt."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError, PluginError, did_you_mean
+from mt_core.plugins import PluginHost
+from mt_core.train.trackers.tracker import MetricWriter, TrackedRun, Tracker
+
+
+class LoggerType(StrEnum):
+    """Accelerate's names of the trackers that mt has."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+
+
+@dataclass(frozen=True)
+class TrackerKeys:
+    """name: the tracker's in logging.trackers. project: the key of [logging] that gets the project's name. options:
+    keyword of init_kwargs -> key."""
+
+    name: str
+    project: str
+    options: Mapping[str, str]
+
+
+KEYS: Mapping[LoggerType, TrackerKeys] = {
+    LoggerType.TENSORBOARD: TrackerKeys("tensorboard", "tensorboard_dir", {"max_queue": "tensorboard_queue_size"}),
+    LoggerType.WANDB: TrackerKeys(
+        "wandb", "wandb_project", {"name": "wandb_exp_name", "entity": "wandb_entity", "dir": "wandb_save_dir"}
+    ),
+    LoggerType.TRACKIO: TrackerKeys("trackio", "trackio_project", {"name": "trackio_name"}),
+    LoggerType.COMETML: TrackerKeys(
+        "comet", "comet_project", {"workspace": "comet_workspace", "name": "comet_experiment_name"}
+    ),
+    LoggerType.MLFLOW: TrackerKeys("mlflow", "mlflow_experiment", {"run_name": "mlflow_run_name"}),
+}
+
+
+class GeneralTracker:
+    """Base of a program's own trackers. name, tracker (the package's own object) and requires_logging_directory are
+    those of Accelerate; main_process_only: its methods are called on the main process alone."""
+
+    name: str = ""
+    requires_logging_directory: bool = False
+    main_process_only: bool = True
+
+    @property
+    def tracker(self) -> Any:
+        """The package's own object of the run."""
+        return None
+
+    def start(self) -> None:
+        """Called once by `init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """values: the program's configuration, once after `start`."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """values: metrics by name."""
+
+    def finish(self) -> None:
+        """Called by `end_training`."""
+
+
+class RunTracker(GeneralTracker):
+    """A tracker of mt. open_writer: opens its run; called by `start`. samples: consumed by training so far."""
+
+    def __init__(self, name: str, open_writer: Callable[[], MetricWriter], samples: Callable[[], int]) -> None:
+        self.name = name
+        self._open, self._samples = open_writer, samples
+        self._writer: MetricWriter | None = None
+
+    @property
+    def tracker(self) -> Any:
+        """The package's own object of the run; None on processes other than the main one."""
+        return self._writer.native if self._writer is not None else None
+
+    def start(self) -> None:
+        self._writer = self._open()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        """values: numbers, scalar tensors, and dictionaries of them, which become `name/key`. Raises ConfigError for
+        other values and for options."""
+        if options:
+            raise ConfigError(f"log_kwargs of {self.name}: {', '.join(options)} cannot be passed; leave it out")
+        if self._writer is not None:
+            self._writer.write(dict(_numbers(values)), step or 0, self._samples())
+
+    def finish(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close(finished=True)
+
+
+def chosen_trackers(log_with: Any, logging_dir: str | None, host: PluginHost) -> list[LoggerType | GeneralTracker]:
+    """Of `Accelerator(log_with=...)`: a name, a GeneralTracker, or a list of them; `all` is each whose package is
+    installed. Raises ConfigError for others, and PluginError for a package that is missing."""
+    given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    found: list[LoggerType | GeneralTracker] = []
+    for one in given:
+        more = [one] if isinstance(one, GeneralTracker) else _named(str(one), logging_dir, host)
+        found += [tracker for tracker in more if tracker not in found]
+    return found
+
+
+def _named(name: str, logging_dir: str | None, host: PluginHost) -> Sequence[LoggerType]:
+    names = [str(kind) for kind in LoggerType]
+    if name not in names:
+        raise ConfigError(
+            f"log_with={name!r}: it can be {', '.join(names)} or a GeneralTracker{did_you_mean(name, names)}"
+        )
+    if name == LoggerType.ALL:
+        return [kind for kind in KEYS if _is_usable(kind, logging_dir, host)]
+    kind = LoggerType(name)
+    if kind == LoggerType.TENSORBOARD and logging_dir is None:
+        raise ConfigError("log_with='tensorboard' writes event files; give Accelerator(project_dir=...) for them")
+    _build(kind, {}, host)
+    return [kind]
+
+
+def _is_usable(kind: LoggerType, logging_dir: str | None, host: PluginHost) -> bool:
+    try:
+        _build(kind, {}, host)
+    except PluginError:
+        return False
+    return kind != LoggerType.TENSORBOARD or logging_dir is not None
+
+
+def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple[Tracker, Any]:
+    """The tracker, and the section [logging] that it was built with."""
+    name = KEYS[kind].name
+    section = {"trackers": [name], **keys}
+    config = load_config(sections={"logging": section}, host=host).config
+    tracker = host.callbacks.get(name, key="logging.trackers").build.load()(config)
+    return tracker, config.logging
+
+
+def build_tracker(
+    kind: LoggerType,
+    project_name: str,
+    options: Mapping[str, Any],
+    *,
+    logging_dir: str | None,
+    config: Mapping[str, Any],
+    samples: Callable[[], int],
+    host: PluginHost,
+) -> RunTracker:
+    """options: of init_kwargs. config: the program's configuration. Raises ConfigError for an unknown option."""
+    known = KEYS[kind].options
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigError(
+            f"init_kwargs: {kind} takes {', '.join(known)}, and no {', '.join(unknown)}; get_tracker({kind!r}, "
+            "unwrap=True) is the package's own object"
+        )
+    folder = Path(logging_dir) if logging_dir is not None else None
+    project = str((folder or Path()) / project_name) if kind == LoggerType.TENSORBOARD else project_name
+    keys = {KEYS[kind].project: project, **{known[name]: value for name, value in options.items()}}
+    tracker, section = _build(kind, keys, host)
+    run = TrackedRun(section, config, folder, iteration=0, run_id=None)
+    return RunTracker(str(kind), lambda: tracker.open_writer(run), samples)
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            yield prefix + name, float(value.item())
+        elif isinstance(value, numbers.Real):
+            yield prefix + name, float(value)
+        else:
+            raise ConfigError(
+                f"log({prefix}{name}={value!r}): trackers take numbers; log texts by get_tracker(..., unwrap=True)"
+            )
