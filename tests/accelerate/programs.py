@@ -25,6 +25,10 @@ def build(family: str) -> Any:
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         config = transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=96, max_position_embeddings=16)
         return transformers.LlamaForCausalLM(config)
+    if family == "mixtral":
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, vocab_size=96))
     if family == "bert":
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
         config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
@@ -116,6 +120,59 @@ def train(family: str, fields: Mapping[str, Any], world: int, folder: str) -> di
     }
 
 
+class ShiftedSamples:
+    """The script's samples, again and again, as mt's data sets have them."""
+
+    def __init__(self) -> None:
+        self.rows = samples("gpt2")
+
+    def __len__(self) -> int:
+        return TOTAL * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        row = self.rows[index % len(self.rows)]
+        labels = np.append(row["labels"].numpy()[1:], -100)
+        return {"tokens": row["input_ids"].numpy(), "labels": labels, "loss_mask": (labels != -100).astype(np.float32)}
+
+
+def trainer_losses(config: Any, folder: str, data: Any = None) -> list[float]:
+    """Of `mt train` with this configuration, from the weights in the folder; rounded to float32, as a script's are."""
+    import torch
+
+    from mt_core.config.loading import LoadedConfig
+    from mt_core.train import Callback, Trainer
+
+    class Losses(Callback):
+        found: list[float]
+
+        def on_step_end(self, run: Any, metrics: Any) -> None:
+            self.found.append(torch.tensor(metrics["loss"]).item())
+
+    losses = Losses()
+    losses.found = []
+    keys = {"exit_iteration": STEPS, "eval_interval": None, "eval_iters": 0}
+    parts = {
+        "checkpoint": config.checkpoint.model_copy(update={"load": folder}),
+        "train": config.train.model_copy(update=keys),
+    }
+    loaded = LoadedConfig(config.model_copy(update=parts), {}, None)
+    Trainer(loaded, train_data=data, valid_data={}, callbacks=[losses]).train()
+    return losses.found
+
+
+def losses_of_mt_train(fields: Mapping[str, Any], world: int, folder: str) -> list[float]:
+    """On the data and layout of the script `train("gpt2", ...)`."""
+    from mt_core.parallel.context import wait_for_all
+
+    weights = f"{folder}/weights"
+    build("gpt2").save_pretrained(weights)  # transformers writes on the first rank alone
+    wait_for_all()
+    model = start("gpt2", fields, world)[1]
+    return trainer_losses(model.config, weights, ShiftedSamples())
+
+
 def accelerator_rows(accelerator: Any, logits: Any, ids: Any) -> list[list[float]]:
     """The first logits of each sample, ordered by the sample's ids: as one process has them."""
     found = zip(accelerator.gather(ids).tolist(), accelerator.gather(logits[:, 0, :5]).tolist(), strict=True)
@@ -196,10 +253,91 @@ def generate(fields: Mapping[str, Any], world: int) -> list[list[int]]:
     return model.megatron_generate(prompts, mask, max_new_tokens=4).tolist()
 
 
+class ProgramData:
+    """A data set of a program: ids that follow from the number of the sample."""
+
+    def __init__(self, count: int, offset: int = 0) -> None:
+        self.count, self.offset = count, offset
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        tokens = (np.arange(17) * (index + self.offset + 3)) % 90 + 1
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": np.ones(16, dtype=np.float32)}
+
+
+def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
+    """Losses of training and of an evaluation with a model and data sets of the program's own."""
+    import torch
+
+    from mt_accelerate import Accelerator
+    from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+
+    counts: list[tuple[int, ...]] = []
+
+    def model_provider(section: Any, environment: Any) -> Any:
+        build_model = environment.host.models.get(section.family).build.load()
+        return build_model(section.model_copy(update={"num_layers": 4}), environment)
+
+    def data_provider(samples_of_splits: tuple[int, ...]) -> tuple[Any, ...]:
+        counts.append(samples_of_splits)
+        return ProgramData(samples_of_splits[0]), ProgramData(samples_of_splits[1], 7), None
+
+    own = {
+        "custom_megatron_datasets_provider_function": data_provider,
+        "custom_model_provider_function": model_provider,
+    }
+    plugin, size, dp = plugin_of({**fields, **own, "eval_iters": 1}, world)
+    accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
+    model = build(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=TOTAL * dp)
+    data = MegatronLMDummyDataLoader(micro_batch_size=size, seq_length=16)
+    model, _, _, train, valid, _ = accelerator.prepare(model, optimizer, scheduler, data, data, data)
+    assert counts == [(TOTAL * GLOBAL_BATCH, GLOBAL_BATCH, GLOBAL_BATCH)]
+    losses = [model(**next(train)).loss.item() for _ in range(STEPS)]
+    return [*losses, model.eval()(**next(valid)).loss.item()]
+
+
+def own_batches(fields: Mapping[str, Any], world: int) -> list[float]:
+    """Losses with a batch function and a loss of the program's own: the second half of each sample counts."""
+
+    def get_batch(data_iterator: Any) -> tuple[Any, ...]:
+        import torch
+
+        tokens = next(data_iterator)["input_ids"]
+        mask = (torch.arange(tokens.shape[1]) >= 8).float().expand(tokens.shape).contiguous()
+        return tokens, tokens.roll(-1, 1), mask, None, None
+
+    def loss_of(loss_mask: Any, output_tensor: Any) -> Any:
+        return (output_tensor.float() * loss_mask).sum() / loss_mask.sum(), {}
+
+    functions = {"custom_get_batch_function": get_batch, "custom_loss_function": loss_of}
+    _, model, _, loader, _ = start("gpt2", fields, world, **functions)
+    return [model(**batch).loss.item() for batch, _ in zip(loader, range(STEPS), strict=False)]
+
+
 def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in FAMILIES}
     found["custom"] = custom_loss(fields, world)
+    found["own batches"] = own_batches(fields, world)
     found["samples"] = all_samples(fields, world)
     whole = not fields.get("use_distributed_optimizer") and not fields.get("use_custom_fsdp")
     found["generated"] = generate(fields, world) if whole else None
+    found["mt train"] = losses_of_mt_train(fields, world, folder)
     return found
+
+
+def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:
+    """In the same processes, one layout after another."""
+    found = {}
+    for name, fields in layouts.items():
+        found[name] = everything(rank, world, fields, f"{folder}/{name}")
+    return found
+
+
+def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, list[float]]:
+    return {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "field of Megatron alone": (
         lambda: prepare(fields={"other_megatron_args": {"moe_grouped_gemm": True, "vocab_fil": "x"}}),
         ConfigError,
-        'Megatron has no vocab_fil, did you mean "vocab_file"',
+        'Megatron has no vocab_fil (did you mean "vocab_file"?)',
     ),
     "processes": (lambda: prepare(fields={"tp_degree": 3}), ConfigError, "1 processes are no multiple of tp_degree=3"),
     "positions": (lambda: prepare(fields={"use_rotary_position_embeddings": True}), ConfigError, "contradicts"),

@@ -16,6 +16,7 @@ from mt_core.testing import run_ranks
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2": {"tp_degree": 2, "sequence_parallelism": True},
     "PP 2": {"pp_degree": 2},
+    "DP 2": {},
     "ZeRO-1 over 2": {"use_distributed_optimizer": True},
     "FSDP2 over 2": {"use_custom_fsdp": True},
 }
@@ -109,23 +110,55 @@ def test_generation_continues_with_the_trained_weights(alone) -> None:
         assert row[: len(tokens)] == tokens
 
 
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks finds under every layout."""
+    return run_ranks(2, programs.all_layouts, LAYOUTS, str(tmp_path_factory.mktemp("ranks")), timeout=480)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_losses_of_one_process(alone, layout: str, tmp_path) -> None:
-    ranks = run_ranks(2, programs.everything, LAYOUTS[layout], str(tmp_path), timeout=240)
+def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str) -> None:
+    ranks = [found[layout] for found in on_ranks]
     for number, found in enumerate(ranks):
         for family in FAMILIES:
             for key in ("losses", "norms", "evaluated"):
                 assert found[family][key] == pytest.approx(alone[family][key], rel=1e-4), (layout, family, key)
             assert found[family]["restored"] == pytest.approx(found[family]["evaluated"], rel=1e-6)
             assert found[family]["main"] == (number == 1)
-        assert found["custom"]["losses"] == pytest.approx(alone["custom"]["losses"], rel=1e-4)
+        for key in ("losses", "reported"):
+            if found["custom"][key]:
+                assert found["custom"][key] == pytest.approx(alone["custom"][key], rel=1e-4)
+        assert found["own batches"] == pytest.approx(alone["own batches"], rel=1e-4)
         assert sorted(found["samples"]) == list(range(21))
         assert found["generated"] in (None, alone["generated"])
     last = ranks[1]
     for family in FAMILIES:
         shown = torch.tensor(last[family]["logits"])
         torch.testing.assert_close(shown, torch.tensor(alone[family]["logits"]), rtol=1e-2, atol=1e-3)
-    assert last["custom"]["reported"] == pytest.approx(alone["custom"]["reported"], rel=1e-4)
+    assert last["custom"]["reported"]
     assert (ranks[0]["gpt2"]["logits"] is None) == (layout == "PP 2")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_script_has_the_losses_of_mt_train_to_the_last_bit(alone, on_ranks, layout: str) -> None:
+    for found in (alone, *(of_rank[layout] for of_rank in on_ranks)):
+        assert found["gpt2"]["losses"] == found["mt train"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout() -> None:
+    layouts = {
+        **{name: ("gpt2", fields) for name, fields in LAYOUTS.items()},
+        "interleaved PP 2": ("gpt2", {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+        "CP 2": ("gpt2", {"context_parallel_size": 2}),
+        "EP 2": ("mixtral", {"expert_model_parallel_size": 2}),
+    }
+    alone = programs.all_provided(0, 1, {family: (family, {}) for family in ("gpt2", "mixtral")})
+    for found in run_ranks(2, programs.all_provided, layouts, timeout=300):
+        for name, (family, _) in layouts.items():
+            assert found[name] == pytest.approx(alone[family], rel=1e-4), name

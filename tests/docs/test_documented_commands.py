@@ -36,7 +36,7 @@ PARSED = {
 
 NOT_RUN = {
     r"s3://": "needs an object store",
-    r"mt launch ": "needs a script; tests/accelerate/test_same_as_mt_train.py runs one",
+    r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"mt eval (ppl|wikitext103|lambada|toxicity|detoxify) ": "reads texts of the reader's; tests/eval runs them",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
@@ -55,7 +55,7 @@ PAGES_RUN_ELSEWHERE = {
 
 NOT_CONFIGURED = {
     r"s3://": "needs an object store",
-    r"mt launch ": "needs a script; tests/accelerate/test_same_as_mt_train.py runs one",
+    r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
 }

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mt_accelerate.megatron_args import other_sections
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin, Sections
-from mt_accelerate.optimizers import optimizer_keys
+from mt_accelerate.optimizers import OptimizerLike, optimizer_keys
 from mt_core.errors import ConfigError
 
 ROPE = "rope"
@@ -21,7 +21,7 @@ def training_sections(
     model: Mapping[str, Any],
     tokenizer: Mapping[str, Any],
     plugin: MegatronLMPlugin,
-    optimizer: Any,
+    optimizer: OptimizerLike,
     *,
     mixed_precision: str,
     micro_batch_size: int,
@@ -52,7 +52,7 @@ def training_sections(
             "data": data,
             "train": batch,
             "parallel": _virtual_stages(plugin, model),
-            "optimizer": {**optimizer_keys(optimizer), "min_lr": plugin.min_lr},
+            "optimizer": _optimizer(optimizer, plugin),
             "logging": _logging(plugin),
         },
         others,
@@ -66,6 +66,14 @@ def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:
         for section, keys in part.items():
             found[section] = {**found.get(section, {}), **keys}
     return found
+
+
+def _optimizer(optimizer: OptimizerLike, plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """[optimizer]. A weight decay that changes goes from the plugin's start_weight_decay to its end_weight_decay."""
+    keys = {**optimizer_keys(optimizer), "min_lr": plugin.min_lr}
+    if plugin.weight_decay_incr_style != "constant":
+        del keys["weight_decay"]
+    return keys
 
 
 def _logging(plugin: MegatronLMPlugin) -> dict[str, Any]:

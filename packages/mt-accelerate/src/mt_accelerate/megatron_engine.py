@@ -15,7 +15,7 @@ from mt_accelerate.batches import Fields, ToFields, fields_for
 from mt_accelerate.data_parallel import from_first_rank, is_first_rank
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.step_handler import batch_function, build_handler
-from mt_accelerate.step_loss import KeptOutputs, StepLoss, step_batch, whole_vocabulary
+from mt_accelerate.step_loss import StepLoss, step_batch
 from mt_accelerate.training_record import TrainingRecord
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
@@ -61,15 +61,15 @@ class MegatronEngine:
         self.handler = build_handler(loaded.config, plugin, accelerator, external)
         self._get_batch = batch_function(self.handler, plugin, accelerator) if self.handler is not None else None
         self._step_loss: StepLoss | None = None
-        self._kept: KeptOutputs | None = None
         provider = _model_provider(plugin)
         # Weights that a provider's model does not have are its own.
         self.engine = Engine.build(
             loaded,
             host=host,
             model_provider=provider,
-            wrap_loss=self._wrap if self.handler is not None or plugin.return_logits else None,
+            wrap_loss=self._wrap if self.handler is not None else None,
             weights=weights if provider is None else None,
+            return_logits=plugin.return_logits,
         )
         self._fields: ToFields = fields_for(self.engine.model, external, eod_mask_loss=plugin.eod_mask_loss)
         _require_means(plugin, self.engine)
@@ -112,7 +112,7 @@ class MegatronEngine:
     def __call__(self, **batch: Tensor) -> ModelOutput:
         """In training one step: all micro-batches, the optimizer and the schedule. Else the loss."""
         losses = self.train_step(**batch)[0] if self.training else self.eval_step(**batch)
-        return ModelOutput(losses["loss"], self._logits())
+        return ModelOutput(losses["loss"], self.engine.take_logits())
 
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:
         """({name: value}, 1 if the step was skipped, gradient norm before clipping, its zeros if counted)"""
@@ -176,25 +176,15 @@ class MegatronEngine:
     # -- inside -----------------------------------------------------------------------------------
 
     def _wrap(self, loss: Loss, config: Config, ctx: ParallelContext) -> Loss:
-        if config.parallel.context_parallel_size > 1:
+        if ctx.cp.size > 1:
             raise ConfigError(
-                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which "
-                "return_logits and a train step, batch function or loss of a program and means of micro-batches "
-                "(calculate_per_token_loss=False) need; set it to 1"
+                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which a train step, "
+                "batch function or loss of a program and means of micro-batches (calculate_per_token_loss=False) need; "
+                "set it to 1"
             )
-        if self.handler is not None:
-            loss = self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
-        if self.plugin.return_logits:
-            loss = self._kept = KeptOutputs(loss)
-        return loss
-
-    def _logits(self) -> Tensor | None:
-        if self._kept is None:
-            return None
-        logits = self._kept.take()
-        if logits is None or hasattr(self.engine.model, "classification_head"):
-            return logits
-        return whole_vocabulary(logits, self.config, self.engine.ctx)
+        assert self.handler is not None
+        self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
+        return self._step_loss
 
     def _rank_batch(self, batch: Mapping[str, Tensor]) -> RankBatch:
         if self._get_batch is None:

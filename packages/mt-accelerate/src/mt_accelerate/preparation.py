@@ -47,7 +47,7 @@ def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, hos
         seed=from_first_rank(torch.initial_seed() % 2**31),
         device=state.device.type,
         schedule=schedule_sections(plugin, given.scheduler, dp, _steps_of_epoch(given, plugin)),
-        data=_data_section(given, plugin, sections["model"]["family"]),
+        data=data_section(given, plugin, sections["model"]["family"]),
     )
     with as_world(state.num_processes):
         loaded = load_config(sections=configured, host=host)
@@ -76,7 +76,7 @@ def _steps_of_epoch(given: Prepared, plugin: MegatronLMPlugin) -> int | None:
     return max(len(given.loaders[0].dataset) // (plugin.global_batch_size or 1), 1)  # type: ignore[arg-type]
 
 
-def _data_section(given: Prepared, plugin: MegatronLMPlugin, family: str) -> dict[str, Any]:
+def data_section(given: Prepared, plugin: MegatronLMPlugin, family: str) -> dict[str, Any]:
     """[data]. Raises ConfigError for a length of the decoder beside data that has none."""
     length = plugin.seq_length or plugin.encoder_seq_length
     decoder = plugin.decoder_seq_length

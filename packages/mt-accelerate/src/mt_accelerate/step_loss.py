@@ -1,4 +1,4 @@
-"""The loss with which the engine trains under a program's own train step, and the outputs of the model that it sees."""
+"""The loss with which the engine trains under a program's own train step."""
 
 from __future__ import annotations
 
@@ -13,29 +13,12 @@ from mt_accelerate.train_steps import ForwardStep
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
-from mt_core.nn.embedding import gather_logits
-from mt_core.nn.loss import Loss, build_cross_entropy
+from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.context import ParallelContext
+from mt_core.train.kept_logits import logits_of, whole_vocabulary
 
 RAW = "raw."
 """Prefix of a program's own names among the fields of a micro-batch."""
-
-
-class KeptOutputs:
-    """A loss that keeps the logits of the micro-batches that it is given, until they are taken."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self._logits: list[Tensor] = []
-
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        self._logits.append(logits_of(output).detach())
-        return self.loss(output, batch)
-
-    def take(self) -> Tensor | None:
-        """[rows, S, ids of this rank]; None on ranks without the last pipeline stage."""
-        kept, self._logits = self._logits, []
-        return torch.cat(kept) if kept else None
 
 
 class StepLoss:
@@ -96,16 +79,3 @@ def step_batch(batch: RankBatch, raw: Callable[[int, int], Mapping[str, np.ndarr
         made.append({**arrays, **{RAW + name: value for name, value in rows.items()}, **once})
         start += len(samples)
     return RankBatch(made, batch.samples)
-
-
-def logits_of(output: Any) -> Tensor:
-    logits = output.logits if hasattr(output, "logits") else output
-    if not isinstance(logits, Tensor):
-        raise ConfigError(f"{type(output).__name__} has no logits")
-    return logits
-
-
-def whole_vocabulary(logits: Tensor, config: Config, ctx: ParallelContext) -> Tensor:
-    """[..., ids of this rank] -> [..., vocab_size]"""
-    assert config.model.vocab_size is not None
-    return gather_logits(logits, config.model.vocab_size, config.model.make_vocab_size_divisible_by, ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mt_core.config.loading import load_config
-from mt_core.errors import ConfigError, PluginError, did_you_mean
+from mt_core.config.schema import Config, LoggingConfig
+from mt_core.config.sections import build_sections
+from mt_core.errors import ConfigError, PluginError, Problems, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.train.trackers.tracker import MetricWriter, TrackedRun, Tracker
 
@@ -94,8 +96,8 @@ class RunTracker(GeneralTracker):
         self._writer = self._open()
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """values: numbers, scalar tensors, and dictionaries of them, which become `name/key`. Raises ConfigError for
-        other values and for options."""
+        """values: numbers, scalar tensors, and dictionaries of them, which become `name/key`; others are left out with
+        a warning. Raises ConfigError for options."""
         if options:
             raise ConfigError(f"log_kwargs of {self.name}: {', '.join(options)} cannot be passed; leave it out")
         if self._writer is not None:
@@ -141,11 +143,11 @@ def _is_usable(kind: LoggerType, logging_dir: str | None, host: PluginHost) -> b
     return kind != LoggerType.TENSORBOARD or logging_dir is not None
 
 
-def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple[Tracker, Any]:
-    """The tracker, and the section [logging] that it was built with."""
+def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple[Tracker, LoggingConfig]:
+    """The tracker, and the section [logging] that it was built with. Trackers look at no other section."""
     name = KEYS[kind].name
-    section = {"trackers": [name], **keys}
-    config = load_config(sections={"logging": section}, host=host).config
+    given = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
+    config = Config.model_construct(**build_sections(("logging",), {"logging": given}, host, Problems()))
     tracker = host.callbacks.get(name, key="logging.trackers").build.load()(config)
     return tracker, config.logging
 
@@ -184,6 +186,8 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, numbers.Real):
             yield prefix + name, float(value)
         else:
-            raise ConfigError(
-                f"log({prefix}{name}={value!r}): trackers take numbers; log texts by get_tracker(..., unwrap=True)"
+            warnings.warn(
+                f"log({prefix}{name}={value!r}): trackers take numbers, and this value is in metrics.jsonl alone; "
+                "get_tracker(name, unwrap=True) is the package's own object",
+                stacklevel=4,
             )

@@ -30,6 +30,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="Hugging Face: safetensors or .bin files with config.json, whole or in shards",
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
+            open_module=Lazy("mt_ckpt.hugging_face.module:read_module"),
             takes_host=True,
         ),
         CheckpointLoaderSpec(

@@ -29,6 +29,15 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     return external
 
 
+def tokenizer_section(external: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
+    """The keys of [tokenizer] for a program that gives ids itself: as many as the model has, and the end of a document."""
+    tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+    eod = external.get("eos_token_id")
+    if isinstance(eod, int) and vocab_size is not None and 0 <= eod < vocab_size:
+        tokenizer["null_tokenizer_eod_id"] = eod
+    return tokenizer
+
+
 def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
     """The keys of [model] that a config.json says. Of several families that know its model_type (a base model, the same
     with a head) that which has its architecture.

@@ -384,6 +384,8 @@ class CheckpointLoaderSpec(Spec):
     """(path: Path) -> CheckpointReader. A format whose names need a family's map takes `host: PluginHost` too."""
     takes_host: bool = False
     """Whether `open` is called as (path, host)."""
+    open_module: Lazy[Any] | None = None
+    """(module: nn.Module, host) -> CheckpointReader of a model in memory whose parameters have the format's names."""
     takes_config: bool = False
     """Whether `open` also takes `config`, a file that says what the model is, since the format may not say it."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
 from mt_ckpt.safetensors_files import TensorInfo
+from mt_core.hf_config import tokenizer_section
 from mt_core.plugins import PluginHost
 
 
@@ -46,11 +47,6 @@ def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceRea
     external = {**module.config.to_dict(), "architectures": [type(module).__name__]}
     tensors = ModuleTensors(module)
     family, config = identify(external, tensors.infos, host)
-    vocabulary = config.model.vocab_size
-    eod = external.get("eos_token_id")
-    tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary}
-    if isinstance(eod, int) and vocabulary is not None and 0 <= eod < vocabulary:
-        tokenizer["null_tokenizer_eod_id"] = eod
     model = {"family": family.family, **config.model.model_dump(mode="json", exclude_defaults=True)}
-    sections = {"model": model, "tokenizer": tokenizer}
+    sections = {"model": model, "tokenizer": tokenizer_section(external, config.model.vocab_size)}
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, {})

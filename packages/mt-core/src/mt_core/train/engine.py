@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
-from mt_core.config.loading import LoadedConfig
+from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.data import building
@@ -68,6 +68,13 @@ from mt_core.train.forward_backward import (
     default_forward_step,
     invariant_step,
 )
+from mt_core.train.hugging_face_source import (
+    PreTrainedConfigLike,
+    PreTrainedModelLike,
+    read_source,
+    with_sections,
+)
+from mt_core.train.kept_logits import KeptLogits
 from mt_core.train.loss_choice import require_options, with_logits_loss, with_resolved_loss
 from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.optimizer_step import (
@@ -135,6 +142,7 @@ class Engine:
     malloc: str | None
     flops_per_sample: float | None = None
     """Of training, by the count of the model family; None if it has none."""
+    kept_logits: KeptLogits | None = None
     state: TrainState = field(default_factory=TrainState)
     _steps_taken: int = 0
 
@@ -150,12 +158,13 @@ class Engine:
         model_provider: build.ModelProvider | None = None,
         wrap_loss: WrapLoss | None = None,
         weights: CheckpointReader | None = None,
+        return_logits: bool = False,
     ) -> Engine:
         """Arguments replace the components that the configuration names (see `Trainer`). Collective.
 
         model_provider: builds the model of this layout. wrap_loss: makes the loss to train with from the configured
         one, which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights:
-        in place of initial ones, as checkpoint.load has them.
+        in place of initial ones, as checkpoint.load has them. return_logits: outcomes of steps have the model's logits.
         """
         host = host or load_plugins()
         if loaded.config.train.num_threads is not None:
@@ -180,10 +189,13 @@ class Engine:
         )
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = graph_blocks(model, config, ctx, own_stages)
-        config = with_resolved_loss(config, model, host) if wrap_loss is None else with_logits_loss(config, host)
+        needs_logits = wrap_loss is not None or return_logits
+        config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
         if wrap_loss is not None:
             loss = wrap_loss(_require_outputs(loss, config), config, ctx)
+        kept = KeptLogits(_require_outputs(loss, config), config, ctx, model) if return_logits else None
+        loss = kept or loss
         require_options(model, loss, config)
         recorder = _build_recorder(config, stages, device)
         forward_backward = _build_forward_backward(
@@ -227,10 +239,42 @@ class Engine:
             device_batches=DeviceBatches(device, ctx.cp),
             flops_per_sample=flops_per_sample,
             malloc=malloc,
+            kept_logits=kept,
         )
         if weights is not None:
             load_weights(weights, engine.checkpointed(), layouts, config.checkpoint)
         return engine
+
+    @classmethod
+    def from_hugging_face(
+        cls,
+        source: PreTrainedModelLike | PreTrainedConfigLike,
+        sections: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        host: PluginHost | None = None,
+        loss: Loss | None = None,
+        wrap_loss: WrapLoss | None = None,
+        forward_step: ForwardStep | None = None,
+        return_logits: bool = False,
+    ) -> Engine:
+        """The engine for a model of transformers, with its weights, or for its configuration, with initial weights.
+
+        sections: of the configuration, section -> key -> value; they win over what the source says. Every rank gives
+        the same source, and takes its shards. Collective. Raises ConfigError for a model_type that no family knows, and
+        CheckpointError for weights that do not fit their configuration.
+        """
+        host = host or load_plugins()
+        own, weights = read_source(source, host)
+        loaded = load_config(sections=with_sections(own, sections), host=host)
+        return cls.build(
+            loaded,
+            host=host,
+            loss=loss,
+            wrap_loss=wrap_loss,
+            forward_step=forward_step,
+            weights=weights,
+            return_logits=return_logits,
+        )
 
     # -- batches ----------------------------------------------------------------------------------
 
@@ -288,11 +332,14 @@ class Engine:
     def train_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepOutcome:
         """One optimizer step on this rank's batch; waits for its loss and gradient norm. learning_rate: in place of the
         schedule's."""
-        return self.launch_step(rank_batch, learning_rate).pending.result()
+        outcome = self.launch_step(rank_batch, learning_rate).pending.result()
+        return replace(outcome, logits=self.take_logits())
 
     def launch_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepRecord:
         """As `train_step`, without waiting for the device if `step.deferred`. Advances the counters of `state`."""
         started = time.perf_counter()
+        if self.kept_logits is not None:
+            self.kept_logits.begin()
         learning_rate = self.next_learning_rate() if learning_rate is None else learning_rate
         batches = self.device_batches.take(rank_batch)
         captured = self.graphs.begin_step() if self.graphs is not None else None
@@ -340,13 +387,22 @@ class Engine:
         return pending, f"schedule of step {self.state.iteration + 1} written to {path}"
 
     def eval_step(self, rank_batch: RankBatch) -> float:
-        """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter."""
+        """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter. Its
+        logits are those that `take_logits` gives."""
         self.weights.finish_gather()
+        if self.kept_logits is not None:
+            self.kept_logits.begin()
         return evaluate(self.model, [self.device_batches.take(rank_batch)], self.forward_backward, self.ctx)
+
+    def take_logits(self) -> Tensor | None:
+        """This rank's logits of the last step or evaluated batch, once; None without return_logits, and on ranks
+        without the last pipeline stage. Collective over tensor-parallel ranks."""
+        return self.kept_logits.take() if self.kept_logits is not None else None
 
     def evaluate(self, dataset: Dataset) -> float:
         """Mean loss over the first train.eval_iters global batches: the same samples every time."""
         self.weights.finish_gather()
+        self.take_logits()  # no longer kept
         size, count = self.batch_size.full, self.evaluated_samples(dataset)
         steps = [(first, min(size, count - first)) for first in range(0, count, size)]
         ahead = self.device_batches.ahead(self.read_batches(dataset, steps))

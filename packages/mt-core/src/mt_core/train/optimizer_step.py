@@ -50,7 +50,8 @@ class SupportsFoundInf(Protocol):
 class StepOutcome:
     """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled.
 
-    auxiliary: the losses that layers added, by name, each the mean over micro-batches.
+    auxiliary: the losses that layers added, by name, each the mean over micro-batches. logits: of an engine that is
+    built with return_logits, [rows, S, vocabulary]; None on ranks without the last pipeline stage.
     """
 
     loss: float
@@ -60,6 +61,13 @@ class StepOutcome:
     """False when the loss or the norm was not finite and the step was skipped."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     zeros_in_grad: int | None = None
+    logits: Tensor | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All numbers by name: grad_norm, tokens, zeros_in_grad where they are counted, and what layers added."""
+        counted = {} if self.zeros_in_grad is None else {"zeros_in_grad": float(self.zeros_in_grad)}
+        return {"grad_norm": self.grad_norm, "tokens": self.tokens, **counted, **self.auxiliary}
 
 
 @dataclass(frozen=True)
