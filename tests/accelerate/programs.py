@@ -325,8 +325,8 @@ def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) ->
     found["custom"] = custom_loss(fields, world)
     found["own batches"] = own_batches(fields, world)
     found["samples"] = all_samples(fields, world)
-    whole = not fields.get("use_distributed_optimizer") and not fields.get("use_custom_fsdp")
-    found["generated"] = generate(fields, world) if whole else None
+    _, _, dp = plugin_of(fields, world)
+    found["generated"] = generate(fields, world) if dp == 1 else None
     found["mt train"] = losses_of_mt_train(fields, world, folder)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from mt_core.config import load_config
 from mt_core.errors import ConfigError, DataError, TrainingError
 from mt_core.testing import run_ranks
-from mt_core.train import Engine
+from mt_core.train import Callback, Engine, Trainer
 
 SMALL = (
     *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.hidden_dropout=0"),
@@ -59,9 +60,37 @@ def mean_loss(engine: Engine, logits: torch.Tensor, part: dict[str, torch.Tensor
     return build_cross_entropy(engine.config, engine.ctx)(logits, part).mean()
 
 
+class SameRows:
+    """The batches of `rows`, as a data set."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        step, row = divmod(index, 8)
+        tokens = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(step))[row].numpy()
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": np.ones(16, dtype=np.float32)}
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step_end(self, run: Any, metrics: Any) -> None:
+        self.found.append(metrics["loss"])
+
+
+def losses_of_mt_train(overrides: tuple[str, ...]) -> list[float]:
+    losses = Losses()
+    config = load_config(preset="gpt-tiny", overrides=[*SMALL, *overrides, "train.exit_iteration=3"])
+    Trainer(config, train_data=SameRows(), valid_data={}, callbacks=[losses]).train()
+    return losses.found
+
+
 def loop(rank: int, world: int, overrides: tuple[str, ...], folder: str) -> dict[str, Any]:
     engine = build(*overrides)
     found: dict[str, Any] = {"losses": [engine.train_step(engine.rank_batch(rows(engine, n))).loss for n in range(3)]}
+    found["mt train"] = losses_of_mt_train(overrides)
     found["samples"] = engine.state.consumed_samples
     batch = engine.rank_batch(rows(engine, 0))
     engine.save_state(folder)
@@ -81,24 +110,70 @@ def loop(rank: int, world: int, overrides: tuple[str, ...], folder: str) -> dict
 LAYOUTS = {
     "TP 2": ("parallel.tensor_model_parallel_size=2",),
     "PP 2": ("parallel.pipeline_model_parallel_size=2",),
+    "DP 2": (),
     "ZeRO-1": ("parallel.use_distributed_optimizer=true",),
     "FSDP2": ("parallel.use_torch_fsdp2=true",),
 }
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return loop(0, 1, (), str(tmp_path_factory.mktemp("alone")))
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_of_the_caller_computes_the_same_under_every_layout(layout: str, tmp_path) -> None:
-    alone = loop(0, 1, (), str(tmp_path / "alone"))
+def test_a_loop_of_the_caller_computes_the_same_under_every_layout(alone, layout: str, tmp_path) -> None:
     assert alone["apart"] == pytest.approx(alone["losses"], rel=1e-6)
+    assert alone["losses"] == alone["mt train"]
     for found in run_ranks(2, loop, LAYOUTS[layout], str(tmp_path / "ranks")):
-        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["losses"] == found["mt train"] == pytest.approx(alone["losses"], rel=1e-5)
         assert found["apart"] is None or found["apart"] == pytest.approx(alone["losses"], rel=1e-5)
         assert found["restored"] == found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
         assert abs(found["moved"] - found["evaluated"]) > 0.1
         assert (found["samples"], found["iteration"]) == (24, 3)
         assert found["gathered"] == ([0.0] if layout in ("TP 2", "PP 2") else [0.0, 1.0])
+
+
+HF_SECTIONS = {
+    "train": {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 4, "device": "cpu"},
+    "data": {"seq_length": 16},
+}
+
+
+def test_a_model_and_a_configuration_of_transformers_become_an_engine() -> None:
+    """Loss and logits are those of transformers; a step's outcome has them, and its other numbers by name."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 96}
+    external = GPT2Config(**shape, bos_token_id=0, eos_token_id=95, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model = GPT2LMHeadModel(external).eval()
+    tokens = torch.randint(0, 96, (4, 16))
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens)
+    labels = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
+    mask = torch.ones(4, 16)
+    mask[:, -1] = 0
+    engine = Engine.from_hugging_face(model, HF_SECTIONS, return_logits=True)
+    batch = engine.rank_batch({"tokens": tokens, "labels": labels, "loss_mask": mask})
+    assert engine.eval_step(batch) == pytest.approx(expected.loss.item(), rel=1e-5)
+    torch.testing.assert_close(engine.take_logits(), expected.logits, rtol=1e-4, atol=1e-5)
+    assert engine.take_logits() is None
+    outcome = engine.train_step(batch)
+    assert outcome.loss == pytest.approx(expected.loss.item(), rel=1e-5)
+    torch.testing.assert_close(outcome.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    expected = model(tokens, labels=tokens)
+    expected.loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert outcome.metrics == {"grad_norm": pytest.approx(norm, rel=1e-4), "tokens": 60.0}
+
+    fresh = Engine.from_hugging_face(external, {**HF_SECTIONS, "model": {"init_method_std": 0.5}})
+    drawn = fresh.model.get_parameter("embedding.word_embeddings.weight")[:96]
+    assert drawn.shape == (96, 32)
+    assert drawn.std().item() == pytest.approx(0.5, rel=0.1)
+    with pytest.raises(ConfigError, match="a Linear is no model and no configuration of transformers"):
+        Engine.from_hugging_face(torch.nn.Linear(2, 2))
 
 
 def test_what_a_loop_cannot_do_is_refused_by_name() -> None:

@@ -235,7 +235,7 @@ class Accelerator:
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Starts the trackers of log_with. config: the program's configuration. init_kwargs: options by tracker, for
-        example {"wandb": {"entity": "team"}}; see `mt_accelerate.tracking`. Raises ConfigError for an unknown option."""
+        example {"wandb": {"entity": "team"}}; those of `mt_accelerate.tracking.KEYS`. Raises ConfigError for others."""
         options = dict(init_kwargs or {})
         for chosen in self.log_with:
             if isinstance(chosen, GeneralTracker):

@@ -178,9 +178,8 @@ class MegatronEngine:
     def _wrap(self, loss: Loss, config: Config, ctx: ParallelContext) -> Loss:
         if ctx.cp.size > 1:
             raise ConfigError(
-                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which a train step, "
-                "batch function or loss of a program and means of micro-batches (calculate_per_token_loss=False) need; "
-                "set it to 1"
+                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which a program's "
+                "train step, batch function or loss and calculate_per_token_loss=False need; set it to 1"
             )
         assert self.handler is not None
         self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
@@ -210,8 +209,8 @@ def _require_means(plugin: MegatronLMPlugin, engine: Engine) -> None:
     """Raises ConfigError for a classifier without calculate_per_token_loss: its loss has no tokens to take means of."""
     if not plugin.calculate_per_token_loss and hasattr(engine.model, "classification_head"):
         raise ConfigError(
-            "MegatronLMPlugin(calculate_per_token_loss=False) takes the mean of each micro-batch's tokens, and the loss "
-            "of a classifier has one value a text; leave the field out"
+            "MegatronLMPlugin(calculate_per_token_loss=False) takes the mean of each micro-batch's tokens, and a "
+            "classifier's loss has one value for each text; leave the field out"
         )
 
 

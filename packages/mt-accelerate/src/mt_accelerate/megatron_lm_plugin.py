@@ -24,7 +24,7 @@ IMPORTED = frozenset((*KEYS, SELECTIVE)) - {
 }
 """Fields that are keys of a configuration whatever model, scheduler and data are."""
 REFUSED: Mapping[str, str] = {
-    "optimizer_cpu_offload": "the optimizer's state stays on the device; use_distributed_optimizer shards it over ranks",
+    "optimizer_cpu_offload": "the optimizer's state stays on the device; use_distributed_optimizer shards it",
     "overlap_cpu_optimizer_d2h_h2d": "it overlaps the copies of optimizer_cpu_offload",
     "pipeline_model_parallel_split_rank": "stages are divided over encoder and decoder together",
     "attention_backend": "a bool names no kernel; the fastest that supports the model is chosen",

@@ -30,7 +30,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_section(external: Mapping[str, Any], vocab_size: int | None) -> dict[str, Any]:
-    """The keys of [tokenizer] for a program that gives ids itself: as many as the model has, and the end of a document."""
+    """The keys of [tokenizer] for a program that gives ids itself: their number, and the end of a document."""
     tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
     eod = external.get("eos_token_id")
     if isinstance(eod, int) and vocab_size is not None and 0 <= eod < vocab_size:
