@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,14 +13,14 @@ FAMILIES = ("gpt2", "llama", "bert", "t5")
 KEY_TOKENS = (3, 5, 7)
 
 
-def build(family: str) -> Any:
+def build(family: str, layers: int = 2) -> Any:
     """A small model of transformers with random weights, the same each time."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     if family == "gpt2":
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 96}
+        sizes = {"n_layer": layers, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 96}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=95))
     if family == "llama":
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -65,7 +66,8 @@ def plugin_of(fields: Mapping[str, Any], world: int) -> tuple[Any, int, int]:
     """The plugin, its batch size and the data-parallel size: every layout has the same global batch."""
     from mt_accelerate.utils import MegatronLMPlugin
 
-    dp = world // (fields.get("tp_degree", 1) * fields.get("pp_degree", 1))
+    axes = ("tp_degree", "pp_degree", "context_parallel_size")
+    dp = world // math.prod(fields.get(axis, 1) for axis in axes)
     return MegatronLMPlugin(num_micro_batches=2, **fields), GLOBAL_BATCH // (2 * dp), dp
 
 
@@ -276,11 +278,12 @@ def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
     from mt_accelerate import Accelerator
     from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 
+    built: list[str] = []
     counts: list[tuple[int, ...]] = []
 
     def model_provider(section: Any, environment: Any) -> Any:
-        build_model = environment.host.models.get(section.family).build.load()
-        return build_model(section.model_copy(update={"num_layers": 4}), environment)
+        built.append(section.family)
+        return environment.host.models.get(section.family).build.load()(section, environment)
 
     def data_provider(samples_of_splits: tuple[int, ...]) -> tuple[Any, ...]:
         counts.append(samples_of_splits)
@@ -292,11 +295,12 @@ def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
     }
     plugin, size, dp = plugin_of({**fields, **own, "eval_iters": 1}, world)
     accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
-    model = build(family)
+    model = build(family, layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=TOTAL * dp)
     data = MegatronLMDummyDataLoader(micro_batch_size=size, seq_length=16)
     model, _, _, train, valid, _ = accelerator.prepare(model, optimizer, scheduler, data, data, data)
+    assert built
     assert counts == [(TOTAL * GLOBAL_BATCH, GLOBAL_BATCH, GLOBAL_BATCH)]
     losses = [model(**next(train)).loss.item() for _ in range(STEPS)]
     return [*losses, model.eval()(**next(valid)).loss.item()]

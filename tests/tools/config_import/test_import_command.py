@@ -159,7 +159,7 @@ BAD_FILES = {
     "e.yaml": ("trainer: {}\nmodel:\n  num_layers: ???\n", "model.num_layers is ???, a value that has to be given"),
     "f.yaml": ("trainer: {}\nmodel: {num_layers: '${.x}'}\n", "model.num_layers refers to model.x, which is not there"),
     "g.yaml": ("- 1\n", "got a list, expected keys and values"),
-    "h.sh": ("torchrun pretrain_vlm.py --num-layers 1\n", "model.family=llava"),
+    "h.sh": ("torchrun pretrain_vlm.py --num-layers 1\n", "Megatron needs them"),
     "i.sh": ("torchrun pretrain_gpt.py --num-layers $L\n", "--num-layers $L: $L is not set in the script"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 from tests.tools.config_import.conftest import SCRIPTS
 
 from mt_core.plugins import PluginHost
-from mt_tools.config_import.checked import check_configuration
+from mt_tools.config_import.checked import check_configuration, check_result
 from mt_tools.config_import.megatron import import_script
 from mt_tools.config_import.output import launch_line
 from mt_tools.config_import.result import ImportResult
@@ -324,6 +324,59 @@ def test_a_launch_script_becomes_a_configuration(case: str, host: PluginHost) ->
     assert set(script.idle) <= {one.words.split()[0] for one in result.of_status("no effect")}
     assert all(one.keys or one.reason for one in result.accounts)
     check_configuration(result.sections, script.world, host)
+
+
+@dataclass(frozen=True)
+class PartScript:
+    """A script that has sections in its code: those that are not there, keys of the others, what cannot be done."""
+
+    fixed: tuple[str, ...]
+    keys: Mapping[str, Any]
+    refused: tuple[str, ...]
+    words: str
+
+
+PARTS: Mapping[str, PartScript] = {
+    "llava_7b": PartScript(
+        ("model", "tokenizer", "data"),
+        {
+            "parallel.tensor_model_parallel_size": 4,
+            "parallel.sequence_parallel": True,
+            "train.global_batch_size": 256,
+            "lr_schedule.lr_warmup_fraction": 0.01,
+            "precision.dtype": "bf16",
+            "checkpoint.save": "checkpoints",
+        },
+        ("--num-layers", "--img-h", "--freeze-LM", "--language-model-type", "--prompt-path", "--data-path"),
+        "model.family=llava",
+    ),
+    "vit_base": PartScript(
+        ("model", "tokenizer", "data"),
+        {"train.train_iters": 93750, "optimizer.weight_decay": 0.05, "precision.dtype": "fp16"},
+        ("--hidden-size", "--num-classes", "--data-path"),
+        "model.family=vision",
+    ),
+    "grpo_8b": PartScript(
+        ("data",),
+        {"model.num_query_groups": 8, "tokenizer.tokenizer_model": "llama", "optimizer.lr": 1e-6},
+        ("--perform-rl-step", "--grpo-group-size", "--langrl-env-config", "--mock-data"),
+        "reinforcement learning",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_the_arguments_say_is_translated_and_what_the_script_fixes_is_named(name: str, host: PluginHost) -> None:
+    part, result = PARTS[name], import_script(SCRIPTS / f"{name}.sh", host)
+    found = dotted(result.sections)
+    assert {key: found.get(key) for key in part.keys} == part.keys
+    assert not {key.partition(".")[0] for key in found} & set(part.fixed)
+    refused = {one.words.split()[0]: one.reason for one in result.of_status("refused")}
+    assert set(part.refused) <= refused.keys()
+    assert all(one.keys or one.reason for one in result.accounts)
+    assert not result.complete
+    assert part.words in " ".join(result.notes)
+    check_result(result, host)
 
 
 PARAMETERS: Mapping[str, tuple[int, int]] = {

@@ -60,6 +60,7 @@ def result_of(translation: Translation, source: str, processes: Processes, notes
         translation.written_out,
         processes,
         [*notes, *_notes(translation)],
+        complete=not translation.entry.fixed_sections,
     )
 
 
@@ -68,9 +69,11 @@ _VERSIONS = {"main": "main branch", "0.12": "core 0.12"}
 
 def _notes(translation: Translation) -> list[str]:
     """What a user should know of the run beside its configuration."""
-    found = []
+    found, entry = [], translation.entry
+    if entry.fixed_sections:
+        found.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
     load, save = translation.values["load"], translation.values["save"]
-    if load is not None and load == save and translation.sections["checkpoint"].get("load") is None:
+    if load is not None and load == save and translation.sections.get("checkpoint", {}).get("load") is None:
         found.append(
             f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
             f"Megatron's, set checkpoint.resume_from={load} and another checkpoint.save"

@@ -18,7 +18,9 @@ class EntryScript:
     """A kind of model that Megatron has a script for.
 
     presets: arguments that it sets where they were not given. dataset_type: ours. parameters: canonical names
-    that tell what its model consists of, where no argument does. unsupported: why its runs cannot be translated.
+    that tell what its model consists of, where no argument does. fixed_sections: those that its arguments do not
+    decide, since the script has them in its code; fixed: which, and what to write for them. fixed_groups: of the
+    arguments that belong to them, beside those of their keys.
     """
 
     name: str
@@ -26,7 +28,9 @@ class EntryScript:
     presets: Mapping[str, Any] = field(default_factory=dict)
     dataset_type: str = "gpt"
     parameters: tuple[str, ...] = ()
-    unsupported: str | None = None
+    fixed_sections: tuple[str, ...] = ()
+    fixed: str = ""
+    fixed_groups: tuple[str, ...] = ()
 
 
 _BERT_PARAMETERS = ("encoder.layers.0.mlp.linear_fc1.weight", "embedding.tokentype_embeddings.weight")
@@ -62,15 +66,27 @@ ENTRY_SCRIPTS = (
     EntryScript(
         "vlm",
         ("pretrain_vlm.py", "train.py"),
-        unsupported="its vision tower and projection are fixed in the script, by names that no argument gives; write "
-        "model.family=llava with the sizes of both, see docs/models/llava.md",
+        {"tokenizer_type": GPT_TOKENIZER},
+        fixed_sections=("model", "tokenizer", "data"),
+        fixed="the script has vision tower, projection and data in its code; write model.family=llava with the sizes of "
+        "both, a tokenizer and data.dataset_type, see docs/models/llava.md",
+        fixed_groups=("vision",),
     ),
-    EntryScript("rl", ("train_rl.py",), unsupported="it trains by reinforcement learning, which mt train does not"),
+    EntryScript(
+        "rl",
+        ("train_rl.py",),
+        {"tokenizer_type": GPT_TOKENIZER},
+        fixed_sections=("data",),
+        fixed="reinforcement learning, its environments and rollouts; mt train trains on texts: write data.data_path",
+        fixed_groups=("rl",),
+    ),
     EntryScript(
         "vision",
         ("pretrain_vision_classify.py", "pretrain_vision_dino.py", "pretrain_vision_inpaint.py"),
-        unsupported="its image folders and augmentations are fixed in the script; write model.family=vision with "
-        "data.dataset_type=image_folder, see docs/models/vision.md",
+        fixed_sections=("model", "tokenizer", "data"),
+        fixed="the script has the model's head, its image folders and augmentations in its code; write "
+        "model.family=vision with data.dataset_type=image_folder, see docs/models/vision.md",
+        fixed_groups=("vision",),
     ),
 )
 

@@ -10,7 +10,7 @@ The data is in arguments.csv, with these columns:
     default             of Megatron's main branch; empty: None, False of `true`, True of `false`; none: None of these
     default_0_12        where core_v0.12 has another one
     versions            empty: main branch; 0.12: up to 0.12 or so; between: after 0.12, gone since; older: before 0.12;
-                        vlm: of pretrain_vlm.py
+                        vlm: of pretrain_vlm.py and examples/multimodal
     outcome, keys       copy: its value is that of the key; model, rule: the keys that it decides, among others;
                         none: no effect here; refused: any value but the default
     reason              of none: a word of REASONS; of refused: what it asks for

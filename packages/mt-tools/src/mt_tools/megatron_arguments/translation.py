@@ -16,7 +16,7 @@ from mt_tools.megatron_arguments.entry_scripts import EntryScript
 from mt_tools.megatron_arguments.model_section import model_section
 from mt_tools.megatron_arguments.refusals import Refusal, find_refusals
 from mt_tools.megatron_arguments.run_sections import run_keys
-from mt_tools.megatron_arguments.table import REASONS, Version
+from mt_tools.megatron_arguments.table import REASONS, Argument, Version
 
 Status = Literal["translated", "default", "no effect", "refused"]
 
@@ -70,23 +70,31 @@ def translate(
 ) -> Translation:
     """given: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
 
-    Arguments that cannot be done are left out and accounted for as refused. Raises ConfigError for arguments that
-    contradict one another, and for a model that no family is.
+    Arguments that cannot be done, or belong to what the entry script has in its code, are left out and accounted for as
+    refused. Raises ConfigError for arguments that contradict one another, and for a model that no family is.
     """
-    if entry.unsupported is not None:
-        raise ConfigError(f"{entry.scripts[0]}: {entry.unsupported}")
     version = version or version_of(given)
     refusals = find_refusals(given, version, host)
     kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size)
     tree = as_tree(run_keys(values, entry, version))
-    tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
+    if "model" not in entry.fixed_sections:
+        tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
+    for section in entry.fixed_sections:
+        tree.pop(section, None)
     idle = remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
+    refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
     accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
     return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
+
+
+def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
+    """Whether it belongs to what the script has in its code."""
+    sections = {key.partition(".")[0] for key in argument.keys}
+    return argument.group in entry.fixed_groups or (bool(sections) and sections <= set(entry.fixed_sections))
 
 
 def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
