@@ -306,7 +306,7 @@ def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
     return [*losses, model.eval()(**next(valid)).loss.item()]
 
 
-def own_batches(fields: Mapping[str, Any], world: int) -> list[float]:
+def own_batches(fields: Mapping[str, Any], world: int, family: str = "gpt2") -> list[float]:
     """Losses with a batch function and a loss of the program's own: the second half of each sample counts."""
 
     def get_batch(data_iterator: Any) -> tuple[Any, ...]:
@@ -320,7 +320,7 @@ def own_batches(fields: Mapping[str, Any], world: int) -> list[float]:
         return (output_tensor.float() * loss_mask).sum() / loss_mask.sum(), {}
 
     functions = {"custom_get_batch_function": get_batch, "custom_loss_function": loss_of}
-    _, model, _, loader, _ = start("gpt2", fields, world, **functions)
+    _, model, _, loader, _ = start(family, fields, world, **functions)
     return [model(**batch).loss.item() for batch, _ in zip(loader, range(STEPS), strict=False)]
 
 
@@ -344,4 +344,19 @@ def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]],
 
 
 def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, list[float]]:
-    return {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
+    found = {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
+    for name, (family, fields) in layouts.items():
+        if family == "mixtral":
+            found[name] += own_batches(fields, world, family)
+    return found
+
+
+def refusal(rank: int, world: int, fields: Mapping[str, Any]) -> str:
+    """Of a loss of the program's own."""
+    from mt_core.errors import ConfigError
+
+    try:
+        own_batches(fields, world)
+    except ConfigError as error:
+        return str(error)
+    return ""

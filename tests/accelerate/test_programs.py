@@ -162,3 +162,10 @@ def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout() -
     for found in run_ranks(2, programs.all_provided, layouts, timeout=300):
         for name, (family, _) in layouts.items():
             assert found[name] == pytest.approx(alone[family], rel=1e-4), name
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_loss_of_the_program_is_refused_under_context_parallelism() -> None:
+    for words in run_ranks(2, programs.refusal, {"context_parallel_size": 2}):
+        assert "context_parallel_size=2: no process has the logits of a whole sequence" in words

@@ -61,7 +61,9 @@ def test_every_option_is_in_the_table_as_it_is_parsed() -> None:
     marks = {"true": "+", "false": "-", "pair": "±"}
     found = {argument.option: marks.get(argument.takes, "=") for argument in arguments()}
     assert {option: mark for _, option, mark in OPTIONS if found.get(option) != mark} == {}
-    assert len(arguments()) == len({argument.option for argument in arguments()}) == len(OPTIONS) + 31  # of pretrain_vlm.py and examples/multimodal
+    assert (
+        len(arguments()) == len({argument.option for argument in arguments()}) == len(OPTIONS) + 31
+    )  # of pretrain_vlm.py and examples/multimodal
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe", "bert"])
