@@ -101,15 +101,14 @@ def loop(rank: int, world: int, overrides: tuple[str, ...], folder: str) -> dict
     found["restored"] = engine.eval_step(batch)
     found["iteration"] = engine.state.iteration
     found["gathered"] = engine.gather(torch.tensor([float(engine.ctx.dp.rank)])).tolist()
-    found["apart"] = (
-        losses_apart(build(*overrides)) if "parallel.pipeline_model_parallel_size=2" not in overrides else None
-    )
+    found["apart"] = losses_apart(build(*overrides)) if engine.ctx.pp.size == engine.ctx.cp.size == 1 else None
     return found
 
 
 LAYOUTS = {
     "TP 2": ("parallel.tensor_model_parallel_size=2",),
     "PP 2": ("parallel.pipeline_model_parallel_size=2",),
+    "CP 2": ("parallel.context_parallel_size=2",),
     "DP 2": (),
     "ZeRO-1": ("parallel.use_distributed_optimizer=true",),
     "FSDP2": ("parallel.use_torch_fsdp2=true",),
@@ -133,7 +132,7 @@ def test_a_loop_of_the_caller_computes_the_same_under_every_layout(alone, layout
         assert found["restored"] == found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
         assert abs(found["moved"] - found["evaluated"]) > 0.1
         assert (found["samples"], found["iteration"]) == (24, 3)
-        assert found["gathered"] == ([0.0] if layout in ("TP 2", "PP 2") else [0.0, 1.0])
+        assert found["gathered"] == ([0.0] if layout in ("TP 2", "PP 2", "CP 2") else [0.0, 1.0])
 
 
 HF_SECTIONS = {

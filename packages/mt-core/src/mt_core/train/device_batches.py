@@ -6,9 +6,10 @@ does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,9 +88,19 @@ def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
     """Tensors on the CPU; with context parallelism only this rank's tokens."""
     batches: list[Batch] = []
     for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
-        own = {name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, cp) for name, array in arrays.items()}
+        whole = arrays if cp.size == 1 else with_positions(arrays)
+        own = {name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, cp) for name, array in whole.items()}
         batches.append({**own, FIRST_SAMPLE: torch.tensor(samples.start)})
     return batches
+
+
+def with_positions(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """With position_ids, 0 ... where there are none: a rank's part of a sequence does not show where it stands."""
+    tokens = arrays.get("tokens")
+    if tokens is None or "position_ids" in arrays:
+        return arrays
+    rows, length = tokens.shape
+    return {**arrays, "position_ids": np.tile(np.arange(length), (rows, 1))}
 
 
 def begin_micro_batch(batch: Batch) -> None:
