@@ -70,13 +70,19 @@ def environment_with(requirements: Sequence[str], version: str, interpreter: str
 def older_megatron(version: str) -> Path:
     """A folder with another version of Megatron-Core for the same interpreter, made if it is not there yet. Skips the
     test where it cannot be had."""
-    folder = _cache() / f"megatron-core-{version}"
-    python = peer_python()
+    return installed_alone(f"megatron-core=={version}", peer_python())
+
+
+def installed_alone(requirement: str, python: Path = Path(sys.executable)) -> Path:
+    """A folder with a package for this interpreter, without what it needs; made if it is not there yet. Skips the test
+    where it cannot be had."""
+    folder = _cache() / requirement.translate(str.maketrans("=<>", "---"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
             install = ["uv", "pip", "install", "--quiet", "--python", str(python), "--no-deps", "--target", str(folder)]
-            _run([*install, f"megatron-core=={version}"], f"megatron-core {version} cannot be installed")
+            _run([*install, requirement], f"{requirement} cannot be installed")
             (folder / "complete").touch()
     return folder
 

@@ -37,7 +37,7 @@ class _RankOrder:
         return full + bool(rest and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = from_first_rank(list(self.sampler) if is_first_rank() else None)
+        order = from_first_rank(list(self.sampler) if is_first_rank() else [])
         for start in range(0, len(self) * self.global_size, self.global_size):
             groups = micro_batch_samples(start, self.global_size, self.micro_size, self.ctx.dp.rank, self.ctx.dp.size)
             # The last batch is filled up from the beginning, as Accelerate does.

@@ -178,8 +178,8 @@ class MegatronEngine:
     def _wrap(self, loss: Loss, config: Config, ctx: ParallelContext) -> Loss:
         if ctx.cp.size > 1:
             raise ConfigError(
-                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which a program's "
-                "train step, batch function or loss and calculate_per_token_loss=False need; set it to 1"
+                f"context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence, which a "
+                "program's train step, batch function or loss and calculate_per_token_loss=False need; set it to 1"
             )
         assert self.handler is not None
         self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
@@ -232,5 +232,6 @@ def _on_all_ranks(generator: TextGenerator, generate: Callable[[], Tensor]) -> T
             generator.close()
     else:
         generator.follow()
-    tokens: Tensor = from_first_rank(result)
+    tokens = from_first_rank(result)
+    assert tokens is not None
     return tokens

@@ -103,5 +103,6 @@ def _length_of_samples(given: Prepared) -> int:
 def _options_of_family(reader: CheckpointReader, host: PluginHost) -> Mapping[str, Any]:
     """The MODEL_OPTIONS that the family has, with the model's own values."""
     section = reader.metadata["config"]["model"]
-    fields = host.models.get(section["family"]).config_type.load().model_fields
+    config_type: Any = host.models.get(section["family"]).config_type.load()
+    fields = config_type.model_fields
     return {name: section.get(name, fields[name].default) for name in MODEL_OPTIONS if name in fields}

@@ -147,7 +147,8 @@ def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple
     """The tracker, and the section [logging] that it was built with. Trackers look at no other section."""
     name = KEYS[kind].name
     given = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
-    config = Config.model_construct(**build_sections(("logging",), {"logging": given}, host, Problems()))
+    sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": given}, host, Problems()))
+    config = Config.model_construct(**sections)
     tracker = host.callbacks.get(name, key="logging.trackers").build.load()(config)
     return tracker, config.logging
 

@@ -68,8 +68,8 @@ ENTRY_SCRIPTS = (
         ("pretrain_vlm.py", "train.py"),
         {"tokenizer_type": GPT_TOKENIZER},
         fixed_sections=("model", "tokenizer", "data"),
-        fixed="the script has vision tower, projection and data in its code; write model.family=llava with the sizes of "
-        "both, a tokenizer and data.dataset_type, see docs/models/llava.md",
+        fixed="the script has vision tower, projection and data in its code; write model.family=llava with the sizes "
+        "of both, a tokenizer and data.dataset_type, see docs/models/llava.md",
         fixed_groups=("vision",),
     ),
     EntryScript(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_core.config.schema import SECTIONS
-from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_tools.megatron_arguments.command_line import Given
 from mt_tools.megatron_arguments.counting_keys import Tree, as_tree, remove_defaults, remove_idle_keys
