@@ -325,11 +325,12 @@ def own_batches(fields: Mapping[str, Any], world: int, family: str = "gpt2") -> 
 
 
 def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in FAMILIES}
+    _, _, dp = plugin_of(fields, world)
+    families = FAMILIES if dp == 1 else FAMILIES[:1]  # what data-parallel ranks shard does not depend on the family
+    found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in families}
     found["custom"] = custom_loss(fields, world)
     found["own batches"] = own_batches(fields, world)
     found["samples"] = all_samples(fields, world)
-    _, _, dp = plugin_of(fields, world)
     found["generated"] = generate(fields, world) if dp == 1 else None
     found["mt train"] = losses_of_mt_train(fields, world, folder)
     return found
@@ -343,15 +344,16 @@ def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]],
     return found
 
 
-def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, list[float]]:
-    found = {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
+def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
     for name, (family, fields) in layouts.items():
         if family == "mixtral":
             found[name] += own_batches(fields, world, family)
+    found["refused"] = refusal(world, {"context_parallel_size": 2}) if world > 1 else None
     return found
 
 
-def refusal(rank: int, world: int, fields: Mapping[str, Any]) -> str:
+def refusal(world: int, fields: Mapping[str, Any]) -> str:
     """Of a loss of the program's own."""
     from mt_core.errors import ConfigError
 
