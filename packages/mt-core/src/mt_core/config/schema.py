@@ -113,6 +113,18 @@ class DataConfig(Section):
     prefetch_batches: PositiveInt = 2
     """Global batches held ready by the readers."""
 
+    # What a data set may say of its labels beyond its keys.
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of a sample's label; 1: a number to predict (regression); None: samples have other labels."""
+        return None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics of the task, reported by evaluations unless train.eval_metrics names others."""
+        return ()
+
 
 class ParallelConfig(Section):
     """How the model and the batch are sharded over processes. Data parallel takes the rest of the world."""
