@@ -191,7 +191,7 @@ def test_json_lines_and_columns_by_place_hold_the_same(tmp_path: Path, wordpiece
 
 def test_a_single_text_a_number_and_what_was_cut(tmp_path: Path, wordpiece: Any) -> None:
     path = tmp_path / "texts.tsv"
-    path.write_text("\ufefftext\tlabel\nwaa wbb\t2.5\nwa wb wc wd we wf\t0\n", encoding="utf-8")
+    path.write_text("\ufefftext\tlabel\nwaa wbb\t2.5\nwa wb wc wd we wf wg\t0\n", encoding="utf-8")
     short, long = texts(path, wordpiece, 8)
     ids = wordpiece.encode("waa wbb")
     assert short["tokens"].tolist() == [CLS, *ids, SEP, *[PAD] * (6 - len(ids))]

@@ -22,7 +22,7 @@ from mt_core.specs import KeepsFiles
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
-    from mt_core.specs import CheckpointReader
+    from mt_core.specs import CheckpointReader, StartsFrom
 
 FROM_CHECKPOINT = ("model", "tokenizer")
 
@@ -47,7 +47,8 @@ def with_checkpoint_layer(
     if not wanted or _may_be_absent(load, wanted, chosen):
         return list(layers)
     stored = _stored_sections(load, host)
-    values = {name: stored[name] for name in wanted if name in stored and _agree(name, chosen, stored[name])}
+    taken = {name: _taken(name, chosen, stored[name], host) for name in wanted if name in stored}
+    values = {name: section for name, section in taken.items() if section is not None}
     if preset_is_default:  # it gives way where the checkpoint has something to say
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
     presets = [layer for layer in layers if layer.is_preset]
@@ -84,10 +85,25 @@ def _may_be_absent(load: str, wanted: Iterable[str], chosen: Merged) -> bool:
     return False
 
 
-def _agree(name: str, chosen: Merged, stored: Mapping[str, Any]) -> bool:
+def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHost) -> Mapping[str, Any] | None:
+    """What a section takes from the checkpoint; None where another family (another tokenizer) is chosen.
+
+    A family that starts from the checkpoint's takes the keys that are not its own.
+    """
     selector = SECTIONS[name].selector
     assert selector is not None
-    return _value(chosen, name, selector) in (None, stored[selector])
+    selected = _value(chosen, name, selector)
+    if selected in (None, stored[selector]):
+        return stored
+    base = _starts_from(selected, host) if name == "model" else None
+    if base is None or base.family != stored[selector]:
+        return None
+    return {key: value for key, value in stored.items() if key not in (selector, *base.own_keys)}
+
+
+def _starts_from(family: Any, host: PluginHost) -> StartsFrom | None:
+    specs = [spec for spec in host.models if spec.name == family]
+    return specs[0].starts_from if specs else None  # an unknown family is an error of its section
 
 
 def _stored_sections(load: str, host: PluginHost) -> dict[str, dict[str, Any]]:
