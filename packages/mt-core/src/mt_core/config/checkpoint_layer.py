@@ -51,6 +51,7 @@ def with_checkpoint_layer(
     values = {name: section for name, section in taken.items() if section is not None}
     if preset_is_default:  # it gives way where the checkpoint has something to say
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
+    layers = [_without_base_keys(layer, values, chosen, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
     return [*presets, Layer(f"checkpoint {load}", values), *layers[len(presets) :]]
 
@@ -99,6 +100,18 @@ def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHos
     if base is None or base.family != stored[selector]:
         return None
     return {key: value for key, value in stored.items() if key not in (selector, *base.own_keys)}
+
+
+def _without_base_keys(
+    preset: Layer, values: Mapping[str, Mapping[str, Any]], chosen: Merged, host: PluginHost
+) -> Layer:
+    """For a model that starts from another family's checkpoint: the preset without the shape of another such model."""
+    base = _starts_from(_value(chosen, "model", "family"), host)
+    model = preset.values.get("model", {})
+    if base is None or "model" not in values or "family" in values["model"]:
+        return preset
+    keys = section_type("model", base.family, host).model_fields.keys() - {"family"}
+    return Layer(preset.origin, {**preset.values, "model": {key: model[key] for key in model.keys() - keys}})
 
 
 def _starts_from(family: Any, host: PluginHost) -> StartsFrom | None:
