@@ -65,7 +65,7 @@ def test_both_development_sets_are_learned_and_every_sample_counts_once(finetune
 
 def test_each_epoch_is_evaluated_and_saved(finetuned) -> None:
     lines = map(json.loads, (finetuned.directory.path / "metrics.jsonl").read_text().splitlines())
-    assert [line["iteration"] for line in lines if line["kind"] == "valid"] == [15, 30, 45]
+    assert [line["iteration"] for line in lines if line["kind"] == "valid"] == [15, 30, 45, 60, 75]
     assert "matched accuracy 1.0000" in (finetuned.directory.path / "log.txt").read_text()
 
 
@@ -150,6 +150,7 @@ def test_a_decoder_with_a_head_learns_the_task(host, mnli, tmp_path) -> None:
         "train.eval_interval=null",
         "train.loss=classification",
         "lr_schedule.lr_decay_style=constant",
+        "train.train_epochs=8",
     ]
     trainer = Trainer(load_config(overrides=settings, host=host), host=host)
     assert trainer.loaded_weights.initialized == ["classification_head.weight"]
