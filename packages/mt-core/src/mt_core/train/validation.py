@@ -73,7 +73,7 @@ class Validation:
         found = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
         values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in found.items()})
         if len(found) > 1:
-            overall = scores(_together(list(found.values())), self.metrics)
+            overall = scores(together(list(found.values())), self.metrics)
             values |= {f"{OVERALL}_{metric}": overall[metric] for metric in self.metrics}
         return values
 
@@ -82,7 +82,9 @@ def _prefixed(of_sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{name}_{key}": value for name, values in of_sets.items() for key, value in values.items()}
 
 
-def _together(parts: Sequence[Predictions]) -> Predictions:
+def together(parts: Sequence[Predictions]) -> Predictions:
+    """Those of several data sets, one after another."""
+
     def joined(tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)
 
