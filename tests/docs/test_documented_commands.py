@@ -49,6 +49,7 @@ NOT_RUN = {
 }
 PAGES_RUN_ELSEWHERE = {
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
+    "docs/finetuning-tasks.md": "tests/models/test_finetuning.py and tests/eval/test_classification.py, on small files",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
 }

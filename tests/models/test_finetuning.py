@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.models.rule_tasks import SMALL, mnli_settings, write_race, write_vocabulary
 
+from mt_cli import main
 from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.errors import MtError
@@ -89,6 +90,7 @@ BRIEF = ["train.train_epochs=4", "train.global_batch_size=80", "optimizer.lr=0"]
 def test_the_best_epoch_is_kept_beside_the_last(host, mnli, tmp_path, metric, name, values, best) -> None:
     settings = [*mnli, *BRIEF, f"checkpoint.best_metric={metric}"]
     scripted(trainer_of(host, "mnli-bert-tiny", settings, tmp_path), values, name).train()
+    assert main.run(["ckpt", "prune", str(tmp_path), "--keep-last", "1"]) == 0
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
     assert kept == [f"iter_{best:07d}", "iter_0000012"]
     assert find_checkpoint(tmp_path / "best").name == f"iter_{best:07d}"

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core import retention
-from mt_core.checkpoint_lookup import read_best
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -82,8 +81,7 @@ class Commit:
         # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
         found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
         named = retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
-        best = read_best(latest.parent)
-        return [path for path in named if not self._awaits_export(path) and (not best or path.name != best.checkpoint)]
+        return [path for path in named if not self._awaits_export(path)]
 
     def _awaits_export(self, path: Path) -> bool:
         """Whether a Hugging Face folder is still to be made from this checkpoint."""
