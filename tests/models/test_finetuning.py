@@ -135,6 +135,18 @@ def test_a_bert_that_megatron_wrote_learns_the_task(host, mnli) -> None:
     assert trainer.train().metrics["overall_accuracy"] > 0.95
 
 
+def test_a_bert_of_hugging_face_gives_its_weights_and_shape(host, mnli, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}
+    reference = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=30, **shape))
+    reference.save_pretrained(tmp_path / "hf")
+    others = [setting for setting in mnli if not setting.startswith("model.")]
+    trainer = trainer_of(host, "mnli-bert-345m", [*others, f"checkpoint.load={tmp_path / 'hf'}"])
+    assert (trainer.config.model.hidden_size, trainer.config.model.num_classes) == (24, 3)
+    assert torch.equal(trainer.model.pooler.dense.weight, reference.bert.pooler.dense.weight)
+    assert trainer.loaded_weights.initialized == ["classification_head.weight", "classification_head.bias"]
+
+
 def test_a_decoder_with_a_head_learns_the_task(host, mnli, tmp_path) -> None:
     """From a GPT's checkpoint; texts end with EOD, and the state there is read."""
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "train.train_iters=1"]

@@ -211,6 +211,13 @@ def test_texts_of_a_decoder_end_with_eod(tmp_path: Path) -> None:
     assert sample["padding_mask"].tolist() == [1] * 5 + [0] * 3
 
 
+def test_other_lines_are_another_data_set_and_another_place_is_not(tmp_path: Path, wordpiece: Any) -> None:
+    """By the fingerprint, which a resumed run compares."""
+    files = {"a": mnli_rows(4), "b": mnli_rows(4), "c": mnli_rows(5)}
+    found = [build(write_table(tmp_path / name, MNLI, rows), wordpiece).fingerprint() for name, rows in files.items()]
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     ("keys", "text", "error", "message"),
     [

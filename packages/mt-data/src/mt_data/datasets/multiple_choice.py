@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, clean_text, encode_pair
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
@@ -95,6 +96,10 @@ class MultipleChoiceDataset:
             "loss_mask": np.array(1, np.float32),
             "uid": np.array(self.first + number, np.int64),
         }
+
+    def fingerprint(self) -> str:
+        """The articles, questions, options and answers."""
+        return combined([[question.article, *question.texts, question.answer] for question in self.questions])
 
     def describe(self, index: int) -> str:
         return self.questions[self._number(index)].where

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from mt_core.errors import ConfigError, DataError, did_you_mean
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.glue_tasks import GLUE, Column, TextTask
 from mt_data.datasets.labelled_texts import NO_LABEL, LabelledTexts, read_all
 from mt_data.datasets.opening import BuiltSplit
@@ -141,6 +142,10 @@ class TextClassificationDataset:
             "loss_mask": np.array(line.label is not None, np.float32),
             "uid": np.array(line.uid, np.int64),
         }
+
+    def fingerprint(self) -> str:
+        """The texts and labels."""
+        return combined([[line.uid, *line.texts, line.label] for line in self.lines])
 
     def describe(self, index: int) -> str:
         return self.line(index).where
