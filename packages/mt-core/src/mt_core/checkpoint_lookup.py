@@ -45,13 +45,16 @@ def read_best(checkpoints: Path) -> BestRecord | None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
+def best_name(checkpoints: Path) -> str | None:
+    """The folder of the best checkpoint, None when there is none. Raises CheckpointError as `read_best` does."""
+    record = read_best(checkpoints)
+    return None if record is None else record.checkpoint
+
+
 def _best_of(run: Path) -> Path | None:
     """The best checkpoint of a run directory, or of its folder of checkpoints."""
-    for folder in (run / CHECKPOINTS, run):
-        record = read_best(folder)
-        if record is not None:
-            return folder / record.checkpoint
-    return None
+    found = ((folder, best_name(folder)) for folder in (run / CHECKPOINTS, run))
+    return next((folder / name for folder, name in found if name is not None), None)
 
 
 def folder_of_step(step: int) -> str:

@@ -113,12 +113,7 @@ class DataConfig(Section):
     prefetch_batches: PositiveInt = 2
     """Global batches held ready by the readers."""
 
-    # What a data set may say of its labels beyond its keys.
-
-    @property
-    def num_classes(self) -> int | None:
-        """Classes of a sample's label; 1: a number to predict (regression); None: samples have other labels."""
-        return None
+    # What a data set may say of its samples beyond its keys.
 
     @property
     def metrics(self) -> tuple[str, ...]:

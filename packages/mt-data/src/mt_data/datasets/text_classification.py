@@ -38,7 +38,8 @@ class LabelledTextConfig(TextDataConfig):
         raise NotImplementedError
 
     @property
-    def num_classes(self) -> int | None:
+    def num_classes(self) -> int:
+        """1 stands for a number to predict."""
         return 1 if self.task.labels is None else len(self.task.labels)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mt_core.config.layers import Layer, merge_layers
-from mt_core.config.schema import AUTO_LOSS, Config, DataConfig
+from mt_core.config.schema import AUTO_LOSS, Config
 from mt_core.config.sections import build_sections
 from mt_core.data.building import build_datasets
 from mt_core.data.loader import BatchReader
@@ -74,8 +74,8 @@ class TrainedClassifier:
         data = build_sections(["data"], merged, self.host, Problems())["data"]
         config = self.trained.config.model_copy(update={"data": data})
         if config.train.loss == AUTO_LOSS:
-            assert isinstance(data, DataConfig)
-            config = with_loss(config, "regression" if data.num_classes == 1 else "classification")
+            predicts_number = getattr(config.model, "num_classes", None) == 1
+            config = with_loss(config, "regression" if predicts_number else "classification")
         check = self.host.models.get(config.model.family).check
         if check is not None:
             check.load()(config)

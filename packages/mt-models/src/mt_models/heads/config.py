@@ -90,7 +90,7 @@ def check_choice(config: Config) -> None:
 
 
 def _check_samples(model: HeadConfig, data: DataConfig) -> None:
-    dataset, wanted = data.dataset_type, data.num_classes
+    dataset, wanted = data.dataset_type, getattr(data, "num_classes", None)
     if isinstance(model, ClassificationConfig):
         if dataset == "race":
             raise ConfigError(
