@@ -179,3 +179,13 @@ def test_what_cannot_be_evaluated(folder, capsys, arguments, words) -> None:
     given = [argument.format(folder=folder) for argument in arguments]
     assert main.run(["eval", "classification", str(folder / "run"), *given]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "command", ["classification PATH --data a=x.tsv", "finetune my.toml --seed 1", "ppl PATH --data x"]
+)
+def test_ranks_run_the_same_command(monkeypatch, command) -> None:
+    launched = []
+    monkeypatch.setattr("mt_core.launch.local.launch", lambda nproc, words: launched.append((nproc, words)) or 0)
+    assert main.run(["eval", *command.split(), "--nproc", "2"]) == 0
+    assert launched == [(2, ["eval", *command.split()])]
