@@ -16,6 +16,8 @@ from mt_core.config.loading import load_config
 from mt_core.errors import MtError
 from mt_core.train import Trainer
 from mt_core.train.trained_model import load_trained_model
+from mt_eval.classification.evaluation import evaluate_sets
+from mt_eval.classification.model import TrainedClassifier
 
 GOLDEN = os.environ.get("MT_GOLDEN")
 CHANCE = 0.6
@@ -116,10 +118,13 @@ def test_race(host, tmp_path) -> None:
         f'data.valid_data_path=["{dev}"]',
         "train.train_epochs=6",
     ]
-    trainer = trainer_of(host, "race-bert-tiny", settings)
+    trainer = trainer_of(host, "race-bert-tiny", settings, tmp_path / "run")
     assert trainer.config.train.train_iters == 6 * (130 // 16)
     assert trainer.evaluate()["valid_accuracy"] < CHANCE
-    assert trainer.train().metrics["valid_accuracy"] > 0.95
+    learned = trainer.train().metrics["valid_accuracy"]
+    assert learned > 0.95
+    classifier = TrainedClassifier(tmp_path / "run", host)
+    assert evaluate_sets(classifier, {"dev": str(dev)}, tmp_path / "run").tasks["dev"].metrics["accuracy"] == learned
 
 
 @pytest.mark.skipif(GOLDEN is None, reason="MT_GOLDEN names no folder of golden files")
