@@ -172,6 +172,7 @@ def test_seeds_have_a_mean_and_a_deviation(folder, tmp_path, capsys) -> None:
         (["--data", "{folder}/matched.tsv", "--task", "qqp"], "num_classes=3 does not fit data.dataset_type=qqp"),
         (["--data", "{folder}/matched.tsv", "--task", "race"], "use model.family=bert_multiple_choice"),
         (["--data", "{folder}/matched.tsv", "--data", "{folder}/matched.tsv"], "have one name, of matched, matched"),
+        (["--data", "x.tsv", "--task", "gpt"], "--task gpt: its samples have no label to choose"),
         (["--data", "{folder}/matched.tsv", "--set", "data.seq_length=40"], "seq_length=40 is longer than model."),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ def write_vocabulary(folder: Path) -> Path:
 
 
 def write_mnli(path: Path, count: int, seed: int) -> Path:
-    """The label is told by the color in the second sentence."""
+    """The label follows from the color in the second sentence."""
     draw = random.Random(seed)
     lines = ["index\tpromptID\tsentence1\tsentence2\tgold_label"]
     for index in range(count):

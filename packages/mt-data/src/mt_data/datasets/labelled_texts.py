@@ -64,16 +64,19 @@ def read_file(path: Path, task: TextTask) -> Iterator[LabelledTexts | str]:
 def _json_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
     for number, line in _lines(path):
         where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg})") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: must be an object with the keys {_listed(task.texts)}")
-        _require_columns(value, value, task, where)
-        yield {key: _as_text(field) for key, field in value.items() if field is not None}, where
+        if line.strip():
+            yield _json_row(line, task, where), where
+
+
+def _json_row(line: str, task: TextTask, where: str) -> Row | str:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"{where}: not JSON ({error.msg})"
+    if not isinstance(value, dict):
+        return f"{where}: must be an object with the keys {_listed(task.texts)}"
+    row = {key: _as_text(field) for key, field in value.items() if field is not None}
+    return _missing_columns(row, row, task, where) or row
 
 
 def _as_text(value: object) -> str:
@@ -85,7 +88,9 @@ def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
     _, first = next(lines, (0, [""]))
     names = [name.strip() for name in first] if task.header else []
     places = range(len(first))
-    _require_columns([*places, *names], names or places, task, f"{path}, line 1")
+    problem = _missing_columns([*places, *names], names or places, task, f"{path}, line 1")
+    if problem is not None:
+        raise DataError(problem)
     if not task.header:
         yield dict(enumerate(first)), f"{path}, line 1"
     for number, fields in lines:
@@ -99,16 +104,17 @@ def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
             yield {**dict(enumerate(fields)), **dict(zip(names, fields, strict=False))}, where
 
 
-def _require_columns(found: Iterable[Column], names: Iterable[Column], task: TextTask, where: str) -> None:
-    """found: all columns, by name and by place. names: those that a message lists."""
+def _missing_columns(found: Iterable[Column], names: Iterable[Column], task: TextTask, where: str) -> str | None:
+    """What is wrong with the columns; None: nothing. found: by name and by place. names: those that are listed."""
     required = [column for column in (task.uid, *task.texts) if column is not None]
     has = set(found)
     missing = [column for column in required if column not in has]
-    if missing:
-        raise DataError(
-            f"{where}: there is no column {_listed(missing)}; the columns must be {_listed(required)} and, but for a "
-            f"test set, {task.label}. They are {_listed(names)}"
-        )
+    if not missing:
+        return None
+    return (
+        f"{where}: there is no column {_listed(missing)}; the columns must be {_listed(required)} and, but for a test "
+        f"set, {task.label}. They are {_listed(names)}"
+    )
 
 
 def _listed(columns: Iterable[Column]) -> str:
@@ -130,7 +136,7 @@ def _parse(row: Row, index: int, task: TextTask, where: str) -> LabelledTexts | 
     uid = str(index) if task.uid is None else row[task.uid].strip()
     if not uid.isdecimal():
         return f"{where}: {task.uid} is {uid!r}, which is no number"
-    texts = tuple(clean_text(row.get(column, "")).strip() for column in task.texts)
+    texts = tuple(clean_text(row[column]).strip() for column in task.texts)
     if "" in texts:
         return f"{where}: {task.texts[texts.index('')]} is empty"
     label = row.get(task.label)

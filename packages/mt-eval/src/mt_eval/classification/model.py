@@ -61,7 +61,7 @@ class TrainedClassifier:
         self.host = host
         self.trained: TrainedModel = load_trained_model(path, host, device=device, settings=others)
         _require_choice(self.trained.config, path)
-        self._data_keys = _data_keys(self.trained.config, task) | dict(settings.get("data", {}))
+        self._data_keys = _data_keys(self.trained.config, task, path) | dict(settings.get("data", {}))
 
     @property
     def ctx(self) -> ParallelContext:
@@ -73,6 +73,11 @@ class TrainedClassifier:
         merged = merge_layers([Layer("mt eval", {"data": keys})])
         data = build_sections(["data"], merged, self.host, Problems())["data"]
         config = self.trained.config.model_copy(update={"data": data})
+        if not config.data.metrics:
+            raise ConfigError(
+                f"--task {config.data.dataset_type}: its samples have no label to choose; it can be mnli, qqp, race, "
+                "another of GLUE, or text_classification"
+            )
         if config.train.loss == AUTO_LOSS:
             predicts_number = getattr(config.model, "num_classes", None) == 1
             config = with_loss(config, "regression" if predicts_number else "classification")
@@ -112,8 +117,10 @@ def _require_choice(config: Config, path: str | Path) -> None:
         )
 
 
-def _data_keys(config: Config, task: str | None) -> dict[str, Any]:
+def _data_keys(config: Config, task: str | None, path: str | Path) -> dict[str, Any]:
     """Of the section [data]: those of the training, without its files, or the defaults of another task."""
+    if task is None and not config.data.metrics:
+        raise ConfigError(f"{path} does not say on which task it was trained; give --task mnli, qqp, race or another")
     if task is None or task == config.data.dataset_type:
         stored = config.data.model_dump(mode="json")
         return {**stored, **{key: value for key, value in SOURCES.items() if key in stored}}
