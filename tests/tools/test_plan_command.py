@@ -133,3 +133,20 @@ def test_an_unknown_machine_is_refused_with_the_names(mt) -> None:
     outcome = mt("plan", SMALL, "--world-size", 8, "--machine", "b200")
     assert outcome.code == 2
     assert "h100, h200, a100" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["bert-base-uncased"],
+            "data.dataset_type=builtin gives no tokentype_ids and padding_mask, which model.family",
+        ),
+        (["t5-small", "--search"], "data.dataset_type=builtin gives no encoder_tokens and decoder_tokens"),
+        (["bert-base-uncased", "--set", "data.dataset_type=qqp"], "use model.family=bert_classification"),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_refused(mt, arguments, words) -> None:
+    outcome = mt("plan", "--set", "train.train_iters=1", "--preset", *arguments)
+    assert outcome.code == 2
+    assert words in outcome.err

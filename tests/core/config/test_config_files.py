@@ -160,7 +160,7 @@ def test_every_broken_rule_is_told(host: PluginHost) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(preset="gpt-tiny", overrides=overrides, host=host)
     lines = str(error.value).splitlines()
-    for part in ("neither is set", "min_lr=1.0 is above", "16 or 32", "rotary_base", "loss_scale", "would be ignored"):
+    for part in ("none is set", "min_lr=1.0 is above", "16 or 32", "rotary_base", "loss_scale", "would be ignored"):
         assert any(part in line for line in lines), part
     assert len(lines) == 7
 

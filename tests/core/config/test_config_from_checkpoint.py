@@ -59,7 +59,7 @@ def test_model_and_tokenizer_come_from_the_checkpoint(run: Path, host: PluginHos
 
 def test_such_a_run_trains(run: Path, host: PluginHost, tmp_path: Path) -> None:
     trainer = Trainer(load(run, host, "train.train_iters=2"), run_dir=tmp_path / "more", host=host)
-    assert trainer.not_loaded == []
+    assert trainer.loaded_weights.initialized == []
     assert trainer.train().state.iteration == 2
 
 

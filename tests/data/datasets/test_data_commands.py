@@ -117,7 +117,7 @@ def test_a_layout_for_more_processes_needs_the_batch_size(config: str) -> None:
 def test_sections_that_are_read_are_checked(config: str) -> None:
     with pytest.raises(MtError, match=r"data\.seq_lenght"):
         run("where", config, "--sample", "0", "--set", "data.seq_lenght=8")
-    with pytest.raises(MtError, match="exactly one of train.train_iters and train.train_samples"):
+    with pytest.raises(MtError, match="exactly one of train.train_iters, train.train_samples, train"):
         run("where", config, "--sample", "0", "--set", "train.train_samples=8")
     with pytest.raises(MtError, match="modle"):
         run("where", config, "--sample", "0", "--set", "modle.num_layers=8")

@@ -16,7 +16,11 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest
 from mt_data.datasets.multiple_choice import MultipleChoiceDataConfig, build_multiple_choice
 from mt_data.datasets.pair_encoding import PairRules, clean_text, encode_pair
-from mt_data.datasets.sentence_pair import SentencePairDataConfig, build_sentence_pair
+from mt_data.datasets.text_classification import (
+    GlueDataConfig,
+    TextClassificationDataConfig,
+    build_text_classification,
+)
 from mt_data.datasets.text_files import bare_encoder
 from mt_data.tokenizers.null import NullConfig, build_null
 
@@ -96,8 +100,8 @@ def mnli_rows(count: int) -> list[dict[str, str]]:
 
 
 def build(path: str, wordpiece: Any, task: str = "mnli", split: Any = "train", **keys: Any) -> Any:
-    config = SentencePairDataConfig(dataset_type=task, **{f"{split}_data_path": [path]}, **keys)
-    return build_sentence_pair(config, wordpiece, SplitRequest(split, None, 24, 3))
+    config = GlueDataConfig(dataset_type=task, **{f"{split}_data_path": [path]}, **keys)
+    return build_text_classification(config, wordpiece, SplitRequest(split, None, 24, 3))
 
 
 def test_mnli(tmp_path: Path, wordpiece: Any) -> None:
@@ -140,7 +144,7 @@ def test_qqp_and_lines_that_do_not_fit(tmp_path: Path, wordpiece: Any, caplog: p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("index\tsentence1\n1\ta\n", "line 1: there is no column sentence2; the first line must name the columns"),
+        ("index\tsentence1\n1\ta\n", "line 1: there is no column sentence2; the columns must be index, sentence1"),
         ("", "line 1: there is no column index, sentence1, sentence2"),
         ("index\tsentence1\tsentence2\tgold_label\n1\ta\tb\tmaybe\n", "gold_label is 'maybe', known are contradiction"),
         (b"index\tsentence1\tsentence2\tgold_label\n2\t\xff\tb\tneutral\n", "cannot be read"),
@@ -159,8 +163,93 @@ def test_tokenizer_and_task_must_fit(tmp_path: Path, wordpiece: Any) -> None:
     path = write_table(tmp_path / "train.tsv", MNLI, mnli_rows(2))
     with pytest.raises(ConfigError, match=r"needs the special tokens cls, sep, pad, and the tokenizer has no cls, sep"):
         build(path, build_null(NullConfig(vocab_size=100)))
-    with pytest.raises(ConfigError, match=r'data\.dataset_type="mnlu" must be one of mnli, qqp .*did you mean "mnli"'):
+    with pytest.raises(ConfigError, match=r'data\.dataset_type="mnlu" must be one of mnli, qqp, .*did you mean "mnli"'):
         build(path, wordpiece, "mnlu")
+
+
+def texts(path: Path, wordpiece: Any, length: int = 24, **keys: Any) -> list[dict[str, Any]]:
+    """The samples of a file with columns of one's own, in its order."""
+    config = TextClassificationDataConfig(train_data_path=[str(path)], **keys)
+    dataset = build_text_classification(config, wordpiece, SplitRequest("train", None, length, 3))
+    return sorted((dataset[number] for number in range(len(dataset))), key=lambda sample: int(sample["uid"]))
+
+
+def test_json_lines_and_columns_by_place_hold_the_same(tmp_path: Path, wordpiece: Any) -> None:
+    rows = [("wa wb", "wc", "no"), ('w"d', "we", "yes")]
+    lines, table = tmp_path / "texts.jsonl", tmp_path / "texts.tsv"
+    lines.write_text("".join(json.dumps(dict(zip("abl", row, strict=True))) + "\n" for row in rows))
+    table.write_text("".join("\t".join(row) + "\n" for row in rows))
+    classes = {"labels": ["no", "yes"]}
+    named = texts(lines, wordpiece, text_columns=["a", "b"], label_column="l", **classes)
+    placed = texts(table, wordpiece, text_columns=[0, 1], label_column=2, header=False, **classes)
+    for one, other in zip(named, placed, strict=True):
+        assert all(np.array_equal(one[key], other[key]) for key in one.keys() | other.keys())
+    assert [int(sample["labels"]) for sample in named] == [0, 1]
+    expected = reference_pair(wordpiece.encode("wa wb"), wordpiece.encode("wc"), 24)
+    assert [named[0][key].tolist() for key in ("tokens", "tokentype_ids", "padding_mask")] == list(expected)
+
+
+def test_a_single_text_a_number_and_what_was_cut(tmp_path: Path, wordpiece: Any) -> None:
+    path = tmp_path / "texts.tsv"
+    path.write_text("\ufefftext\tlabel\nwaa wbb\t2.5\nwa wb wc wd we wf wg\t0\n", encoding="utf-8")
+    short, long = texts(path, wordpiece, 8)
+    ids = wordpiece.encode("waa wbb")
+    assert short["tokens"].tolist() == [CLS, *ids, SEP, *[PAD] * (6 - len(ids))]
+    assert not short["tokentype_ids"].any()
+    assert (short["labels"], short["labels"].dtype) == (2.5, np.float32)
+    assert [int(sample["truncated"]) for sample in (short, long)] == [0, 1]
+    assert long["tokens"].tolist() == [CLS, *wordpiece.encode("wa wb wc wd we wf")[:6], SEP]
+
+
+def test_texts_of_a_decoder_end_with_eod(tmp_path: Path) -> None:
+    path = tmp_path / "texts.tsv"
+    path.write_text("a\tb\tlabel\n1 2\t3\tno\n")
+    keys = {"text_columns": ["a", "b"], "labels": ["no", "yes"], "sequence_format": "eod"}
+    (sample,) = texts(path, build_null(NullConfig(vocab_size=9)), 8, **keys)
+    eod = build_null(NullConfig(vocab_size=9)).special.eod
+    assert sample["tokens"].tolist() == [1, 2, eod, 3, eod, eod, eod, eod]
+    assert sample["padding_mask"].tolist() == [1] * 5 + [0] * 3
+
+
+def test_other_lines_are_another_data_set_and_another_place_is_not(tmp_path: Path, wordpiece: Any) -> None:
+    """By the fingerprint, which a resumed run compares."""
+    files = {"a": mnli_rows(4), "b": mnli_rows(4), "c": mnli_rows(5)}
+    found = [build(write_table(tmp_path / name, MNLI, rows), wordpiece).fingerprint() for name, rows in files.items()]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "error", "message"),
+    [
+        ({}, "text\nwa\n", DataError, 'no column "label", so it is a test set'),
+        ({}, "words\tlabel\n", DataError, "no column text; the columns must be text and, .* They are words, label"),
+        ({"labels": ["0", "1"]}, "text\tlabel\nwa\t0\nwb\t2\n", DataError, "line 3: label is '2', known are 0, 1"),
+        ({}, "text\tlabel\nwa\tgood\n", DataError, "line 2: label is 'good', it must be a number"),
+        ({}, "text\tlabel\n", DataError, "is empty"),
+        ({"text_columns": ["a", "b", "c"]}, "", ValueError, "must name one column, or two"),
+        ({"labels": ["1"]}, "", ValueError, "two or more different classes"),
+        ({"header": False}, "", ValueError, "text, label is a name; give places from 0"),
+    ],
+)
+def test_bad_texts(tmp_path: Path, wordpiece: Any, keys: Any, text: str, error: Any, message: str) -> None:
+    (tmp_path / "texts.tsv").write_text(text)
+    with pytest.raises(error, match=message):
+        texts(tmp_path / "texts.tsv", wordpiece, **keys)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "wa"', "line 2: not JSON"),
+        ("[1]", "line 2: must be an object with the keys text"),
+        ('{"txt": "wa", "label": 1}', "line 2: there is no column text; .* They are txt, label"),
+        ('{"text": "wa", "label": 3}', "line 2: label is '3', known are 0, 1"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, wordpiece: Any, line: str, message: str) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "wa", "label": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        texts(tmp_path / "texts.jsonl", wordpiece, labels=["0", "1"])
 
 
 ARTICLE = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mt_core.specs import SplitRequest
+from mt_data.datasets.glue_tasks import GLUE
 from mt_data.datasets.task_specs import TASK_DATASETS
 
 LENGTH = 48
@@ -19,8 +20,13 @@ LENGTH = 48
 def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, tuple[str, dict[str, Any]]]:
     sentences = write_sentences(documents)
     write_sentences([[[60]]] * len(documents), "corpus_title_document")
-    (tmp_path / "mnli.tsv").write_text("index\tsentence1\tsentence2\tgold_label\n1\twaa\twbb\tneutral\n")
-    (tmp_path / "qqp.tsv").write_text("id\tquestion1\tquestion2\tis_duplicate\n1\twaa\twbb\t1\n")
+    for name, task in GLUE.items():
+        columns = [str(column) for column in (task.uid, task.label, *task.texts) if column is not None]
+        row = {str(task.uid): "1", str(task.label): task.labels[0] if task.labels else "3.8"}
+        lines = [columns] if task.header else []
+        cells = [row.get(name, "waa") for name in columns] if task.header else ["source", "1", "", "waa"]
+        (tmp_path / f"{name}.tsv").write_text("".join("\t".join(line) + "\n" for line in [*lines, cells]))
+    (tmp_path / "texts.jsonl").write_text('{"text": "waa", "label": "no"}\n')
     article = {"article": "waa", "questions": ["wbb"], "options": [["a", "b", "c", "d"]], "answers": ["B"]}
     (tmp_path / "race.txt").write_text(json.dumps(article))
     chat = {"messages": [{"role": "user", "content": "waa"}, {"role": "assistant", "content": "wbb"}]}
@@ -31,8 +37,8 @@ def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, t
         "ict": (sentences, {}),
         "sft": (str(tmp_path / "chat.jsonl"), {"chat_template": "plain"}),
         "race": (str(tmp_path), {}),
-        "mnli": (str(tmp_path / "mnli.tsv"), {}),
-        "qqp": (str(tmp_path / "qqp.tsv"), {}),
+        "text_classification": (str(tmp_path / "texts.jsonl"), {"labels": ["no", "yes"]}),
+        **{name: (str(tmp_path / f"{name}.tsv"), {}) for name in GLUE},
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mt_ckpt.locate import TRACKER
 from mt_core import retention
+from mt_core.checkpoint_lookup import best_name
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
 
@@ -27,12 +28,13 @@ def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:
 
 
 def superfluous(checkpoints: Sequence[Path], keep_last: int, keep_every: int | None) -> list[Path]:
-    """Those to remove, never the one that `latest` names. Raises ConfigError for numbers below 1."""
+    """Those to remove, never the latest and the best one. Raises ConfigError for numbers below 1."""
     for flag, value in (("--keep-last", keep_last), ("--keep-every", keep_every)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: give 1 or more; the latest checkpoint is always kept")
-    latest = _latest(checkpoints[-1].parent) if checkpoints else None
-    return retention.superfluous(checkpoints, keep_last, keep_every, latest)
+    folder = checkpoints[-1].parent if checkpoints else None
+    named = () if folder is None else (_latest(folder), best_name(folder))
+    return retention.superfluous(checkpoints, keep_last, keep_every, named)
 
 
 def _latest(folder: Path) -> str | None:

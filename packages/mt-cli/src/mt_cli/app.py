@@ -11,7 +11,7 @@ from typer.main import get_command, get_group
 from mt_cli import plugin
 from mt_cli.quick import QuickCommand, QuickParameters
 from mt_cli.versions import version_lines
-from mt_core.commands import host_of, is_strict
+from mt_core.commands import WORDS, host_of, is_strict
 from mt_core.errors import MtError, PluginError
 from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
@@ -65,6 +65,10 @@ def _options(
 
 class CommandGroup(QuickParameters, TyperGroup):
     """`mt` itself."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = list(args)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         own = [spec.name for spec in plugin.mt_register_commands()]

@@ -297,6 +297,11 @@ def _default_steps(draft: Draft) -> str:
     return str(_preset_values(draft, "train").get("train_iters", STEPS))
 
 
+def _counts_steps(draft: Draft) -> bool:
+    """Not of a preset that trains for epochs."""
+    return "train_epochs" not in _preset_values(draft, "train")
+
+
 def _says(text: str) -> Callable[[Draft], str]:
     return lambda draft: text
 
@@ -333,7 +338,7 @@ QUESTIONS: tuple[Question, ...] = (
         _default_batch,
         _take("train.global_batch_size"),
     ),
-    Question("steps", _says("Steps"), _default_steps, _take("train.train_iters")),
+    Question("steps", _says("Steps"), _default_steps, _take("train.train_iters"), _counts_steps),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,43 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run directory."""
 LATEST = "latest"
 """File in it that holds the name of the newest complete checkpoint."""
+BEST = "best"
+"""`RUN/best` stands for the checkpoint of the best evaluation (checkpoint.best_metric)."""
+BEST_FILE = "best.json"
+"""File in it that names that checkpoint, the metric and its value."""
+
+
+@dataclass(frozen=True)
+class BestRecord:
+    """The best evaluation of a run. checkpoint: name of the folder."""
+
+    checkpoint: str
+    iteration: int
+    metric: str
+    value: float
+
+
+def read_best(checkpoints: Path) -> BestRecord | None:
+    """None when the run has no best checkpoint. Raises CheckpointError for a file that cannot be read."""
+    file = checkpoints / BEST_FILE
+    try:
+        return BestRecord(**json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def best_name(checkpoints: Path) -> str | None:
+    """The folder of the best checkpoint, None when there is none. Raises CheckpointError as `read_best` does."""
+    record = read_best(checkpoints)
+    return None if record is None else record.checkpoint
+
+
+def _best_of(run: Path) -> Path | None:
+    """The best checkpoint of a run directory, or of its folder of checkpoints."""
+    found = ((folder, best_name(folder)) for folder in (run / CHECKPOINTS, run))
+    return next((folder / name for folder, name in found if name is not None), None)
 
 
 def folder_of_step(step: int) -> str:
@@ -60,11 +99,13 @@ def _listed(checkpoints: Path) -> str:
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
-    """A checkpoint given by its own path, or by its run directory or that one's folder of checkpoints.
+    """A checkpoint given by its own path, by its run directory or that one's folder of checkpoints, or as RUN/best.
 
     step: of a run, take this step's instead of the newest. A path may be a URL of an object store.
     """
     given = as_path(path)
+    if given.name == BEST and not given.is_dir() and (best := _best_of(given.parent)) is not None:
+        given = best
     if not given.is_dir():
         raise CheckpointError(f"{given}: no such directory; give a run directory or a checkpoint in it")
     folders = [folder for folder in (given / CHECKPOINTS, given) if (folder / LATEST).is_file()]

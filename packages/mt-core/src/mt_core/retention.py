@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mt_core.errors import CheckpointError
@@ -19,14 +19,16 @@ def checkpoints_in(folder: Path, is_complete: Callable[[Path], bool]) -> list[Pa
     return [path for path in sorted(named, key=iteration_of) if is_complete(path)]
 
 
-def superfluous(checkpoints: Sequence[Path], keep_last: int, keep_every: int | None, latest: str | None) -> list[Path]:
+def superfluous(
+    checkpoints: Sequence[Path], keep_last: int, keep_every: int | None, named: Collection[str | None]
+) -> list[Path]:
     """Those to remove: neither among the newest `keep_last` nor of an iteration that `keep_every` divides.
 
-    checkpoints: oldest first. latest: the name of one that is kept in any case.
+    checkpoints: oldest first. named: names of folders that are kept in any case, of the latest and the best one.
     """
     kept = {*checkpoints[-keep_last:]}
     kept |= {path for path in checkpoints if keep_every and iteration_of(path) % keep_every == 0}
-    kept |= {path for path in checkpoints if path.name == latest}
+    kept |= {path for path in checkpoints if path.name in named}
     return [path for path in checkpoints if path not in kept]
 
 

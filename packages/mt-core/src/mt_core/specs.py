@@ -301,6 +301,22 @@ class BuildModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartsFrom:
+    """How a model starts from the checkpoint of another family (checkpoint.load), whose parameters it has otherwise.
+
+    Patterns are of names of parameters; * stands for anything.
+    """
+
+    family: str
+    initialized: tuple[str, ...]
+    """Patterns of parameters that the other family does not have, and which keep their initial values."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of tensors that the other family has in addition."""
+    own_keys: tuple[str, ...] = ()
+    """Keys of [model] that do not come from the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec(Spec):
     """A model family, selected by `model.family`.
 
@@ -319,6 +335,8 @@ class ModelSpec(Spec):
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
     shrink: Lazy[ShrinkModel] | None = None
     """Makes the model small, for checks on a few CPU processes, in the keys that only the family knows."""
+    starts_from: StartsFrom | None = None
+    """The family whose checkpoints such a model may start from, beside its own."""
     training_flops: Lazy[CountFlops] | None = None
     """FLOPs of a sample, for the throughput of training; None: training reports tokens per second only."""
 
@@ -590,6 +608,15 @@ class LossSpec(Spec):
     """The loss of the same values that this is another implementation of. A run may be resumed with either."""
     compares_samples: bool = False
     """Whether a sample's loss depends on the others of the micro-batch, on all data-parallel ranks."""
+    metrics: Mapping[str, Lazy[Metric]] = field(default_factory=dict)
+    """Metrics of the model's outputs, by the name that train.eval_metrics gives them; only of losses [batch]."""
+
+
+class Metric(Protocol):
+    def __call__(self, outputs: np.ndarray, labels: np.ndarray) -> float:
+        """outputs: [N, ...] of the model, fp32. labels: [N], of the samples that have one; N may be 0. The higher, the
+        better."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ FAMILIES = (
     llava.SPEC,
     *heads.SPECS,
 )
-LOSSES = (bert.LOSS, heads.LOSS, biencoder.LOSS)
+LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)
 
 
 @hookimpl

@@ -205,6 +205,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
     from rich.console import Console
 
     from mt_core.nn.model import contract
+    from mt_core.train.log_lines import worded
 
     console = Console(highlight=False)
     if result.stopped:
@@ -215,7 +216,12 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
     continues_text = contract(trainer.model).continues_text
     for name, loss in result.losses.items():
         bits = f" ({loss / _LN2:.3f} bits per token)" if continues_text else ""
-        console.print(f"{name.removesuffix('_loss')} loss {loss:.4f}{bits}", style="bold")
+        console.print(f"{worded(name)} {loss:.4f}{bits}", style="bold")
+    for name, value in result.metrics.items():
+        console.print(f"{worded(name)} {value:.4f}", style="bold")
+    if trainer.best is not None and trainer.best.record is not None:
+        best = trainer.best.record
+        console.print(f"best {worded(best.metric)} {best.value:.4f} at step {best.iteration}: {directory}/best")
     for name, loss in result.reference_losses.items():
         console.print(f"a {name} model of the same text has {loss:.4f}")
     if continues_text:

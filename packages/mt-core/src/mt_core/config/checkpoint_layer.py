@@ -22,7 +22,7 @@ from mt_core.specs import KeepsFiles
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
-    from mt_core.specs import CheckpointReader
+    from mt_core.specs import CheckpointReader, StartsFrom
 
 FROM_CHECKPOINT = ("model", "tokenizer")
 
@@ -47,9 +47,11 @@ def with_checkpoint_layer(
     if not wanted or _may_be_absent(load, wanted, chosen):
         return list(layers)
     stored = _stored_sections(load, host)
-    values = {name: stored[name] for name in wanted if name in stored and _agree(name, chosen, stored[name])}
+    taken = {name: _taken(name, chosen, stored[name], host) for name in wanted if name in stored}
+    values = {name: section for name, section in taken.items() if section is not None}
     if preset_is_default:  # it gives way where the checkpoint has something to say
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
+    layers = [_without_base_keys(layer, values, chosen, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
     return [*presets, Layer(f"checkpoint {load}", values), *layers[len(presets) :]]
 
@@ -84,10 +86,37 @@ def _may_be_absent(load: str, wanted: Iterable[str], chosen: Merged) -> bool:
     return False
 
 
-def _agree(name: str, chosen: Merged, stored: Mapping[str, Any]) -> bool:
+def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHost) -> Mapping[str, Any] | None:
+    """What a section takes from the checkpoint; None where another family (another tokenizer) is chosen.
+
+    A family that starts from the checkpoint's takes the keys that are not its own.
+    """
     selector = SECTIONS[name].selector
     assert selector is not None
-    return _value(chosen, name, selector) in (None, stored[selector])
+    selected = _value(chosen, name, selector)
+    if selected in (None, stored[selector]):
+        return stored
+    base = _starts_from(selected, host) if name == "model" else None
+    if base is None or base.family != stored[selector]:
+        return None
+    return {key: value for key, value in stored.items() if key not in (selector, *base.own_keys)}
+
+
+def _without_base_keys(
+    preset: Layer, values: Mapping[str, Mapping[str, Any]], chosen: Merged, host: PluginHost
+) -> Layer:
+    """For a model that starts from another family's checkpoint: the preset without the shape of another such model."""
+    base = _starts_from(_value(chosen, "model", "family"), host)
+    model = preset.values.get("model", {})
+    if base is None or "model" not in values or "family" in values["model"]:
+        return preset
+    keys = section_type("model", base.family, host).model_fields.keys() - {"family"}
+    return Layer(preset.origin, {**preset.values, "model": {key: model[key] for key in model.keys() - keys}})
+
+
+def _starts_from(family: Any, host: PluginHost) -> StartsFrom | None:
+    specs = [spec for spec in host.models if spec.name == family]
+    return specs[0].starts_from if specs else None  # an unknown family is an error of its section
 
 
 def _stored_sections(load: str, host: PluginHost) -> dict[str, dict[str, Any]]:

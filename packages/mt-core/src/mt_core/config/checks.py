@@ -288,12 +288,16 @@ def _check_rampup(rampup: tuple[int, int, int], total: int, unit: int) -> None:
 
 def check_duration(config: Config) -> None:
     train = config.train
-    if (train.train_iters is None) == (train.train_samples is None):
-        given = "both are" if train.train_iters is not None else "neither is"
-        raise ConfigError(f"set exactly one of train.train_iters and train.train_samples; {given} set")
+    lengths = ("train_iters", "train_samples", "train_epochs")
+    given = [key for key in lengths if getattr(train, key) is not None]
+    # train_iters beside train_epochs is what the epochs come to; with_train_iters compares them.
+    if len(given) != 1 and given != ["train_iters", "train_epochs"]:
+        found = f"{' and '.join(given)} are" if given else "none is"
+        raise ConfigError(f"set exactly one of {', '.join(f'train.{key}' for key in lengths)}; {found} set")
     if train.rampup_batch_size is not None and train.train_samples is None:
         raise ConfigError(
-            "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not train_iters"
+            "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not "
+            f"{' and '.join(given)}"
         )
 
 

@@ -113,6 +113,13 @@ class DataConfig(Section):
     prefetch_batches: PositiveInt = 2
     """Global batches held ready by the readers."""
 
+    # What a data set may say of its samples beyond its keys.
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics of the task, reported by evaluations unless train.eval_metrics names others."""
+        return ()
+
 
 class ParallelConfig(Section):
     """How the model and the batch are sharded over processes. Data parallel takes the rest of the world."""
@@ -178,15 +185,23 @@ class TrainConfig(Section):
     """[start, increment, samples]: the global batch grows from start to global_batch_size by increments,
     evenly over the first so many samples."""
     train_iters: PositiveInt | None = None
-    """Optimizer steps to train. Give this or train_samples."""
+    """Optimizer steps to train. Give this, train_samples or train_epochs."""
     train_samples: PositiveInt | None = None
-    """Samples to train. Give this or train_iters."""
+    """Samples to train. Give this, train_iters or train_epochs."""
+    train_epochs: PositiveInt | None = None
+    """Times to go through the training set, each in an order of its own and without an incomplete last batch; the run
+    evaluates and saves at the end of each. Give this, train_iters or train_samples."""
     exit_iteration: PositiveInt | None = None
     """Save and stop after this step, as if asked by a signal; the schedule stays that of the whole training."""
     eval_interval: PositiveInt | None = 100
     """Steps between evaluations; null never evaluates while training."""
     eval_iters: NonNegativeInt = 10
     """Global batches of an evaluation."""
+    full_validation: bool = False
+    """An evaluation takes every sample of each validation set once, in place of eval_iters global batches."""
+    eval_metrics: list[str] | None = None
+    """Metrics of the predictions on each validation set, of those that the loss has (accuracy, f1, ... of the loss
+    `classification`). Default: those of the data set's task."""
     verify_replicas_interval: PositiveInt | None = None
     """Steps between checks that processes which should have the same weights have the same bits; null never checks."""
     seed: NonNegativeInt = 1234
@@ -393,6 +408,9 @@ class CheckpointConfig(Section):
     """Checkpoints that are kept, the newest ones; older ones are removed after a save. null keeps all."""
     keep_every: PositiveInt | None = None
     """Beside keep_last: checkpoints of iterations that this divides are kept, too."""
+    best_metric: str | None = None
+    """A value of the evaluations, such as matched_accuracy or valid_loss; a metric alone is that of all validation sets
+    together. The checkpoint of its best evaluation (a loss: the lowest; else the highest) is kept as `RUN/best`."""
     resume: Literal["auto", "never", "required"] = "auto"
     """`auto` goes on from the run directory's latest checkpoint if it has one; `required` is an error
     without one; `never` refuses a run directory that already holds checkpoints."""

@@ -48,5 +48,5 @@ def total_train_samples(config: Config) -> int:
     """Samples of the whole training, over all ranks."""
     if config.train.train_samples is not None:
         return config.train.train_samples
-    assert config.train.train_iters is not None  # ensured by check_duration
+    assert config.train.train_iters is not None  # ensured by check_duration, and by with_train_iters for train_epochs
     return config.train.train_iters * global_batch_size(config)

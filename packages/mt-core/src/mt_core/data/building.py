@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
 from mt_core.data.batch_size import total_train_samples
+from mt_core.data.epochs import EpochDataset, iterations_of_epoch, with_train_iters
 from mt_core.errors import DataError
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
@@ -20,7 +21,7 @@ def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
 def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: PluginHost) -> Mapping[str, Dataset]:
     """The data sets of a split by name: one named as the split, or several named validation sets."""
     samples = samples_wanted(config, split)
-    if not samples:
+    if samples == 0:
         return {}
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
     request = SplitRequest(split, samples, config.data.seq_length, config.train.seed)
@@ -31,16 +32,36 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
 
 
 def build_train_data(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Dataset:
-    """Raises DataError when there are no training samples."""
+    """The samples of all of training. Raises DataError when there are none."""
     datasets = build_datasets(config, tokenizer, "train", host)
     if not datasets:
         raise DataError(f"data.dataset_type={config.data.dataset_type} has no training samples")
-    return datasets["train"]
+    return in_epochs(datasets["train"], config)
 
 
-def samples_wanted(config: Config, split: Split) -> int:
-    """Number of samples that training, or one evaluation, consumes."""
-    return total_train_samples(config) if split == "train" else config.train.eval_iters * global_batch_size(config)
+def in_epochs(epoch: Dataset, config: Config) -> Dataset:
+    """With train.train_epochs: so many of a data set that is one epoch; else the data set itself."""
+    epochs = config.train.train_epochs
+    if epochs is None:
+        return epoch
+    samples = iterations_of_epoch(len(epoch), config) * global_batch_size(config)
+    return EpochDataset(epoch, epochs, samples, config.train.seed)
+
+
+def with_resolved_epochs(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Config:
+    """train.train_iters filled in from train.train_epochs, if given, by building the training set."""
+    if config.train.train_epochs is None:
+        return config
+    datasets = build_datasets(config, tokenizer, "train", host)
+    return with_train_iters(config, len(datasets["train"]) if datasets else 0)
+
+
+def samples_wanted(config: Config, split: Split) -> int | None:
+    """Number of samples that training, or one evaluation, consumes; None: all of the data set, once."""
+    train = config.train
+    if split == "train":
+        return total_train_samples(config) if train.train_epochs is None else None
+    return None if train.full_validation else train.eval_iters * global_batch_size(config)
 
 
 def require_samples(dataset: Dataset, needed: int) -> None:

@@ -21,7 +21,8 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's data for one step. micro_batches: arrays [micro_batch_size, ...]; samples: their indices."""
+    """One rank's data for one step. micro_batches: arrays [micro_batch_size, ...]; samples: their indices, none for a
+    micro-batch that does not count."""
 
     micro_batches: list[Arrays]
     samples: list[range]
@@ -41,6 +42,13 @@ def collate(samples: Iterable[Mapping[str, np.ndarray]]) -> Arrays:
     """Stack samples: each array gets a leading batch dimension."""
     rows = list(samples)
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def uncounted(sample: Mapping[str, np.ndarray]) -> Arrays:
+    """A micro-batch of one sample that does not count, for a rank that has none while the others meet in
+    collectives."""
+    arrays = collate([sample])
+    return {**arrays, "loss_mask": np.zeros_like(arrays["loss_mask"])} if "loss_mask" in arrays else arrays
 
 
 def cut_rank_batch(
@@ -93,7 +101,12 @@ class BatchReader:
     def read(self, first: int, size: int) -> RankBatch:
         """The batch of the step that takes samples first ... first + size - 1."""
         groups = micro_batch_samples(first, size, self.micro_size, self.dp_rank, self.dp_size)
-        return RankBatch([collate(self.dataset[index] for index in group) for group in groups], groups)
+        batches = [collate(self.dataset[index] for index in group) for group in groups]
+        rounds = -(-size // (self.micro_size * self.dp_size))
+        if len(groups) < rounds:  # of an evaluation that ends within a round
+            batches.append(uncounted(self.dataset[first]))
+            groups.append(range(first, first))
+        return RankBatch(batches, groups)
 
     def close(self) -> None:
         if self._pool is not None:

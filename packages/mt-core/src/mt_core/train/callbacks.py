@@ -13,6 +13,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import MtError, PluginError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.partial_load import PartialLoad
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.engine import Engine
 from mt_core.train.state import TrainResult, TrainState
@@ -31,8 +32,8 @@ class Run(Protocol):
     directory: RunDirectory | None
     """None for a run that writes nothing to disk."""
     resumed_from: Path | None
-    not_loaded: list[str]
-    """Parameters that checkpoint.load left at their initial values."""
+    loaded_weights: PartialLoad | None
+    """What checkpoint.load read and did not; None for a run that does not start from one."""
 
     @property
     def config(self) -> Config: ...
@@ -76,7 +77,8 @@ class Callback:
         evaluations and saves; tflops (model TFLOP/s of a device) and mfu, where they are known."""
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        """After an evaluation: iteration, and `<set>_loss` for each validation set; or what evaluators measure."""
+        """After an evaluation: iteration, `<set>_loss` for each validation set, and `<set>_<metric>` where the loss has
+        metrics, `overall_<metric>` of several sets together; or what evaluators measure."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""

@@ -14,7 +14,7 @@ for rank_batch in engine.train_batches(dataset):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ from mt_core.train.optimizer_step import (
     defers_metrics,
 )
 from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
+from mt_core.train.predictions import Predictions, predict
 from mt_core.train.split_step import SplitStep
 from mt_core.train.state import TrainState
 
@@ -136,6 +137,7 @@ class Engine:
     scaler: LossScaler
     graphs: BlockGraphs | None
     recorder: ScheduleRecorder | None
+    loss: Loss
     forward_backward: ForwardBackward
     step: OptimizerStep
     device_batches: DeviceBatches
@@ -171,7 +173,7 @@ class Engine:
             torch.set_num_threads(loaded.config.train.num_threads)
         device = build.resolve_device(loaded.config.train.device)
         tokenizer = building.build_tokenizer(loaded.config, host)
-        config = build.with_vocab_size(loaded.config, tokenizer)
+        config = building.with_resolved_epochs(build.with_vocab_size(loaded.config, tokenizer), tokenizer, host)
         ctx = build.build_context(config, device)
         stages = build_stages(config, ctx, host)
         own_stages = stages.own if stages is not None else None
@@ -234,6 +236,7 @@ class Engine:
             scaler=scaler,
             graphs=graphs,
             recorder=recorder,
+            loss=loss,
             forward_backward=forward_backward,
             step=step,
             device_batches=DeviceBatches(device, ctx.cp),
@@ -242,7 +245,7 @@ class Engine:
             kept_logits=kept,
         )
         if weights is not None:
-            load_weights(weights, engine.checkpointed(), layouts, config.checkpoint)
+            load_weights(weights, engine.checkpointed(), layouts, config, host)
         return engine
 
     @classmethod
@@ -400,16 +403,42 @@ class Engine:
         return self.kept_logits.take() if self.kept_logits is not None else None
 
     def evaluate(self, dataset: Dataset) -> float:
-        """Mean loss over the first train.eval_iters global batches: the same samples every time."""
+        """Mean loss over the first train.eval_iters global batches, or over all samples (train.full_validation): the
+        same samples every time."""
         self.weights.finish_gather()
         self.take_logits()  # no longer kept
-        size, count = self.batch_size.full, self.evaluated_samples(dataset)
-        steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-        ahead = self.device_batches.ahead(self.read_batches(dataset, steps))
-        batches = (self.device_batches.take(rank_batch) for rank_batch in ahead)
+        batches = (batches for _, batches in self._evaluation_batches(dataset))
         return evaluate(self.model, batches, self.forward_backward, self.ctx)
 
+    def predict(self, dataset: Dataset) -> Predictions:
+        """The outputs and losses of the samples that `evaluate` takes, each computed once; on every rank. Collective.
+
+        Raises ConfigError as `require_predictions` does.
+        """
+        self.require_predictions()
+        self.weights.finish_gather()
+        steps = ((rank_batch.samples, batches) for rank_batch, batches in self._evaluation_batches(dataset))
+        return predict(self.model, steps, self.loss, self.evaluated_samples(dataset), self.ctx)
+
+    def require_predictions(self) -> None:
+        """Raise ConfigError for a layout in which no process has a model's whole outputs."""
+        for key in ("pipeline_model_parallel_size", "context_parallel_size"):
+            size = getattr(self.config.parallel, key)
+            if size > 1:
+                raise ConfigError(
+                    f"parallel.{key}={size}: metrics take whole outputs, which no process has; set it to 1, or "
+                    "train.eval_metrics=[]"
+                )
+
+    def _evaluation_batches(self, dataset: Dataset) -> Iterator[tuple[RankBatch, list[Batch]]]:
+        size, count = self.batch_size.full, self.evaluated_samples(dataset)
+        steps = [(first, min(size, count - first)) for first in range(0, count, size)]
+        for rank_batch in self.device_batches.ahead(self.read_batches(dataset, steps)):
+            yield rank_batch, self.device_batches.take(rank_batch)
+
     def evaluated_samples(self, dataset: Dataset) -> int:
+        if self.config.train.full_validation:
+            return len(dataset)
         return min(self.config.train.eval_iters * self.batch_size.full, len(dataset))
 
     # -- checkpoints ------------------------------------------------------------------------------

@@ -53,5 +53,10 @@ def step_line(metrics: Metrics, last_iteration: int) -> str:
 
 
 def evaluation_line(metrics: Metrics) -> str:
-    values = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if name != "iteration"]
+    values = [f"{worded(name)} {value:.4f}" for name, value in metrics.items() if name != "iteration"]
     return f"step {metrics['iteration']} | {' | '.join(values)}"
+
+
+def worded(name: str) -> str:
+    """Of a value of an evaluation: `matched_accuracy` as "matched accuracy"."""
+    return name.replace("_", " ")

@@ -32,14 +32,14 @@ def megatron_step_line(metrics: Metrics, last_iteration: int) -> str:
 
 
 def megatron_evaluation_lines(metrics: Metrics) -> str:
-    """Three lines: losses and perplexities of all validation sets between two rules."""
+    """Three lines: losses, perplexities and metrics of all validation sets between two rules."""
     line = f" validation loss at iteration {metrics['iteration']} | "
-    for key, loss in metrics.items():
+    for key, value in metrics.items():
         if key.endswith("_loss"):
             name = loss_name(key)
-            line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(float(loss)):.6E} | "
+            line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(float(value)):.6E} | "
         elif key != "iteration":
-            line += f"{key} value: {loss:.6E} | "
+            line += f"{key} value: {value:.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 

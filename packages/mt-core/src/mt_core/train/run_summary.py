@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from mt_core.data.epochs import iterations_per_epoch
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.parallel.context import AxisName
 from mt_core.train.callbacks import Run
@@ -37,8 +38,13 @@ def run_summary(run: Run) -> Iterator[str]:
         yield f"resumed from {run.resumed_from} (step {run.state.iteration})"
     elif run.config.checkpoint.load is not None:
         yield f"weights from {run.config.checkpoint.load}, new optimizer"
-        if run.not_loaded:
-            yield f"with their initial values: {', '.join(run.not_loaded)}"
+        if run.loaded_weights is not None and run.loaded_weights.initialized:
+            yield f"with their initial values: {', '.join(run.loaded_weights.initialized)}"
+        if run.loaded_weights is not None and run.loaded_weights.left_out:
+            yield f"not taken from the checkpoint: {', '.join(run.loaded_weights.left_out)}"
+    if run.config.train.train_epochs is not None:
+        steps = iterations_per_epoch(run.config)
+        yield f"{run.config.train.train_epochs} epochs of {steps} steps of {run.engine.batch_size.full} samples"
 
 
 def _model(run: Run) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -20,9 +20,11 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. losses: the last evaluation, by validation set. stopped: reason of an early stop, else None."""
+    """How a run ended. losses, metrics: the last evaluation's `<set>_loss` and `<set>_<metric>`. stopped: reason of an
+    early stop, else None."""
 
     state: TrainState
     losses: Mapping[str, float]
     reference_losses: Mapping[str, float]
     stopped: str | None
+    metrics: Mapping[str, float] = field(default_factory=dict)

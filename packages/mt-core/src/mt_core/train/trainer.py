@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data import building
+from mt_core.data.epochs import iterations_per_epoch, with_train_iters
 from mt_core.data.loader import RankBatch
 from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
@@ -30,9 +32,10 @@ from mt_core.parallel.data import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
+from mt_core.train.checkpoint.best import BestCheckpoint, require_known_metric
 from mt_core.train.checkpoint.data_identity import data_identity
 from mt_core.train.checkpoint.loss_check import RecentLosses, expected_loss, is_comparable
-from mt_core.train.checkpoint.partial_load import load_weights
+from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
 from mt_core.train.checkpoint.resume import change_table, find_resume, require_same_data, require_same_run
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
@@ -46,6 +49,7 @@ from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step_checks import StepChecks
 from mt_core.train.step_metrics import StepMetrics
+from mt_core.train.validation import Validation
 
 
 class Trainer:
@@ -80,13 +84,15 @@ class Trainer:
         configured = configured_callbacks(config.config, self.host) if is_writer() else []
         self.callbacks = CallbackList([*configured, *callbacks])
         self.evaluators = configured_evaluators(config.config, self.host)
+        if train_data is not None and config.config.train.train_epochs is not None:
+            config = replace(config, config=with_train_iters(config.config, len(train_data)))
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
-        self.not_loaded: list[str] = []
-        """Parameters that checkpoint.load left at their initial values."""
+        self.loaded_weights: PartialLoad | None = None
+        """What checkpoint.load read and did not; None for a run that does not start from one."""
         self._last_saved = self._last_evaluated = self._last_measured = -1
         self._stop_reason: str | None = None
         self._pending: StepRecord | None = None
@@ -96,7 +102,7 @@ class Trainer:
         self._restore()
         self.phases.enter("data")
         self.train_data = (
-            train_data
+            building.in_epochs(train_data, self.config)
             if train_data is not None
             else building.build_train_data(self.config, self.engine.tokenizer, self.host)
         )
@@ -108,8 +114,10 @@ class Trainer:
             else building.build_datasets(self.config, self.engine.tokenizer, "valid", self.host)
         )
         building.require_samples(self.train_data, self.engine.total_samples)
+        self.validation = Validation(self.engine, self.valid_data)
+        self.best = self._build_best()
         self.metrics = StepMetrics(self.engine)
-        self.last_losses: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
 
     @property
     def config(self) -> Config:
@@ -216,45 +224,67 @@ class Trainer:
         if line is not None:
             self.callbacks.on_log(self, line)
 
+    def _is_due(self, interval: int | None) -> bool:
+        """Whether what is done each `interval` steps, and at the end of each epoch, is done after this step."""
+        intervals = (interval, iterations_per_epoch(self.config))
+        return any(steps and self.state.iteration % steps == 0 for steps in intervals)
+
     def _evaluates_or_saves(self) -> bool:
         intervals = (self.config.train.eval_interval, self._eval_interval, self.config.checkpoint.save_interval)
-        return any(interval and self.state.iteration % interval == 0 for interval in intervals)
+        return any(self._is_due(interval) for interval in intervals)
 
     def _evaluate_and_save_if_due(self) -> None:
-        iteration = self.state.iteration
         self._report_committed(self.checkpoint_writer.committed())
         with self.metrics.paused():
-            if self.config.train.eval_interval and iteration % self.config.train.eval_interval == 0:
-                self.evaluate()
-                self._last_evaluated = iteration
-            if self._eval_interval and iteration % self._eval_interval == 0:
+            if self._is_due(self.config.train.eval_interval):
+                self._evaluate_and_keep_best()
+            if self._is_due(self._eval_interval):
                 self.run_evaluators()
-            if self.config.checkpoint.save_interval and iteration % self.config.checkpoint.save_interval == 0:
+            if self._is_due(self.config.checkpoint.save_interval) and self._last_saved != self.state.iteration:
                 self.save()
+
+    def _evaluate_and_keep_best(self) -> None:
+        values = self.evaluate()
+        self._last_evaluated = self.state.iteration
+        if self.best is None or not self.best.improves(values):
+            return
+        if self._last_saved != self.state.iteration:
+            self.save()
+        self._report_committed(self.checkpoint_writer.finish())
+        self.best.update(self.state.iteration, values[self.best.metric])
+        self.message(f"best {self.best.metric} so far: {values[self.best.metric]:.4f} (step {self.state.iteration})")
 
     def _finish(self) -> TrainResult:
         self._report_pending(ended=time.perf_counter())
         if self._last_saved != self.state.iteration:
             self.save()
         if self._stop_reason is None and self._last_evaluated != self.state.iteration:
-            self.evaluate()
+            self._evaluate_and_keep_best()
         if self._stop_reason is None and self._last_measured != self.state.iteration:
             self.run_evaluators()
         self.phases.enter("save")
         self._report_committed(self.checkpoint_writer.finish())
         wait_for_all()
-        return TrainResult(self.state, self.last_losses, self._reference_losses(), self._stop_reason)
+        losses = {name: value for name, value in self.last_evaluation.items() if name.endswith("_loss")}
+        metrics = {name: value for name, value in self.last_evaluation.items() if name not in losses}
+        return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics)
 
     # -- evaluation -------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Loss on each validation set, over train.eval_iters global batches."""
+        """Loss and metrics of each validation set, over train.eval_iters global batches or all samples."""
         self.phases.enter("evaluate")
-        losses = {f"{name}_loss": self.engine.evaluate(dataset) for name, dataset in self.valid_data.items()}
-        self.last_losses = losses
-        if losses:
-            self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
-        return losses
+        self.last_evaluation = self.validation.evaluate()
+        if self.last_evaluation:
+            self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **self.last_evaluation})
+        return self.last_evaluation
+
+    def _build_best(self) -> BestCheckpoint | None:
+        if self.config.checkpoint.best_metric is None:
+            return None
+        metric = self.validation.full_name(self.config.checkpoint.best_metric)
+        require_known_metric(metric, self.validation.names())
+        return BestCheckpoint(metric, self.directory, self.ctx, self.state.iteration) if self.directory else None
 
     def run_evaluators(self) -> None:
         """Measure what the section [eval] turns on."""
@@ -316,7 +346,8 @@ class Trainer:
             self._resume(self.resumed_from)
         elif self.config.checkpoint.load is not None:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
-            self.not_loaded = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config.checkpoint)
+            run = self.checkpointed()
+            self.loaded_weights = load_weights(reader, run, self.engine.layouts, self.config, self.host)
 
     def _resume(self, path: Path) -> None:
         reader = open_checkpoint(path, self.host)

@@ -20,8 +20,9 @@ from pydantic import PositiveInt
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit
-from mt_data.datasets.pair_encoding import PairRules, clean_text, encode_pair
+from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, clean_text, encode_pair
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 
 LETTERS = "ABCD"
@@ -33,6 +34,13 @@ class MultipleChoiceDataConfig(TextDataConfig):
     dataset_type: str = "race"
     max_qa_length: PositiveInt = 128
     """Tokens of a question with its option; what is beyond is cut. The rest of seq_length is the article's."""
+    sequence_format: SequenceFormat = "cls_sep"
+    """What stands around the texts: CLS question SEP article SEP, as BERT takes them, or BOS question EOD article EOD
+    (BOS where the tokenizer has one), for decoders."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("accuracy",)
 
 
 @dataclass(frozen=True)
@@ -83,10 +91,15 @@ class MultipleChoiceDataset:
         rows = [encode_pair(text, article, self.rules) for text in texts]
         return {
             **{name: np.stack([row[name] for row in rows]) for name in rows[0]},
+            "truncated": np.array(max(int(row["truncated"]) for row in rows), np.int64),
             "labels": np.array(question.answer, np.int64),
             "loss_mask": np.array(1, np.float32),
             "uid": np.array(self.first + number, np.int64),
         }
+
+    def fingerprint(self) -> str:
+        """The articles, questions, options and answers."""
+        return combined([[question.article, *question.texts, question.answer] for question in self.questions])
 
     def describe(self, index: int) -> str:
         return self.questions[self._number(index)].where
@@ -97,7 +110,7 @@ def build_multiple_choice(config: MultipleChoiceDataConfig, tokenizer: Tokenizer
 
     Raises DataError for a folder without `.txt` files and for a file that does not hold what it should.
     """
-    rules = PairRules.of(tokenizer, request.sequence_length, "right", config.dataset_type)
+    rules = PairRules.of(tokenizer, request.sequence_length, "right", config.dataset_type, config.sequence_format)
     encode = bare_encoder(tokenizer)
 
     def make(source: TextSource, num_samples: int | None) -> MultipleChoiceDataset:

@@ -6,6 +6,7 @@ Read whenever plugins are listed, so that nothing heavy is imported here.
 from __future__ import annotations
 
 from mt_core.specs import CAUSAL_LM_SAMPLE, DatasetSpec, Lazy, SampleField
+from mt_data.datasets.glue_tasks import GLUE
 
 BERT_SAMPLE = (
     SampleField("tokens", "int64", "[sequence_length]", "CLS A SEP B SEP, padded; some replaced"),
@@ -38,19 +39,28 @@ ICT_SAMPLE = (
     SampleField("loss_mask", "float32", "[]", "1"),
 )
 
-SENTENCE_PAIR_SAMPLE = (
-    SampleField("tokens", "int64", "[sequence_length]", "CLS A SEP B SEP, padded"),
+LABELLED_TEXT = (
+    SampleField("tokens", "int64", "[sequence_length]", "CLS A SEP B SEP, or CLS A SEP, padded"),
     SampleField("tokentype_ids", "int64", "[sequence_length]", "1 for B and the SEP after it, else 0"),
     SampleField("padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
-    SampleField("labels", "int64", "[]", "number of the class; -1 in a test set without labels"),
+    SampleField("truncated", "int64", "[]", "1 when tokens were cut away to fit, else 0"),
     SampleField("loss_mask", "float32", "[]", "1 when there is a label, else 0"),
-    SampleField("uid", "int64", "[]", "number of the pair, from the file"),
+    SampleField("uid", "int64", "[]", "number of the line, from the file"),
+)
+TEXT_CLASSIFICATION_SAMPLE = (
+    *LABELLED_TEXT,
+    SampleField("labels", "int64", "[]", "number of the class (of a regression: float32); -1 without a label"),
+)
+TEXT_REGRESSION_SAMPLE = (
+    *LABELLED_TEXT,
+    SampleField("labels", "float32", "[]", "the number to predict; -1 without a label"),
 )
 
 MULTIPLE_CHOICE_SAMPLE = (
     SampleField("tokens", "int64", "[4, sequence_length]", "for each option CLS question SEP article SEP"),
     SampleField("tokentype_ids", "int64", "[4, sequence_length]", "1 for the article and its SEP, else 0"),
     SampleField("padding_mask", "int64", "[4, sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("truncated", "int64", "[]", "1 when tokens of an option's sequence were cut away to fit, else 0"),
     SampleField("labels", "int64", "[]", "number of the right option"),
     SampleField("loss_mask", "float32", "[]", "1"),
     SampleField("uid", "int64", "[]", "number of the question within its folder"),
@@ -87,19 +97,22 @@ TASK_DATASETS = (
         "Multiple choice from the folders of RACE",
     ),
     _spec(
-        "mnli",
-        "sentence_pair",
-        "SentencePair",
-        "build_sentence_pair",
-        SENTENCE_PAIR_SAMPLE,
-        "Pairs of sentences from the files of MNLI: contradiction, entailment or neutral",
+        "text_classification",
+        "text_classification",
+        "TextClassification",
+        "build_text_classification",
+        TEXT_CLASSIFICATION_SAMPLE,
+        "One or two texts with a class or a number, from tab-separated files or JSON lines with columns of any name",
     ),
-    _spec(
-        "qqp",
-        "sentence_pair",
-        "SentencePair",
-        "build_sentence_pair",
-        SENTENCE_PAIR_SAMPLE,
-        "Pairs of questions from the files of QQP: duplicates or not",
+    *(
+        _spec(
+            name,
+            "text_classification",
+            "Glue",
+            "build_text_classification",
+            TEXT_CLASSIFICATION_SAMPLE if task.labels else TEXT_REGRESSION_SAMPLE,
+            task.doc,
+        )
+        for name, task in GLUE.items()
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from mt_eval.commands.classification import classification, ensemble, finetune
 from mt_eval.commands.detoxification import detoxify, toxicity
 from mt_eval.commands.lambada import lambada
 from mt_eval.commands.perplexity import ppl, wikitext103
@@ -12,5 +13,8 @@ app = typer.Typer(no_args_is_help=True, help="Measure a trained model.")
 app.command()(ppl)
 app.command()(wikitext103)
 app.command()(lambada)
+app.command()(classification)
+app.command()(ensemble)
+app.command()(finetune)
 app.command()(toxicity)
 app.command()(detoxify)

@@ -71,6 +71,22 @@ def run_tasks(
     on_ranks(context, path, engine_settings(set_), device, nproc, use)
 
 
+def named_files(entries: Sequence[str]) -> dict[str, str]:
+    """NAME=FILE, or a file, whose name without endings is its name. Raises ConfigError for a name that occurs twice."""
+    named = [_named(entry) for entry in entries]
+    if len(dict(named)) < len(named):
+        names = ", ".join(name for name, _ in named)
+        raise ConfigError(f"--data: two of them have one name, of {names}; give them as NAME=FILE")
+    return dict(named)
+
+
+def _named(entry: str) -> tuple[str, str]:
+    name, equals, file = entry.partition("=")
+    if equals and name:
+        return name, file
+    return Path(entry).name.partition(".")[0] or entry, entry
+
+
 def window_length(generator: TextGenerator, seq_length: int | None) -> int:
     """Raises ConfigError for a window that is longer than the model's sequences."""
     if seq_length is not None and seq_length > generator.longest:

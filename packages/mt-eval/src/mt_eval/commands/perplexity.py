@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_core.errors import ConfigError
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, LIMIT, OUTPUT, SEQ_LENGTH, run_tasks, window_length
+from mt_eval.commands.options import (
+    AS_JSON,
+    CHECKPOINT,
+    DEVICE,
+    LIMIT,
+    OUTPUT,
+    SEQ_LENGTH,
+    named_files,
+    run_tasks,
+    window_length,
+)
 from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
@@ -51,9 +60,7 @@ def ppl(
     nproc: NPROC = None,
 ) -> None:
     """Perplexity of texts: of a token, a byte and a word."""
-    named = dict(_named(entry) for entry in data)
-    if len(named) < len(data):
-        raise ConfigError(f"--data: two texts have one name, of {', '.join(_named(entry)[0] for entry in data)}")
+    named = named_files(data)
 
     def build(generator: TextGenerator) -> Sequence[Task]:
         from mt_eval.perplexity.task import Perplexity
@@ -90,11 +97,3 @@ def wikitext103(
         return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
 
     run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
-
-
-def _named(entry: str) -> tuple[str, str]:
-    """NAME=FILE, or a file, whose name without endings is its name."""
-    name, equals, file = entry.partition("=")
-    if equals and name:
-        return name, file
-    return Path(entry).name.partition(".")[0] or entry, entry

@@ -72,6 +72,11 @@ def check_encoder(model: BertConfig, config: Config) -> None:
 
 
 def _check_objective(config: Config, model: BertConfig) -> None:
+    if getattr(config.data, "num_classes", None) is not None:
+        raise ConfigError(
+            f"data.dataset_type={config.data.dataset_type} has labels of texts, and model.family=bert predicts words; "
+            "use model.family=bert_classification"
+        )
     if config.data.dataset_type != "bert":
         return
     if not model.add_lm_head:

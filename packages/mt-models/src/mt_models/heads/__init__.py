@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from mt_core.specs import Lazy, LossSpec, ModelSpec
+from mt_core.specs import Lazy, LossSpec, Metric, ModelSpec, StartsFrom
+
+HEADS_OF_PRETRAINING = ("lm_head.*", "output_layer.*", "binary_head.*")
+KEYS_OF_PRETRAINING = ("add_lm_head", "bert_binary_head", "add_pooler")
 
 
-def _spec(name: str, config: str, build: str, name_map: str | None = None) -> ModelSpec:
+def _spec(name: str, config: str, build: str, name_map: str | None = None, presets: str = "NONE") -> ModelSpec:
     base, _, task = name.partition("_")
     hugging_face: dict[str, Lazy[Any]] = {"hf": Lazy(f"mt_models.heads.hugging_face:{name_map}")} if name_map else {}
     chosen = "a class for each text" if task == "classification" else "one of several texts"
@@ -16,21 +19,52 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None) -> Mo
         build=Lazy(f"mt_models.heads.model:{build}"),
         default_loss="classification",
         check=Lazy("mt_models.heads.config:check_choice"),
-        presets=Lazy("mt_models.heads.presets:PRESETS"),
+        presets=Lazy(f"mt_models.heads.presets:{presets}"),
         name_maps={"megatron": Lazy("mt_models.megatron:HEADS"), **hugging_face},
+        starts_from=StartsFrom(
+            family=base,
+            initialized=("classification_head.*", "multichoice_head.*"),
+            left_out=HEADS_OF_PRETRAINING,
+            own_keys=KEYS_OF_PRETRAINING,
+        ),
     )
 
 
+def _metrics(*names: str) -> dict[str, Lazy[Metric]]:
+    return {name: Lazy(f"mt_models.heads.metrics:{name}") for name in names}
+
+
 SPECS = (
-    _spec("bert_classification", "BertClassificationConfig", "build_bert_classifier", "BERT_CLASSIFICATION"),
-    _spec("bert_multiple_choice", "BertMultipleChoiceConfig", "build_bert_chooser", "BERT_MULTIPLE_CHOICE"),
+    _spec(
+        "bert_classification",
+        "BertClassificationConfig",
+        "build_bert_classifier",
+        "BERT_CLASSIFICATION",
+        "CLASSIFICATION",
+    ),
+    _spec(
+        "bert_multiple_choice",
+        "BertMultipleChoiceConfig",
+        "build_bert_chooser",
+        "BERT_MULTIPLE_CHOICE",
+        "MULTIPLE_CHOICE",
+    ),
     _spec("gpt_classification", "GPTClassificationConfig", "build_gpt_classifier", "GPT_CLASSIFICATION"),
     _spec("gpt_multiple_choice", "GPTMultipleChoiceConfig", "build_gpt_chooser"),
     _spec("llama_classification", "LlamaClassificationConfig", "build_llama_classifier", "LLAMA_CLASSIFICATION"),
     _spec("llama_multiple_choice", "LlamaMultipleChoiceConfig", "build_llama_chooser"),
 )
-LOSS = LossSpec(
-    name="classification",
-    doc="Cross entropy of the right class or text, one number a sample",
-    build=Lazy("mt_models.heads.loss:build_classification_loss"),
+LOSSES = (
+    LossSpec(
+        name="classification",
+        doc="Cross entropy of the right class or text, one number a sample",
+        build=Lazy("mt_models.heads.loss:build_classification_loss"),
+        metrics=_metrics("accuracy", "f1", "matthews"),
+    ),
+    LossSpec(
+        name="regression",
+        doc="Squared error of a predicted number, one number a sample",
+        build=Lazy("mt_models.heads.loss:build_regression_loss"),
+        metrics=_metrics("pearson", "spearman"),
+    ),
 )

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability
+from mt_core.config.schema import Config, DataConfig, ModelConfig, PositiveInt, Probability
 from mt_core.errors import ConfigError
 from mt_models.bert.config import BertConfig, check_encoder
 from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 from mt_models.gpt.config import GPTConfig, check_gpt
 from mt_models.llama.config import LlamaConfig, check_llama
-
-CLASSES_OF_DATASET = {"mnli": 3, "qqp": 2}
-"""Data sets whose samples have a class, and their numbers of classes."""
 
 
 class HeadConfig(ModelConfig):
@@ -27,7 +24,7 @@ class ClassificationConfig(HeadConfig):
     """One of num_classes for a text or a pair of texts."""
 
     num_classes: PositiveInt = 2
-    """Classes to choose from."""
+    """Classes to choose from; 1 with train.loss="regression" predicts a number."""
 
 
 class MultipleChoiceConfig(HeadConfig):
@@ -88,11 +85,12 @@ def check_choice(config: Config) -> None:
             f"train.loss={config.train.loss} is for predicted words; model.family={model.family} chooses, use "
             'train.loss="classification"'
         )
-    _check_samples(model, config.data.dataset_type)
+    _check_samples(model, config.data)
+    _check_regression(config)
 
 
-def _check_samples(model: HeadConfig, dataset: str) -> None:
-    wanted = CLASSES_OF_DATASET.get(dataset)
+def _check_samples(model: HeadConfig, data: DataConfig) -> None:
+    dataset, wanted = data.dataset_type, getattr(data, "num_classes", None)
     if isinstance(model, ClassificationConfig):
         if dataset == "race":
             raise ConfigError(
@@ -101,11 +99,21 @@ def _check_samples(model: HeadConfig, dataset: str) -> None:
             )
         if wanted is not None and model.num_classes != wanted:
             raise ConfigError(
-                f"model.num_classes={model.num_classes} does not fit data.dataset_type={dataset}, which has {wanted} "
-                f"classes; set it to {wanted}"
+                f"model.num_classes={model.num_classes} does not fit data.dataset_type={dataset}, which has "
+                f"{'a number to predict' if wanted == 1 else f'{wanted} classes'}; set it to {wanted}"
             )
     elif wanted is not None:
         raise ConfigError(
             f"data.dataset_type={dataset} has one text with a class and model.family={model.family} takes several "
             f"texts; use model.family={model.family.replace('multiple_choice', 'classification')}"
+        )
+
+
+def _check_regression(config: Config) -> None:
+    predicts_number = getattr(config.model, "num_classes", None) == 1
+    if predicts_number != (config.train.loss == "regression"):
+        raise ConfigError(
+            f"train.loss={config.train.loss} and model.family={config.model.family} with "
+            f"model.num_classes={getattr(config.model, 'num_classes', 'none')}: regression predicts a number with "
+            'model.num_classes=1 and train.loss="regression"; classes take train.loss="classification"'
         )

@@ -1,4 +1,4 @@
-"""The loss of classification and multiple choice: cross entropy of the right class or text, one value per sample."""
+"""The losses of classification, multiple choice and regression, one value per sample."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def classification_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 def build_classification_loss(config: Config, parallel: ParallelContext | None = None) -> Loss:
     return classification_loss
+
+
+def regression_loss(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """outputs [B, 1], batch["labels"] [B] -> squared errors [B] in fp32."""
+    return F.mse_loss(outputs[:, 0].float(), batch["labels"].float(), reduction="none")
+
+
+def build_regression_loss(config: Config, parallel: ParallelContext | None = None) -> Loss:
+    return regression_loss

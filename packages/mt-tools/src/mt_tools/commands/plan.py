@@ -97,7 +97,9 @@ def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit:
     from mt_tools.plan.layouts import Planner
     from mt_tools.plan.report import plan_values
 
-    found = Planner(config, host, machine).plan(config, world)
+    planner = Planner(config, host, machine)
+    planner.require_suitable_data()
+    found = planner.plan(config, world)
     values = plan_values(found, machine)
     if as_json:
         typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit}, indent=2))
@@ -193,7 +195,9 @@ def _search(
     from mt_tools.plan.layout_search import QuickPlanner, search
     from mt_tools.plan.report import search_values
 
-    values = search_values(search(QuickPlanner(config, host, machine), world, limit), machine, top)
+    planner = QuickPlanner(config, host, machine)
+    planner.require_suitable_data()
+    values = search_values(search(planner, world, limit), machine, top)
     if as_json:
         typer.echo(json.dumps({"world_size": world, "memory_gib": limit, **values}, indent=2))
         return

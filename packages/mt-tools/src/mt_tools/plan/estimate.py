@@ -16,11 +16,9 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset
 from mt_core.config.schema import Config
-from mt_core.data.building import unsuitable_data
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.hf_config import model_section, read_hf_config
 from mt_core.nn.layout import parameter_layouts
-from mt_core.nn.model import required_inputs
 from mt_core.plugins import PluginHost
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import Machine
@@ -86,7 +84,7 @@ def estimate(
     configs = {dtype: _configured(name, dtype, overrides, world, host) for dtype in dict.fromkeys(dtypes)}
     first = Planner(next(iter(configs.values())), host, machine)
     size = model_size(first.whole_model)
-    reason = unsuitable_data(required_inputs(first.whole_model), first.config, host)
+    reason = first.unsuitable_data()
     rows = [
         DtypeEstimate(
             dtype,

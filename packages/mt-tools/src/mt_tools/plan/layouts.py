@@ -13,8 +13,9 @@ from torch import nn
 from mt_core.config.checks import as_world, data_parallel_size
 from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
 from mt_core.data.batch_size import build_batch_size, total_train_samples
-from mt_core.data.building import build_tokenizer
+from mt_core.data.building import build_tokenizer, unsuitable_data
 from mt_core.errors import ConfigError
+from mt_core.nn.model import required_inputs
 from mt_core.optim.state_bytes import StateBytes, probe_state
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
 from mt_core.parallel.pipeline.gc_control import without_garbage_collection
@@ -157,6 +158,16 @@ class Planner:
         return build_on_meta(
             self.config, self.host, ParallelContext(torch.device("meta")), PlannedKernels(Ledger()), None
         )
+
+    def unsuitable_data(self) -> str | None:
+        """Why samples of the configured data set cannot go through the model; None: they can."""
+        return unsuitable_data(required_inputs(self.whole_model), self.config, self.host)
+
+    def require_suitable_data(self) -> None:
+        """Raise ConfigError for a data set whose samples cannot go through the model."""
+        reason = self.unsuitable_data()
+        if reason is not None:
+            raise ConfigError(reason)
 
     @cached_property
     def kinds(self) -> dict[int, LayerKind]:

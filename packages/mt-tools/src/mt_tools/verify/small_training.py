@@ -25,6 +25,7 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
         # The first step has half of the batch.
         rampup_batch_size=[batch // 2, batch // 2, batch // 2],
         train_iters=None,
+        train_epochs=None,
         train_samples=batch // 2 + batch * (2 * steps - 1),
         eval_interval=EVALUATE_EVERY,
         eval_iters=1,

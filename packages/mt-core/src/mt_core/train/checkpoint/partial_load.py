@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from mt_core.config.schema import CheckpointConfig
+from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
-from mt_core.specs import CheckpointReader
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, StartsFrom
 from mt_core.train.checkpoint.state import MODEL, Checkpointed, require_fit, shapes_of_all_stages
 
 
@@ -44,33 +45,54 @@ class SelectedTensors:
         return self.reader.files()
 
 
+@dataclass(frozen=True)
+class PartialLoad:
+    """initialized: parameters that keep their initial values. left_out: tensors of the checkpoint that are not read."""
+
+    initialized: list[str]
+    left_out: list[str]
+
+
 def load_weights(
     reader: CheckpointReader,
     run: Checkpointed,
     layouts: Mapping[str, ParameterLayout],
-    config: CheckpointConfig,
-) -> list[str]:
-    """Load the model's weights from another model's checkpoint. Returns the parameters that keep their initial values.
-
-    Collective. Raises as `fresh_parameters` does.
-    """
-    fresh = fresh_parameters(reader, shapes_of_all_stages(layouts, run.ctx), config)
-    run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in fresh})
+    config: Config,
+    host: PluginHost,
+) -> PartialLoad:
+    """Load the model's weights from another model's checkpoint. Collective. Raises as `partial_load` does."""
+    starts_from = base_of(config.model.family, reader, host)
+    load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
+    run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})
     run.weights.copy_from_model()
-    return fresh
+    return load
 
 
-def fresh_parameters(
-    reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], config: CheckpointConfig
-) -> list[str]:
-    """Parameters (of `shapes`, by name) that keep their initial values; the checkpoint has all the others.
+def base_of(family: str, reader: CheckpointReader, host: PluginHost) -> StartsFrom | None:
+    """How a model of `family` starts from a checkpoint of another family; None if nothing is declared."""
+    stored = reader.metadata.get("config", {}).get("model", {}).get("family")
+    declared = host.models.get(family, key="model.family").starts_from
+    return declared if declared is not None and declared.family == stored else None
 
-    Raises ConfigError for a pattern in load_missing or load_ignored that matches nothing, CheckpointError for tensors
-    that are missing, unexpected or of another shape without being named there.
+
+def partial_load(
+    reader: CheckpointReader,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: CheckpointConfig,
+    starts_from: StartsFrom | None = None,
+) -> PartialLoad:
+    """Which parameters (of `shapes`, by name) keep their initial values; the checkpoint has all the others.
+
+    starts_from: what the family declares, whose patterns may match nothing. Raises ConfigError for a pattern in
+    load_missing or load_ignored that matches nothing, CheckpointError for tensors that are missing, unexpected or of
+    another shape without being named there.
     """
     stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
     ignored = _fitting(config.load_ignored, stored, "checkpoint.load_ignored", "tensor of the checkpoint")
     may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model")
+    if starts_from is not None:
+        ignored |= {name for name in stored if _fits(name, starts_from.left_out)}
+        may_miss |= {name for name in shapes if _fits(name, starts_from.initialized)}
     fresh = [name for name in shapes if name in may_miss and name not in stored - ignored]
     expected = {name: shape for name, shape in shapes.items() if name not in fresh}
     selected = SelectedTensors(reader, frozenset(MODEL + name for name in ignored))
@@ -81,7 +103,11 @@ def fresh_parameters(
             f"{error}. To start from another model, name what keeps its initial values in checkpoint.load_missing and "
             'what the checkpoint has too much in checkpoint.load_ignored, for instance ["lm_head.*"]'
         ) from error
-    return fresh
+    return PartialLoad(fresh, sorted(ignored))
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _fitting(patterns: Iterable[str], names: Iterable[str], key: str, what: str) -> set[str]:

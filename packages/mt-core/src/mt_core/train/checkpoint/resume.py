@@ -19,6 +19,8 @@ FREE_KEYS = frozenset(
         "train.exit_iteration",
         "train.eval_interval",
         "train.eval_iters",
+        "train.full_validation",
+        "train.eval_metrics",
         "train.num_threads",
         "train.keep_freed_memory",
         "train.device",

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
-from mt_core.checkpoint_lookup import CHECKPOINTS, LATEST, checkpoint_of_step, folder_of_step, newest_checkpoint
+from mt_core.checkpoint_lookup import (
+    BEST_FILE,
+    CHECKPOINTS,
+    LATEST,
+    BestRecord,
+    checkpoint_of_step,
+    folder_of_step,
+    newest_checkpoint,
+)
 from mt_core.config.loading import LoadedConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path, is_remote, sync_directory, write_whole
@@ -62,6 +71,10 @@ class RunDirectory:
         _write(self.checkpoints / LATEST, checkpoint.name + "\n")
         if not is_remote(self.checkpoints):
             sync_directory(self.checkpoints)
+
+    def set_best(self, record: BestRecord) -> None:
+        """Name the checkpoint of the best evaluation, atomically."""
+        _write(self.checkpoints / BEST_FILE, json.dumps(asdict(record)) + "\n")
 
 
 def _make_writable(folder: Path, what: str, key: str) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core import retention
+from mt_core.checkpoint_lookup import best_name
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -80,7 +81,8 @@ class Commit:
         found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
         # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
         found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
-        named = retention.superfluous(found, self._config.keep_last, self._config.keep_every, latest.name)
+        kept = (latest.name, best_name(latest.parent))
+        named = retention.superfluous(found, self._config.keep_last, self._config.keep_every, kept)
         return [path for path in named if not self._awaits_export(path)]
 
     def _awaits_export(self, path: Path) -> bool:

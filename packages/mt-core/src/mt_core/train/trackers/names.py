@@ -43,13 +43,13 @@ def log_values(metrics: Metrics) -> dict[str, float]:
 
 
 def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Of on_evaluation: loss and perplexity of each validation set, and what evaluators measure."""
+    """Of on_evaluation: loss, perplexity and metrics of each validation set, and what evaluators measure."""
     values = {}
-    for key, loss in metrics.items():
-        if key not in AXES and not key.endswith("_loss"):
-            values[key.replace("_", " ")] = float(loss)
-        elif key not in AXES:
+    for key, value in metrics.items():
+        if key.endswith("_loss"):
             name = loss_name(key)
-            values[f"{name} validation"] = float(loss)
-            values[f"{name} validation ppl"] = perplexity(float(loss))
+            values[f"{name} validation"] = float(value)
+            values[f"{name} validation ppl"] = perplexity(float(value))
+        elif key not in AXES:
+            values[key.replace("_", " ")] = float(value)
     return values

@@ -1,0 +1,86 @@
+"""Whole epochs over a training set (train.train_epochs), each in an order of its own.
+
+As Megatron's finetuning: an epoch is shuffled by seed + epoch, and its incomplete last batch is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.config.checks import global_batch_size
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Dataset
+
+
+class EpochDataset:
+    """Sample k is sample `order(epoch)[place]` of a data set, with k = epoch * epoch_samples + place.
+
+    epoch_samples: samples of an epoch, at most those of the data set.
+    """
+
+    def __init__(self, dataset: Dataset, epochs: int, epoch_samples: int, seed: int) -> None:
+        self.dataset, self.epochs, self.epoch_samples, self.seed = dataset, epochs, epoch_samples, seed
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def __len__(self) -> int:
+        return self.epochs * self.epoch_samples
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.dataset[self._place(index)]
+
+    def describe(self, index: int) -> str:
+        return self.dataset.describe(self._place(index))
+
+    def fingerprint(self) -> str:
+        """That of the data set; empty when it has none."""
+        return str(getattr(self.dataset, "fingerprint", str)())
+
+    def _place(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.epochs} epochs that have {len(self)} samples")
+        epoch, place = divmod(index, self.epoch_samples)
+        return int(self._order(epoch)[place])
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng(self.seed + epoch).permutation(len(self.dataset))
+
+
+def iterations_of_epoch(samples: int, config: Config) -> int:
+    """Steps of an epoch of so many samples. Raises DataError for less than a global batch."""
+    size = global_batch_size(config)
+    if samples < size:
+        raise DataError(
+            f"the training set has {samples} samples, fewer than a global batch of {size}; lower "
+            "train.global_batch_size or train.micro_batch_size, or give more data"
+        )
+    return samples // size
+
+
+def with_train_iters(config: Config, samples: int) -> Config:
+    """train.train_iters filled in from train.train_epochs and the samples of an epoch, or checked against them.
+
+    Raises ConfigError when train_iters is given and is not that number.
+    """
+    train = config.train
+    assert train.train_epochs is not None
+    steps = iterations_of_epoch(samples, config)
+    if train.train_iters not in (None, train.train_epochs * steps):
+        raise ConfigError(
+            f"train.train_iters={train.train_iters}, and train.train_epochs={train.train_epochs} epochs of {steps} "
+            f"steps are {train.train_epochs * steps}; remove one of them (null)"
+        )
+    resolved = train.model_copy(update={"train_iters": train.train_epochs * steps})
+    return config.model_copy(update={"train": resolved})
+
+
+def iterations_per_epoch(config: Config) -> int | None:
+    """Of a configuration with train.train_iters resolved; None without train.train_epochs."""
+    train = config.train
+    if train.train_epochs is None or train.train_iters is None:
+        return None
+    return train.train_iters // train.train_epochs

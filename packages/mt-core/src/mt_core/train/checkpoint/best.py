@@ -1,0 +1,47 @@
+"""The checkpoint of the best evaluation (checkpoint.best_metric), which `best.json` beside `latest` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mt_core.checkpoint_lookup import BestRecord, read_best
+from mt_core.errors import ConfigError, did_you_mean
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.data import any_over
+from mt_core.train.checkpoint.run_directory import RunDirectory
+
+
+class BestCheckpoint:
+    """Compares evaluations. Only the writer's record decides, so that all ranks save together."""
+
+    def __init__(self, metric: str, directory: RunDirectory, ctx: ParallelContext, iteration: int) -> None:
+        """iteration: at which the run begins; a record of a later one belongs to an abandoned run."""
+        self.metric, self._directory, self._ctx = metric, directory, ctx
+        found = read_best(directory.checkpoints)
+        fits = found is not None and found.metric == metric and found.iteration <= iteration
+        self.record = found if fits else None
+
+    def improves(self, values: Mapping[str, float]) -> bool:
+        """Whether the evaluation is better than all before it. Collective over the world."""
+        value = values[self.metric]
+        before = None if self.record is None else self.record.value
+        better = before is None or (value < before if self.metric.endswith("_loss") else value > before)
+        return any_over(better and self._ctx.is_writer, self._ctx.world, self._ctx.device)
+
+    def update(self, iteration: int, value: float) -> None:
+        """Name the checkpoint of `iteration`, which is completely written."""
+        name = self._directory.checkpoint(iteration).name
+        self.record = BestRecord(checkpoint=name, iteration=iteration, metric=self.metric, value=value)
+        if self._ctx.is_writer:
+            self._directory.set_best(self.record)
+
+
+def require_known_metric(metric: str, names: Sequence[str]) -> None:
+    """Raise ConfigError for a checkpoint.best_metric that evaluations do not have."""
+    if metric not in names:
+        known = (
+            f"evaluations have {', '.join(names)}"
+            if names
+            else "there is no validation set; name one, or set it to null"
+        )
+        raise ConfigError(f'checkpoint.best_metric="{metric}": {known}{did_you_mean(metric, names)}')

@@ -1,0 +1,91 @@
+"""The outputs of a model for every sample of a data set, each computed once, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mt_core.nn.loss import Loss
+from mt_core.nn.model import contract
+from mt_core.parallel.context import ParallelContext
+from mt_core.train.forward_backward import Batch
+
+OUTPUTS, LOSSES = "outputs", "losses"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of N samples, in the order of the data set, on the CPU.
+
+    outputs: [N, ...] of the model. losses: [N]. fields: those of the samples that have one value each, [N], such as
+    labels, loss_mask (0 where there is no label) and uid.
+    """
+
+    outputs: Tensor
+    losses: Tensor
+    fields: Mapping[str, Tensor]
+
+    def labelled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(outputs, losses, labels) of the samples that have a label."""
+        kept = self.fields["loss_mask"] > 0
+        return self.outputs[kept], self.losses[kept], self.fields["labels"][kept]
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    steps: Iterable[tuple[Sequence[range], Sequence[Batch]]],
+    loss: Loss,
+    count: int,
+    ctx: ParallelContext,
+) -> Predictions:
+    """The training mode of the model is restored. Collective over the data-parallel axis.
+
+    steps: for each global batch, the samples and fields of this rank's micro-batches. An empty range is computed, as
+    ranks meet in collectives, and left out. loss: (output, batch) -> losses [batch]. count: samples of the data set.
+    """
+    training, inputs = model.training, contract(model).inputs
+    table = _Table(count)
+    model.eval()
+    try:
+        for groups, batches in steps:
+            for samples, batch in zip(groups, batches, strict=True):
+                output = model(**{name: batch[name] for name in inputs if name in batch})
+                fields = {name: field for name, field in batch.items() if field.ndim == 1}
+                table.put(samples, {OUTPUTS: output.float(), LOSSES: loss(output, batch).float(), **fields})
+    finally:
+        model.train(training)
+    columns = table.summed(ctx)
+    return Predictions(columns.pop(OUTPUTS), columns.pop(LOSSES), columns)
+
+
+class _Table:
+    """Columns of `count` rows. Each row is written by one data-parallel rank and is 0 on the others."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._written = torch.zeros(count, dtype=torch.int64)
+        self._columns: dict[str, Tensor] = {}
+
+    def put(self, samples: range, rows: Mapping[str, Tensor]) -> None:
+        self._written[samples.start : samples.stop] += 1
+        for name, values in rows.items():
+            column = self._columns.setdefault(name, torch.zeros((self._count, *values.shape[1:]), dtype=values.dtype))
+            column[samples.start : samples.stop] = values[: len(samples)].cpu()
+
+    def summed(self, ctx: ParallelContext) -> dict[str, Tensor]:
+        columns = {name: _sum_over(column, ctx) for name, column in self._columns.items()}
+        assert (_sum_over(self._written, ctx) == 1).all(), "each sample is predicted once"
+        return columns
+
+
+def _sum_over(column: Tensor, ctx: ParallelContext) -> Tensor:
+    if ctx.dp.size == 1:
+        return column
+    summed = column.to(ctx.device)
+    dist.all_reduce(summed, group=ctx.dp.group)
+    return summed.cpu()

@@ -1,0 +1,96 @@
+"""Evaluation of named validation sets: the loss of each, and the metrics of its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mt_core.config.loss import configured_loss
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError, did_you_mean
+from mt_core.plugins import PluginHost
+from mt_core.specs import Dataset, Metric
+from mt_core.train.engine import Engine
+from mt_core.train.predictions import Predictions
+
+OVERALL = "overall"
+"""Stands for all validation sets together, where there are several."""
+
+
+def configured_metrics(config: Config, host: PluginHost) -> dict[str, Metric]:
+    """The metrics of train.eval_metrics, or else of the data set, by name.
+
+    Raises ConfigError for one that the loss does not have.
+    """
+    named, spec = config.train.eval_metrics, configured_loss(config, host)
+    wanted = config.data.metrics if named is None else named
+    for name in wanted:
+        if name not in spec.metrics:
+            raise ConfigError(
+                f'train.eval_metrics has "{name}", and train.loss={spec.name} has '
+                f"{', '.join(spec.metrics) or 'no metrics'}{did_you_mean(name, spec.metrics)}"
+                if named is not None
+                else f"data.dataset_type={config.data.dataset_type} is evaluated by {name}, which "
+                f"train.loss={spec.name} does not have; set train.eval_metrics (to [] for the loss alone)"
+            )
+    return {name: spec.metrics[name].load() for name in wanted}
+
+
+def scores(predictions: Predictions, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Mean loss and metrics over the samples that have a label."""
+    outputs, losses, labels = predictions.labelled()
+    count = max(len(losses), 1)
+    measured = {name: float(metric(outputs.numpy(), labels.numpy())) for name, metric in metrics.items()}
+    return {"loss": float(losses.double().sum()) / count, **measured}
+
+
+class Validation:
+    """Values by name: `<set>_loss` and `<set>_<metric>` of each set, and `overall_<metric>` of several together."""
+
+    def __init__(self, engine: Engine, sets: Mapping[str, Dataset]) -> None:
+        self.engine, self.sets = engine, sets
+        self.metrics = configured_metrics(engine.config, engine.host) if sets else {}
+        if self.metrics:
+            engine.require_predictions()
+
+    def names(self) -> list[str]:
+        several = [OVERALL] if len(self.sets) > 1 else []
+        measured = [f"{part}_{metric}" for part in (*self.sets, *several) for metric in self.metrics]
+        return [f"{name}_loss" for name in self.sets] + measured
+
+    def full_name(self, name: str) -> str:
+        """A metric without a set is that of all sets together, or of the only one."""
+        if name not in self.metrics:
+            return name
+        return f"{next(iter(self.sets)) if len(self.sets) == 1 else OVERALL}_{name}"
+
+    def evaluate(self) -> dict[str, float]:
+        """Collective."""
+        if not self.metrics:
+            return {f"{name}_loss": self.engine.evaluate(dataset) for name, dataset in self.sets.items()}
+        found = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
+        values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in found.items()})
+        if len(found) > 1:
+            overall = scores(together(list(found.values())), self.metrics)
+            values |= {f"{OVERALL}_{metric}": overall[metric] for metric in self.metrics}
+        return values
+
+
+def _prefixed(of_sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{name}_{key}": value for name, values in of_sets.items() for key, value in values.items()}
+
+
+def together(parts: Sequence[Predictions]) -> Predictions:
+    """Those of several data sets, one after another."""
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)
+
+    common = set.intersection(*(set(part.fields) for part in parts))
+    return Predictions(
+        joined([part.outputs for part in parts]),
+        joined([part.losses for part in parts]),
+        {name: joined([part.fields[name] for part in parts]) for name in common},
+    )

@@ -1,0 +1,1 @@
+"""Scores of models that choose a class or one of several texts: development sets, predictions, ensembles, seeds."""

@@ -1,0 +1,110 @@
+"""Named development sets of a task: scores of each and of all together, and files of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import DataError
+from mt_core.parallel.context import is_writer
+from mt_core.train.predictions import Predictions
+from mt_core.train.validation import OVERALL, together
+from mt_eval.classification.model import TrainedClassifier, of_set, scores_of
+from mt_eval.classification.predictions import SetPredictions, write_predictions
+from mt_eval.journal import Journal
+from mt_eval.provenance import describe_model, describe_run
+from mt_eval.results import NAMED, Evaluation, TaskResult, samples_path
+from mt_eval.tasks import Sample
+
+OnSamples = Callable[[str, int, int], None]
+"""(set, number of its samples, number of those that are done)."""
+
+
+def evaluate_sets(
+    classifier: TrainedClassifier,
+    sets: Mapping[str, str],
+    checkpoint: str | Path,
+    *,
+    predictions: Path | None = None,
+    output: Path | None = None,
+    on_samples: OnSamples = lambda name, count, done: None,
+) -> Evaluation:
+    """Collective over the ranks of the model; the first one writes.
+
+    sets: name -> file (folder of RACE). predictions: a folder for `NAME.jsonl` of each set. output: the result file;
+    samples are written beside it. Raises DataError for a file without samples, and without labels if no predictions
+    are asked for.
+    """
+    datasets = {name: classifier.dataset(file) for name, file in sets.items()}
+    found = {
+        name: classifier.predict(sets[name], dataset, partial(on_samples, name, len(dataset)))
+        for name, dataset in datasets.items()
+    }
+    results = {name: _result(classifier, sets[name], name, one, predictions) for name, one in found.items()}
+    if len(found) > 1:
+        whole = together(list(found.values()))
+        results[OVERALL] = _result(classifier, next(iter(sets.values())), OVERALL, whole, predictions)
+    provenance = {**describe_model(checkpoint, classifier.trained.config), **describe_run(str(classifier.ctx.device))}
+    evaluation = Evaluation(results, provenance)
+    if is_writer():
+        _write(found, evaluation, predictions, output)
+    return evaluation
+
+
+def _result(classifier: TrainedClassifier, file: str, name: str, found: Predictions, folder: Path | None) -> TaskResult:
+    of = of_set(found)
+    scored, unlabelled = int(of.labelled.sum()), of.uids[~of.labelled].tolist()
+    if not scored and folder is None:
+        raise DataError(f"{name}: no sample of {file} has a label, so that nothing can be scored; give --predictions")
+    return TaskResult(
+        scores_of(found, classifier.metrics(file)),
+        scored,
+        int(of.truncated.sum()),
+        len(unlabelled),
+        {str(uid): "it has no label" for uid in unlabelled[:NAMED]},
+        _settings(classifier, file, of),
+    )
+
+
+def _settings(classifier: TrainedClassifier, file: str, of: SetPredictions) -> dict[str, Any]:
+    data = classifier.config_for(file).data
+    digest = sha256(of.uids.tobytes() + of.labels.tobytes()).hexdigest()
+    return {"task": data.dataset_type, "data": file, "labels_hash": digest, "seq_length": data.seq_length}
+
+
+def _write(
+    found: Mapping[str, Predictions], evaluation: Evaluation, predictions: Path | None, output: Path | None
+) -> None:
+    if predictions is not None:
+        for name, one in found.items():
+            write_predictions(predictions / f"{name}.jsonl", of_set(one))
+    if output is not None:
+        _write_samples(samples_path(output), found, evaluation)
+        evaluation.write(output)
+
+
+def _write_samples(path: Path, found: Mapping[str, Predictions], evaluation: Evaluation) -> None:
+    path.unlink(missing_ok=True)
+    described = {"tasks": {name: dict(evaluation.tasks[name].settings) for name in found}}
+    with Journal(path, described) as journal:
+        for name, one in found.items():
+            for sample in _samples(one):
+                journal.add(name, sample)
+
+
+def _samples(found: Predictions) -> list[Sample]:
+    """Of the samples with a label: the loss, and of classes whether the likeliest is the right one."""
+    outputs, losses, labels = found.labelled()
+    uids = found.fields["uid"][found.fields["loss_mask"] > 0].tolist()
+    samples = [Sample(str(uid), {"loss": float(loss)}) for uid, loss in zip(uids, losses, strict=True)]
+    if outputs.shape[-1] == 1:
+        return samples
+    right = (outputs.argmax(-1) == labels).tolist()
+    return [
+        replace(sample, values={**sample.values, "accuracy": float(hit)})
+        for sample, hit in zip(samples, right, strict=True)
+    ]
