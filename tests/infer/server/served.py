@@ -138,7 +138,7 @@ class ScriptedGenerator:
 
     def __init__(self, text: str, *, forever: bool = False) -> None:
         self.tokenizer = ByteLevelTokenizer()
-        self.prompts = SimpleNamespace(has_encoder=False)
+        self.prompts = SimpleNamespace(has_encoder=False, takes_images=False)
         scheduler = SimpleNamespace(running=[], waiting=[], preemptions=0)
         engine = SimpleNamespace(scheduler=scheduler, manager=SimpleNamespace(pools=[], used_blocks=0))
         self.engine = SimpleNamespace(ctx=SimpleNamespace(world=SimpleNamespace(size=1)), engine=engine)
@@ -154,7 +154,7 @@ class ScriptedGenerator:
     def prompt_tokens(self, prompt: Any) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def submit(self, prompt: Any, sampling: SamplingParameters) -> int:
+    def submit(self, prompt: Any, sampling: SamplingParameters, inputs: Any) -> int:
         self._count += 1
         self._open[self._count] = 0
         return self._count
