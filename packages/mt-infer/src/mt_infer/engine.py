@@ -34,6 +34,7 @@ from mt_infer.sampling.sampler import Sampled, log_probabilities
 from mt_infer.scheduler import Scheduler
 from mt_infer.speculation.building import DraftModel, build_drafter
 from mt_infer.speculation.verification import SpeculationStatistics, verify
+from mt_infer.statistics import EngineStatistics
 
 
 class InferenceEngine:
@@ -127,6 +128,16 @@ class InferenceEngine:
     @property
     def is_idle(self) -> bool:
         return self.scheduler.is_idle
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.scheduler.preemptions,
+            self.manager.used_blocks,
+            sum(pool.count for pool in self.manager.pools),
+        )
 
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
