@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
     assert "shorten the prompt" in found[4]["error"]
     assert 'either "prompt" (a text) or "tokens"' in found[5]["error"]
     assert "top_k is -1" in found[7]["error"]
+
+
+def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> None:
+    """As the model's forward pass gives them; of a line, and of all."""
+    source = tmp_path / "in.jsonl"
+    lines = [{"prompt": "abc"}, {"prompt": "hello", "logprobs": None, "prompt_logprobs": 0}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate_file(generator, source, tmp_path / "out.jsonl", replace(SAMPLING, logprobs=2))
+    (first,), (second,) = (record["completions"] for record in records(tmp_path / "out.jsonl"))
+    ids = [1, 2, 3, *first["token_ids"]]
+    with torch.inference_mode():
+        logs = generator.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0, 2:-1]
+    sampled = [row[token].item() for row, token in zip(logs, first["token_ids"], strict=True)]
+    assert [one["token"] for one in first["logprobs"]] == pytest.approx(sampled, abs=1e-4)
+    assert [[token for token, _ in one["top"]] for one in first["logprobs"]] == logs.topk(2).indices.tolist()
+    assert "prompt_logprobs" not in first
+    assert "logprobs" not in second
+    assert [one is None for one in second["prompt_logprobs"]] == [True, False, False, False, False]
 
 
 def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
