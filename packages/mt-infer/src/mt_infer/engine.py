@@ -20,6 +20,7 @@ from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
 from mt_infer.beams import advance_beams, beam_candidates
+from mt_infer.cache.agreement import agree
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
@@ -65,7 +66,7 @@ class InferenceEngine:
         if placed is not None:
             refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
-        limits = CacheLimits(
+        own_limits = CacheLimits(
             cache_bytes(options, ctx.device),
             options.cache_block_size,
             options.max_requests,
@@ -73,12 +74,8 @@ class InferenceEngine:
             options.max_tokens_per_step,
             unread=KEYS if options.batch_invariant else 0,
         )
-        self.manager = CacheManager(
-            cache_layout(model, options.cache_dtype),
-            limits,
-            ctx.device,
-            share_prefixes=options.prefix_caching,
-        )
+        layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, ctx.axis("model"))
+        self.manager = CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching)
         self.scheduler = Scheduler(self.manager)
         self.constraints = Constraints(tokenizer)
         self.drafter = build_drafter(options, self.manager, self.runner, draft_model)
