@@ -16,7 +16,6 @@ from mt_core.errors import ConfigError
 from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
-from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import Sampled, probabilities
 from mt_infer.speculation import verification
@@ -221,8 +220,8 @@ def layout_engine(model: dict[str, Any], method: str, parallel: dict[str, Any]) 
     if method != "draft_model":
         return engine_of(configuration(model, parallel=parallel, inference=options), collective=True)
     own, small = (engine_of(configuration(keys, parallel=parallel), collective=True) for keys in (model, "gpt2"))
-    draft = DraftModel(small.model, PlacedStages(small.runner.stages, small.runner.rank_of_stage))
-    placed = PlacedStages(own.runner.stages, own.runner.rank_of_stage)
+    draft = DraftModel(small.model, small.runner.decoder)
+    placed = own.runner.decoder
     options = InferenceConfig(**{**OPTIONS, **options})
     return InferenceEngine(own.model, None, own.ctx, options, longest=64, placed=placed, draft_model=draft)
 

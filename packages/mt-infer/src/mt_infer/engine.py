@@ -63,8 +63,6 @@ class InferenceEngine:
         self.longest = longest
         refuse_context_parallel(ctx)
         refuse_invariant_quantization(options)
-        if placed is not None:
-            refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
         own_limits = CacheLimits(
             cache_bytes(options, ctx.device),
@@ -313,7 +311,7 @@ class InferenceEngine:
     def _condition(self, request: Request) -> Conditioning:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
         with self._evaluating():
-            return as_generator(self.model).condition(inputs) if inputs else {}
+            return self.runner.condition(inputs) if inputs else {}
 
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that the engine cannot serve."""
@@ -381,15 +379,6 @@ def refuse_invariant_quantization(options: InferenceConfig) -> None:
         raise ConfigError(
             "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
             "leave inference.quantize_weights and inference.cache_dtype out"
-        )
-
-
-def refuse_divided_encoder(model: nn.Module, placed: PlacedStages, ctx: ParallelContext) -> None:
-    divided, decoded = sum(len(stage.layers) for stage in placed.stages), as_generator(model).decoded_layers
-    if divided != decoded:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={ctx.pp.size} divides {divided} layers, of which {decoded} are the "
-            "decoder's, and a request's encoder runs on one rank; set it to 1 to generate"
         )
 
 
