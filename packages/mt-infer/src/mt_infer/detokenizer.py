@@ -23,6 +23,13 @@ class Detokenizer:
         """Ids whose text is in `text`."""
         self._shown = 0
 
+    def copy(self) -> Detokenizer:
+        """Goes on from the same tokens."""
+        copy = Detokenizer(self.tokenizer, self.stop)
+        copy.text, copy.stopped_by, copy._ids = self.text, self.stopped_by, list(self._ids)
+        copy._decoded, copy._shown = self._decoded, self._shown
+        return copy
+
     def add(self, token: int) -> str:
         """The text that is new with this token and final."""
         self._ids.append(token)

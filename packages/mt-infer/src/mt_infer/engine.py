@@ -24,6 +24,7 @@ from mt_infer.cache.agreement import agree
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
+from mt_infer.detokenizer import Detokenizer
 from mt_infer.memory import cache_bytes
 from mt_infer.requests import BeamGroup, FinishReason, LogProbs, Request, RunningSequence, TokenEvent
 from mt_infer.runner import ModelRunner, PlacedStages
@@ -303,9 +304,19 @@ class InferenceEngine:
             matcher=self.constraints.matcher(request.sampling),
         )
         if request.sampling.num_beams > 1:
-            search = BeamSearch(request.sampling, sequence.stop_ids, capacity - len(request.tokens))
+            search = BeamSearch(
+                request.sampling, sequence.stop_ids, capacity - len(request.tokens), self._stop_text(request.sampling)
+            )
             sequence.beams = BeamGroup(search, [sequence])
         return sequence
+
+    def _stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
+        """What finds the stop texts of beams. Those of other sequences are found by whoever reads their tokens."""
+        if not sampling.stop:
+            return None
+        if self.tokenizer is None:
+            raise ConfigError("stop: beams that end with a text need a tokenizer; use stop_token_ids")
+        return Detokenizer(self.tokenizer, sampling.stop)
 
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
@@ -340,6 +351,7 @@ class InferenceEngine:
         beams, limits = request.sampling.num_beams, self.manager.limits
         if beams == 1:
             return
+        self._stop_text(request.sampling)
         if beams > limits.max_requests:
             raise ConfigError(
                 f"num_beams={beams} is above inference.max_requests={limits.max_requests}, the sequences that are "

@@ -109,8 +109,8 @@ class TextGenerator:
         """Of a running trainer's weights. After steps of training call `refit`. Collective over the world.
 
         parallel: the section [parallel] of a layout of its own, in which the engine has a copy of the weights. Default:
-        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError for that, and
-        for inference.quantize_weights.
+        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError
+        for that, and for inference.quantize_weights.
         """
         parts = trainer.engine
         refuse_quantized_training(parts.config.inference)

@@ -124,7 +124,6 @@ class SamplingParameters:
             "min_p": self.min_p > 0,
             "typical_p": self.typical_p < 1,
             "best_of": self.best_of is not None,
-            "stop": bool(self.stop),
             "logprobs": self.logprobs is not None,
             "prompt_logprobs": self.prompt_logprobs is not None,
         }
