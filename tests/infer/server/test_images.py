@@ -40,8 +40,7 @@ DATA = {"dataset_type": "captioned_shapes", "img_h": SIZE, "img_w": SIZE, "seq_l
 }
 
 
-@pytest.fixture(scope="module")
-def llava() -> TextGenerator:
+def new_llava() -> TextGenerator:
     sections = {"model": LLAVA, "data": DATA, "inference": {**INFERENCE, "max_sequence_length": 512}}
     config = config_from_dict(sections, load_plugins())
     model, ctx = model_of(config, 1)
@@ -50,13 +49,19 @@ def llava() -> TextGenerator:
 
 
 @pytest.fixture(scope="module")
+def llava() -> TextGenerator:
+    """The weights of the served model, in an engine of its own."""
+    return new_llava()
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
 @pytest.fixture(scope="module")
-def served(llava: TextGenerator, folder: Path) -> Iterator[Live]:
-    model = ServedModel("llava", 0, llava, chat=chat_format())
+def served(folder: Path) -> Iterator[Live]:
+    model = ServedModel("llava", 0, new_llava(), chat=chat_format())
     text_only = scripted_model("ok", chat=chat_format())
     with live([model, text_only], ServerOptions(media_folders=(folder,))) as found:
         yield found
