@@ -86,7 +86,11 @@ def test_smollm2_continues_prompts_with_the_references_tokens(host, tmp_path) ->
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
     found = generator.generate([ids[0].tolist() for ids in prompts], greedy)
     for prompt, ids, (completion,) in zip(PROMPTS, prompts, found, strict=True):
-        expected = reference.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
+        # Else <|im_end|>, with which the tokenizer pads, is masked within a prompt.
+        seen = torch.ones_like(ids)
+        expected = reference.generate(ids, attention_mask=seen, max_new_tokens=12, do_sample=False, eos_token_id=None)[
+            0, ids.shape[1] :
+        ]
         assert completion.tokens == expected.tolist(), prompt
         with torch.no_grad():
             logs = reference(torch.cat((ids[0], expected))[None]).logits[0, :-1].log_softmax(-1)

@@ -36,7 +36,6 @@ def build_drafter(
         return None
     if method == "ngram":
         return NgramDrafter(most, options.speculative_ngram)
-    _require_dense(method, runner)
     if method == "mtp":
         return _multi_token(most, manager, runner)
     if draft is None:
@@ -77,11 +76,3 @@ def _bytes(layout: CacheLayout, manager: CacheManager) -> int:
     """Of the longest sequence."""
     positions = sum(group.bytes_per_position for group in layout.groups)
     return positions * manager.limits.longest + layout.bytes_per_sequence
-
-
-def _require_dense(method: str, runner: ModelRunner) -> None:
-    if runner.ctx.ep.size > 1:
-        raise ConfigError(
-            f'inference.speculative_method="{method}" makes forward passes of its own, which ranks that share experts '
-            f'(parallel.expert_model_parallel_size={runner.ctx.ep.size}) would have to make together; use "ngram"'
-        )
