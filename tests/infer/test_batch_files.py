@@ -167,7 +167,7 @@ def test_megatron_generate_returns_beams(generator) -> None:
         ({"max_length": 8, "temperature": 0.0}, "temperature is 0.0"),
         ({"max_length": 8, "top_p_decay": 2.0}, "top_p_decay is 2.0"),
         ({"max_length": 8, "num_beams": 2, "rows": 2}, "searches for one prompt, and there are 2"),
-        ({"max_length": 8, "top_q": 1}, "knows no top_q"),
+        ({"max_length": 8, "top_q": 1}, "has no top_q"),
     ],
 )
 def test_megatron_generate_names_what_it_cannot_do(generator, options, message) -> None:

@@ -1,4 +1,4 @@
-"""From a file of prompts to a file of completions. Killed, the same command goes on where it was.
+"""From a file of prompts to a file of completions. After a kill the same command resumes.
 
 A line of the input (or row of a parquet file) is {"prompt": text} or {"tokens": [ids]}; keys that are sampling
 parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output. A line of

@@ -145,7 +145,7 @@ class InferenceEngine:
             if not chunks and not fill:
                 return []
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-            batch = self._batch(chunks)
+            batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
             found = self._sample(batch, self.runner.logits(batch))
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
@@ -162,15 +162,6 @@ class InferenceEngine:
         """The model may be one that is being trained: without dropout, and in its mode again afterwards."""
         with evaluating(self.model), batch_invariant(self.options.batch_invariant):
             yield
-
-    def _batch(self, chunks: Sequence[Chunk]) -> CachedBatch:
-        return CachedBatch(
-            chunks,
-            self.manager,
-            self._device,
-            is_batch_invariant=self.options.batch_invariant,
-            multiple=self.ctx.tp.size if self.ctx.sequence_parallel else 1,
-        )
 
     def _sample(self, batch: CachedBatch, logits: Tensor | None) -> list[_Found]:
         """What each chunk has come to, on every rank of the model."""
@@ -311,7 +302,7 @@ class InferenceEngine:
         return sequence
 
     def _stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
-        """What finds the stop texts of beams. Those of other sequences are found by whoever reads their tokens."""
+        """What finds the stop texts of beams. Those of other sequences are found where their tokens become text."""
         if not sampling.stop:
             return None
         if self.tokenizer is None:

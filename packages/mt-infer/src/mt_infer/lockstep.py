@@ -24,7 +24,7 @@ from mt_infer.statistics import EngineStatistics
 
 @dataclass(frozen=True)
 class Command:
-    """What rank 0 tells the others before a step. replica: None for all of them."""
+    """What rank 0 sends to the others before a step. replica: None for all of them."""
 
     name: str
     replica: int | None

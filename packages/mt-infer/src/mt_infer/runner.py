@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +18,8 @@ from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_core.train.pipelining import Stages
-from mt_infer.cache.batch import CachedBatch
+from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.manager import CacheManager
 
 ValueT = TypeVar("ValueT")
 
@@ -59,6 +60,11 @@ class ModelRunner:
     def has_logits(self) -> bool:
         """Whether this rank runs the last stage."""
         return self.decoder.ranks[-1] == self.ctx.pp.rank
+
+    def batch(self, chunks: Sequence[Chunk], manager: CacheManager, *, is_batch_invariant: bool) -> CachedBatch:
+        """The chunks with their cache, as the model's layout needs them."""
+        multiple = self.ctx.tp.size if self.ctx.sequence_parallel else 1
+        return CachedBatch(chunks, manager, self.ctx.device, is_batch_invariant=is_batch_invariant, multiple=multiple)
 
     def logits(self, batch: CachedBatch) -> Tensor | None:
         """[R, vocab] in fp32: of the wanted positions, in their order; None on ranks without the last stage."""

@@ -1,4 +1,4 @@
-"""How a model is talked to: its chat template, and the marks that end an answer."""
+"""The form of a model's conversations: its chat template, and the marks that end an answer."""
 
 from __future__ import annotations
 

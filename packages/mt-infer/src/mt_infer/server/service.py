@@ -103,7 +103,7 @@ class Service:
     def _check_room(self, count: int) -> None:
         limit = self.options.max_queue
         if count > limit:
-            raise ApiError(f"the request asks for {count} sequences (prompts times n); this server takes {limit}")
+            raise ApiError(f"the request has {count} sequences (prompts times n); this server takes {limit}")
         if self._open + count > limit:
             raise ApiError(
                 f"the server has {self._open} sequences that run or wait, of at most {limit}; try again later",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.batch import Chunk
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
@@ -101,13 +101,8 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[tuple[_Drafted, Chunk]]) -> None:
-        batch = CachedBatch(
-            [chunk for _, chunk in chunks],
-            self.manager,
-            self.runner.ctx.device,
-            is_batch_invariant=self.is_batch_invariant,
-            multiple=self.runner.ctx.tp.size if self.runner.ctx.sequence_parallel else 1,
-        )
+        own = [chunk for _, chunk in chunks]
+        batch = self.runner.batch(own, self.manager, is_batch_invariant=self.is_batch_invariant)
         logits = self.runner.logits(batch)
         ending = [one for one, chunk in chunks if chunk.logits]
         rows = [SamplingRow(one.sequence, one.tokens) for one in ending]

@@ -101,7 +101,7 @@ class MultiTokenDrafter(Drafter):
         return _Span(sequence, start, end, hidden, tokens, wanted)
 
     def _draft(self, spans: Sequence[_Span], logits: Tensor) -> None:
-        """logits [number of spans, vocab]: one more token for each span that wants it."""
+        """logits [number of spans, vocab]: one more token for each span that is to have more."""
         numbers = [number for number, span in enumerate(spans) if len(span.drafts) < span.wanted]
         rows = [SamplingRow(spans[n].sequence, (*spans[n].new_tokens, *spans[n].drafts)) for n in numbers]
         if rows:
