@@ -7,7 +7,6 @@ Pillow and torchvision call bicubic with antialiasing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -40,7 +39,7 @@ def _read_array(path: Path) -> NDArray[np.uint8]:
 
 
 def decode_image(
-    source: Path | BinaryIO, name: str, formats: Sequence[str] | None = None, max_pixels: int | None = None
+    source: Path | BinaryIO, name: str, formats: tuple[str, ...] | None = None, max_pixels: int | None = None
 ) -> NDArray[np.uint8]:
     """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read; None: all.
 
