@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
     assert "top_k is -1" in found[7]["error"]
 
 
+def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> None:
+    """As the model's forward pass gives them; of a line, and of all."""
+    source = tmp_path / "in.jsonl"
+    lines = [{"prompt": "abc"}, {"prompt": "hello", "logprobs": None, "prompt_logprobs": 0}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate_file(generator, source, tmp_path / "out.jsonl", replace(SAMPLING, logprobs=2))
+    (first,), (second,) = (record["completions"] for record in records(tmp_path / "out.jsonl"))
+    ids = [1, 2, 3, *first["token_ids"]]
+    with torch.inference_mode():
+        logs = generator.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0, 2:-1]
+    sampled = [row[token].item() for row, token in zip(logs, first["token_ids"], strict=True)]
+    assert [one["token"] for one in first["logprobs"]] == pytest.approx(sampled, abs=1e-4)
+    assert [[token for token, _ in one["top"]] for one in first["logprobs"]] == logs.topk(2).indices.tolist()
+    assert "prompt_logprobs" not in first
+    assert "logprobs" not in second
+    assert [one is None for one in second["prompt_logprobs"]] == [True, False, False, False, False]
+
+
 def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
     source, whole, cut = written(tmp_path / "in.jsonl"), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     generate_file(generator, source, whole, SAMPLING)
@@ -148,7 +167,7 @@ def test_megatron_generate_returns_beams(generator) -> None:
         ({"max_length": 8, "temperature": 0.0}, "temperature is 0.0"),
         ({"max_length": 8, "top_p_decay": 2.0}, "top_p_decay is 2.0"),
         ({"max_length": 8, "num_beams": 2, "rows": 2}, "searches for one prompt, and there are 2"),
-        ({"max_length": 8, "top_q": 1}, "knows no top_q"),
+        ({"max_length": 8, "top_q": 1}, "has no top_q"),
     ],
 )
 def test_megatron_generate_names_what_it_cannot_do(generator, options, message) -> None:

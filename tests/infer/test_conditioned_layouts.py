@@ -16,6 +16,7 @@ from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+SP = "sequence_parallel"
 RETRO = {
     "family": "retro",
     "num_layers": 4,
@@ -66,26 +67,22 @@ def on_rank(rank: int, world: int, name: str, parallel: dict[str, Any]) -> Outpu
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_generate_what_one_does(name: str, sequence_parallel: bool) -> None:
-    found = run_ranks(2, on_rank, name, {TP: 2, "sequence_parallel": sequence_parallel})[0]
+@pytest.mark.parametrize(
+    ("name", "world", "parallel"),
+    [
+        *((name, 2, {TP: 2, SP: parallel}) for name in CASES for parallel in (False, True)),
+        ("t5", 2, {PP: 2}),
+        ("t5", 2, {PP: 2, "pipeline_schedule": "zbv_zero_bubble"}),
+        ("t5", 4, {PP: 2, TP: 2, SP: True}),
+    ],
+    ids=str,
+)
+def test_several_ranks_generate_what_one_does(name: str, world: int, parallel: dict[str, Any]) -> None:
+    found = run_ranks(world, on_rank, name, parallel)[0]
     expected = generated(built(name, {}, collective=False), name)
     for (tokens, logprobs), (theirs, their_logprobs) in zip(found, expected, strict=True):
         assert tokens == theirs
         assert logprobs == pytest.approx(their_logprobs, abs=1e-5)
-
-
-def stages(rank: int, world: int) -> str:
-    with pytest.raises(ConfigError) as caught:
-        built("t5", {PP: 2}, collective=True)
-    return str(caught.value)
-
-
-@pytest.mark.dist
-def test_an_encoder_over_pipeline_stages_is_refused() -> None:
-    for message in run_ranks(2, stages):
-        assert "parallel.pipeline_model_parallel_size=2 divides 6 layers, of which 3 are the decoder's" in message
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import build
 from mt_data.datasets.images.shapes import draw
-from mt_infer.prompts import deal_images
+from mt_infer.prompts import PromptEncoder, deal_images
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -71,6 +72,17 @@ def test_an_image_file_stands_where_the_prompt_says(llava: Path, tmp_path: Path,
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]), images)[0, -1].argmax()))
     assert shown == "see <image>:" + generator.tokenizer.decode(tokens[-6:]) + "\n"
+
+
+def test_a_text_with_images_begins_once() -> None:
+    class BeginsTexts(Bytes):
+        def encode(self, text: str) -> list[int]:
+            return [258, *super().encode(text)]
+
+    model = SimpleNamespace(image_token_index=300, image_seq_length=2)
+    encoder = PromptEncoder(BeginsTexts(), model, ["images"])
+    assert encoder.with_images("a<image>b", 1) == [258, ord("a"), 300, 300, ord("b")]
+    assert encoder.with_images("b", 1) == [258, 300, 300, ord("b")]
 
 
 def test_images_are_dealt_to_prompts_in_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.ckpt.convert_cases import MODELS
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
 from mt_core.testing import run_ranks
@@ -20,6 +21,7 @@ SAMPLING = [
     SamplingParameters(temperature=0.8, top_p=0.9, seed=8, max_tokens=5, logprobs=1, n=2),
     SamplingParameters(temperature=0.0, max_tokens=8, logprobs=1),
 ]
+LONGEST = 32
 Outputs = list[tuple[list[int], list[float]]]
 
 
@@ -29,8 +31,11 @@ def generated(engine: Any) -> Outputs:
     return [(tokens_of(events), logprobs_of(events)) for events in each]
 
 
-def on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> Outputs | None:
-    engine = LockstepEngine(engine_of(configuration(model, parallel=parallel), collective=True))
+def on_rank(
+    rank: int, world: int, model: str | dict[str, Any], parallel: dict[str, Any], inference: dict[str, Any]
+) -> Outputs | None:
+    config = configuration(model, parallel=parallel, inference=inference)
+    engine = LockstepEngine(engine_of(config, longest=LONGEST, collective=True))
     if rank:
         return engine.follow()
     found = generated(engine)
@@ -54,8 +59,25 @@ def on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> Outp
     ids=str,
 )
 def test_tokens_are_those_of_one_process(world, model, parallel) -> None:
-    reference = generated(engine_of(configuration(model)))
-    found = run_ranks(world, on_rank, model, parallel)[0]
+    check_tokens(world, model, parallel, {})
+
+
+def check_tokens(world: int, model: str | dict[str, Any], parallel: dict[str, Any], inference: dict[str, Any]) -> None:
+    reference = generated(engine_of(configuration(model), longest=LONGEST))
+    found = run_ranks(world, on_rank, model, parallel, inference)[0]
     for (tokens, logprobs), (expected, expected_logprobs) in zip(found, reference, strict=True):
         assert tokens == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory"),
+    [
+        ({**MODELS["gemma3"], "num_layers": 3}, 12_500),
+        ({**MODELS["hybrid"], "hybrid_layer_pattern": "M-M-**"}, 45_000),
+    ],
+    ids=["gemma3", "hybrid"],
+)
+def test_unequal_stages_make_the_same_decisions(model: dict[str, Any], memory: int) -> None:
+    """One layer here and two there, windows here and recurrent states there: the memory holds few sequences."""
+    check_tokens(2, model, {PP: 2}, {"cache_memory_gb": memory / 2**30})

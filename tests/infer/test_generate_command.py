@@ -95,6 +95,9 @@ def test_beams_and_speculation(capsys: pytest.CaptureFixture[str], model: Path) 
     beams = records(capsys, model, "--prompt", "if ", "--num-beams", 3, "--n", 3, "--max-tokens", 6)
     assert [one["score"] for one in beams] == sorted((one["score"] for one in beams), reverse=True)
     assert len({one["text"] for one in beams}) == 3
+    stop = beams[0]["text"][2]
+    stopped = records(capsys, model, "--prompt", "if ", "--num-beams", 3, "--max-tokens", 6, "--stop", stop)
+    assert stop not in stopped[0]["text"]
     shown = output(capsys, model, "--prompt", "if ", "--num-beams", 3, "--n", 3, "--max-tokens", 6)
     assert shown == "\n\n".join("if " + one["text"] for one in beams) + "\n"
     common = (model, "--prompt", "if if", "--max-tokens", 30, "--seed", 5)
@@ -134,8 +137,8 @@ BAD_PARAMETERS = [
     ({"min_tokens": 20}, "min_tokens is 20; it must be from 0 to max_tokens=16"),
     ({"n": 3, "best_of": 2}, "best_of is 2; it must be n=3 or more"),
     ({"num_beams": 2, "n": 3}, "n is 3; it must be at most num_beams=2"),
-    ({"num_beams": 2, "temperature": 0.7}, "knows no temperature"),
-    ({"num_beams": 2, "top_k": 5, "stop": ("x",)}, "knows no top_k, stop"),
+    ({"num_beams": 2, "temperature": 0.7}, "has no temperature"),
+    ({"num_beams": 2, "top_k": 5, "logprobs": 1}, "has no top_k, logprobs"),
     ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is soon"),
     ({"regex": "a", "choices": ("b",)}, "regex and choices are given"),
     ({"regex": "a", "min_tokens": 3}, "regex says which tokens are allowed, and min_tokens could leave none"),

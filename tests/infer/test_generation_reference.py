@@ -8,7 +8,10 @@ import pytest
 import torch
 from tests.infer.engines import logprobs_of, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, reference_tokens
+from torch import Tensor
+from transformers import StoppingCriteria
 
+from mt_core.specs import SpecialTokens
 from mt_infer.requests import TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 
@@ -65,7 +68,7 @@ def beams_of(events: Sequence[TokenEvent], sampling: SamplingParameters) -> Beam
 
 @torch.no_grad()
 def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters) -> Beams:
-    stops = list(sampling.stop_token_ids) or None
+    stops, criterion = list(sampling.stop_token_ids) or None, Contains(sampling.stop, len(text))
     found = reference(name).generate(
         torch.tensor([list(text)]),
         num_beams=sampling.num_beams,
@@ -77,12 +80,41 @@ def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters
         repetition_penalty=sampling.repetition_penalty,
         eos_token_id=stops,
         pad_token_id=0,
+        stopping_criteria=[criterion],
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
     )
-    sequences = [until_stop(row[len(text) :].tolist(), sampling.stop_token_ids) for row in found.sequences]
+    rows = [criterion.until(row[len(text) :].tolist()) for row in found.sequences]
+    sequences = [until_stop(row, sampling.stop_token_ids) for row in rows]
     return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+
+
+class Pairs:
+    """Each of 101 ids is two letters."""
+
+    special = SpecialTokens()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(97 + token // 10) + chr(97 + token % 10) for token in ids)
+
+
+class Contains(StoppingCriteria):
+    """transformers' criterion for each row: whether the text behind the prompt has one of these."""
+
+    def __init__(self, texts: Sequence[str], prompt_length: int) -> None:
+        self.texts, self.prompt_length = texts, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **others: object) -> Tensor:
+        return torch.tensor([self.holds(row[self.prompt_length :].tolist()) for row in input_ids])
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        return any(text in Pairs().decode(tokens) for text in self.texts)
+
+    def until(self, tokens: list[int]) -> list[int]:
+        """Without the filler behind the text."""
+        ends = (count for count in range(1, len(tokens)) if self.holds(tokens[:count]))
+        return tokens[: next(ends, len(tokens))]
 
 
 def until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
@@ -103,3 +135,27 @@ def test_beams(name: str) -> None:
         assert [score for _, score in own] == pytest.approx([score for _, score in expected], abs=1e-4)
     assert tokens_of(found[-1]) == reference_tokens(reference(name), texts[-1], SAMPLING[0])
     assert engine.manager.used_blocks == 0
+
+
+STOPS = tuple(first + second for first in "bdg" for second in "acfh")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParameters(num_beams=4, n=4, max_tokens=9, stop=STOPS),
+        SamplingParameters(num_beams=3, n=2, max_tokens=9, stop=("a", "f"), early_stopping=True, length_penalty=2.0),
+        SamplingParameters(num_beams=3, n=3, max_tokens=9, stop=STOPS, stop_token_ids=tuple(range(0, 101, 9))),
+    ],
+)
+def test_beams_end_with_stop_texts(sampling: SamplingParameters) -> None:
+    """Also with texts that begin within one token and end within the next."""
+    engine, ended = engine_like("llama"), []
+    engine.tokenizer = Pairs()
+    for text in prompts(5, 9, 3, 7):
+        (events,) = run(engine, [text], sampling)
+        expected, own = reference_beams("llama", text, sampling), beams_of(events, sampling)
+        assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
+        assert [score for _, score in own] == pytest.approx([score for _, score in expected], abs=1e-4)
+        ended += [Contains(sampling.stop, 0).holds(tokens) for tokens, _ in own]
+    assert any(ended)

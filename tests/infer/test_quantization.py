@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from mt_infer.lockstep import LockstepEngine
 from mt_infer.quantization.groups import dequantize, quantize
 from mt_infer.quantization.weights import matrices, quantize_weights, weight_bytes
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
 
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=5, logprobs=1, prompt_logprobs=0)
 FORMATS = ("int8", "int4", "fp8")
@@ -243,6 +245,14 @@ def test_what_cannot_be_is_refused(model: str, options: dict[str, Any], words: s
 
     with pytest.raises(ConfigError, match=words):
         load()
+
+
+def test_the_weights_of_a_running_trainer_are_not_replaced() -> None:
+    trainer = SimpleNamespace(
+        engine=SimpleNamespace(config=configuration("llama", inference={"quantize_weights": "int8"}))
+    )
+    with pytest.raises(ConfigError, match='quantize_weights="int8" replaces weights that training changes'):
+        TextGenerator.of_trainer(trainer)
 
 
 # -- a text -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from mt_core.errors import ConfigError
 from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
-from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import Sampled, probabilities
 from mt_infer.speculation import verification
@@ -220,11 +219,12 @@ def layout_engine(model: dict[str, Any], method: str, parallel: dict[str, Any]) 
     options = {"speculative_method": method, "speculative_ngram": 1}
     if method != "draft_model":
         return engine_of(configuration(model, parallel=parallel, inference=options), collective=True)
-    own, small = (engine_of(configuration(keys, parallel=parallel), collective=True) for keys in (model, "gpt2"))
-    draft = DraftModel(small.model, PlacedStages(small.runner.stages, small.runner.rank_of_stage))
-    placed = PlacedStages(own.runner.stages, own.runner.rank_of_stage)
+    draft = model if "moe" in model else "gpt2"
+    own, small = (engine_of(configuration(keys, parallel=parallel), collective=True) for keys in (model, draft))
     options = InferenceConfig(**{**OPTIONS, **options})
-    return InferenceEngine(own.model, None, own.ctx, options, longest=64, placed=placed, draft_model=draft)
+    drafting = DraftModel(small.model, small.runner.decoder)
+    placed = own.runner.decoder
+    return InferenceEngine(own.model, None, own.ctx, options, longest=64, placed=placed, draft_model=drafting)
 
 
 def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel: dict[str, Any]) -> Any:
@@ -238,6 +238,7 @@ def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel:
 
 
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2}
 PREDICTING = {**MODELS["deepseek"], "mtp_num_layers": 1}
 
 
@@ -252,6 +253,8 @@ PREDICTING = {**MODELS["deepseek"], "mtp_num_layers": 1}
         (MODELS["llama"], "draft_model", PP),
         (PREDICTING, "mtp", TP),
         (PREDICTING, "mtp", PP),
+        (PREDICTING, "mtp", EP),
+        (MODELS["qwen_moe"], "draft_model", EP),
     ],
     ids=[
         "llama-ngram-tp",
@@ -260,6 +263,8 @@ PREDICTING = {**MODELS["deepseek"], "mtp_num_layers": 1}
         "llama-draft-pp",
         "deepseek-mtp-tp",
         "deepseek-mtp-pp",
+        "deepseek-mtp-ep",
+        "qwen_moe-draft-ep",
     ],
 )
 def test_tokens_in_layouts(model: dict[str, Any], method: str, parallel: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from tests.infer.server.served import Live, encoder, language_model, live
 from mt_infer.server.options import ServerOptions
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served() -> Iterator[Live]:
     models = [language_model("alpha", 1), language_model("beta", 2), encoder("bert")]
     with live(models, ServerOptions(max_queue=256)) as found:

@@ -33,6 +33,7 @@ from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import Server, address_of, listen
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service
+from mt_infer.statistics import EngineStatistics
 from mt_infer.text import TextEvent, TextGenerator
 
 CONTEXT = 256
@@ -138,10 +139,9 @@ class ScriptedGenerator:
 
     def __init__(self, text: str, *, forever: bool = False) -> None:
         self.tokenizer = ByteLevelTokenizer()
-        self.prompts = SimpleNamespace(has_encoder=False)
-        scheduler = SimpleNamespace(running=[], waiting=[], preemptions=0)
-        engine = SimpleNamespace(scheduler=scheduler, manager=SimpleNamespace(pools=[], used_blocks=0))
-        self.engine = SimpleNamespace(ctx=SimpleNamespace(world=SimpleNamespace(size=1)), engine=engine)
+        self.prompts = SimpleNamespace(has_encoder=False, takes_images=False)
+        world = SimpleNamespace(size=1)
+        self.engine = SimpleNamespace(ctx=SimpleNamespace(world=world), statistics=[EngineStatistics()])
         self._text, self._forever = text, forever
         self._open: dict[int, int] = {}
         self._count = 0
@@ -154,7 +154,7 @@ class ScriptedGenerator:
     def prompt_tokens(self, prompt: Any) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def submit(self, prompt: Any, sampling: SamplingParameters) -> int:
+    def submit(self, prompt: Any, sampling: SamplingParameters, inputs: Any) -> int:
         self._count += 1
         self._open[self._count] = 0
         return self._count

@@ -75,7 +75,9 @@ def test_a_server_answers_as_the_model_does_here(served: Live) -> None:
 
 def test_what_cannot_be_answered_is_said(served: Live) -> None:
     assert "context is 256" in talk(RemoteModel(served.url, "alpha", None), "x" * 300)
-    assert "300 tokens" in talk(LocalModel("alpha", generator(1), chat_format("plain")), "x" * 282)
+    plain = chat_format("plain")
+    assert "300 tokens" in talk(LocalModel("alpha", generator(1), plain), "x" * 282)
+    plain.close()
     assert "there is no model" in talk(RemoteModel(served.url, "gamma", None), "hi")
     with pytest.raises(ConfigError, match="no server answers"):
         RemoteModel("http://127.0.0.1:1", None, None)

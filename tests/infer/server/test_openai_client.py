@@ -167,7 +167,12 @@ CHAT = [{"role": "user", "content": "hi"}]
 REFUSED = [
     ("completions", {"model": "gamma", "prompt": "x"}, openai.NotFoundError, "alpha, beta, bert"),
     ("completions", {"model": "alpha", "prompt": "x" * CONTEXT}, openai.BadRequestError, f"context is {CONTEXT}"),
-    ("completions", {"model": "alpha", "prompt": "x", "max_tokens": 300}, openai.BadRequestError, "asks for 300"),
+    (
+        "completions",
+        {"model": "alpha", "prompt": "x", "max_tokens": 300},
+        openai.BadRequestError,
+        "300 more",
+    ),
     ("completions", {"model": "alpha", "prompt": [999]}, openai.BadRequestError, "ids go from 0 to 260"),
     ("completions", {"model": "alpha", "prompt": "x", "logprobs": 99}, openai.BadRequestError, "20"),
     ("completions", {"model": "alpha", "prompt": "x", "suffix": "y"}, openai.BadRequestError, "suffix"),

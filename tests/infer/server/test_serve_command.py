@@ -6,16 +6,18 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
+import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from mt_cli.main import run
+from mt_core.testing import run_ranks
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -35,24 +37,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@contextmanager
-def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of `mt serve` and its address. Every process of it has ended afterwards."""
-    command = [sys.executable, "-m", "mt_cli", "serve", *map(str, arguments), "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://[\d.:]+", line)
-        assert found, (line, process.stderr.read() if process.stderr else "")
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.wait(30)
-
-
 def post(url: str, body: dict):
     data = json.dumps(body).encode()
     return urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60)
@@ -65,20 +49,52 @@ def complete(address: str, model: str) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
+def address(printed: Path) -> str:
+    """What the command has printed, or is about to."""
+    for _ in range(600):
+        if found := re.search(r"http://[\d.:]+(?= )", printed.read_text()):
+            return found[0]
+        time.sleep(0.1)
+    raise TimeoutError("no address was printed")
+
+
+def use(printed: Path, processes: list[int], seen: list[str]) -> None:
+    """Two completions, and one that is under way when all ranks get SIGTERM."""
+    url = address(printed)
+    seen += [complete(url, name) for name in ("a", "b")]
+    body = {"model": "a", "prompt": "x", "max_tokens": 120, "temperature": 0, "stream": True, "ignore_eos": True}
+    with post(f"{url}/v1/completions", body) as stream:
+        assert stream.readline().startswith(b"data: {")
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
+        lines = [line for line in stream.read().split(b"\n\n") if line]
+    assert lines[-1] == b"data: [DONE]"
+    seen.append(json.loads(lines[-2].removeprefix(b"data: "))["choices"][0]["finish_reason"])
+
+
+def on_rank(rank: int, world: int, run_dir: Path) -> tuple[int, list[str]]:
+    """The exit code of the command, and on rank 0 what its client has seen."""
+    processes: list[int] = [0] * world
+    dist.all_gather_object(processes, os.getpid())
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # as a launcher sets them; the world is there already
+    models = (run_dir, run_dir, "--name", "a", "--name", "b", "--chat-template", "plain")
+    command = ["serve", *map(str, models), "--set", TP2, "--port", "0"]
+    printed, seen = run_dir / f"printed-{rank}.txt", list[str]()
+    client = threading.Thread(target=use, args=(printed, processes, seen))
+    with printed.open("w", buffering=1) as out, redirect_stdout(out):
+        if not rank:
+            client.start()
+        code = run(command)
+    if not rank:
+        client.join()
+    return code, seen
+
+
+@pytest.mark.dist
 def test_two_ranks_answer_as_one_and_sigterm_drains(run_dir: Path) -> None:
     greedy = SamplingParameters(temperature=0.0, max_tokens=12)
     expected = TextGenerator.load(run_dir, device="cpu").generate(["The"], greedy)[0][0].text
-    two_models = (run_dir, run_dir, "--name", "a", "--name", "b", "--nproc", 2, "--set", TP2)
-    with serving(*two_models, "--chat-template", "plain") as (process, address):
-        assert {complete(address, name) for name in ("a", "b")} == {expected}
-        body = {"model": "a", "prompt": "x", "max_tokens": 120, "temperature": 0, "stream": True, "ignore_eos": True}
-        with post(f"{address}/v1/completions", body) as stream:
-            assert stream.readline().startswith(b"data: {")
-            process.send_signal(signal.SIGTERM)
-            lines = [line for line in stream.read().split(b"\n\n") if line]
-        assert lines[-1] == b"data: [DONE]"
-        assert json.loads(lines[-2].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
-        assert process.wait(30) == 0
+    assert run_ranks(2, on_rank, run_dir) == [(0, [expected, expected, "length"]), (0, [])]
 
 
 def test_paths_that_cannot_be_served(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

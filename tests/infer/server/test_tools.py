@@ -159,8 +159,8 @@ def test_a_required_call_is_made_by_any_model(form: str) -> None:
         }
         tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
         asked = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "seed": 1}
-        template = chat._text
-        chat._text = lambda messages, tools, **options: template(messages, None, **options)  # chatml refuses tools
+        text = chat.text
+        chat.text = lambda messages, tools, options: text(messages, None, options)  # chatml refuses tools
         for choice in ("required", {"type": "function", "function": {"name": "g"}}):
             answer = client.chat.completions.create(**asked, tools=tools, tool_choice=choice).choices[0]
             (call,) = answer.message.tool_calls

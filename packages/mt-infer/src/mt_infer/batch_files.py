@@ -1,9 +1,10 @@
-"""From a file of prompts to a file of completions. Killed, the same command goes on where it was.
+"""From a file of prompts to a file of completions. After a kill the same command resumes.
 
 A line of the input (or row of a parquet file) is {"prompt": text} or {"tokens": [ids]}; keys that are sampling
 parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output. A line of
-the output has `completions`, each with text, number of tokens and finish_reason; or `error`, for a line that cannot be
-served. Lines are in the order of the input, so that the number of whole lines in the output says what is left to do.
+the output has `completions`, each with text, number of tokens, finish_reason, and the log-probabilities and scores that
+were requested; or `error`, for a line that cannot be served. Lines are in the order of the input, so that the number of
+whole lines in the output says what is left to do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,12 @@ def _asked(line: Line) -> dict[str, Any]:
 
 
 def _completion(done: Completion) -> dict[str, Any]:
-    return {"text": done.text, "tokens": len(done.tokens), "finish_reason": done.finish and done.finish.value}
+    record = {"text": done.text, "tokens": len(done.tokens), "finish_reason": done.finish and done.finish.value}
+    if done.logprobs:
+        record |= {"token_ids": done.tokens, "logprobs": [asdict(one) for one in done.logprobs]}
+    if done.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [one and asdict(one) for one in done.prompt_logprobs]
+    return record if done.score is None else {**record, "score": done.score}
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -108,5 +108,5 @@ def _events(group: BeamGroup) -> Iterator[TokenEvent]:
 def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
     *tokens, last = done.tokens
     yield from (TokenEvent(request, index, token) for token in tokens)
-    ending, finish = (None, FinishReason.STOP) if done.stopped else (last, FinishReason.LENGTH)
-    yield TokenEvent(request, index, ending, finish=finish, score=done.score)
+    finish = FinishReason.LENGTH if done.end == "limit" else FinishReason.STOP
+    yield TokenEvent(request, index, None if done.end == "token" else last, finish=finish, score=done.score)

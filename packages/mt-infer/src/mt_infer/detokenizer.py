@@ -23,6 +23,13 @@ class Detokenizer:
         """Ids whose text is in `text`."""
         self._shown = 0
 
+    def copy(self) -> Detokenizer:
+        """Continues from the same tokens."""
+        copy = Detokenizer(self.tokenizer, self.stop)
+        copy.text, copy.stopped_by, copy._ids = self.text, self.stopped_by, list(self._ids)
+        copy._decoded, copy._shown = self._decoded, self._shown
+        return copy
+
     def add(self, token: int) -> str:
         """The text that is new with this token and final."""
         self._ids.append(token)
@@ -60,15 +67,17 @@ class Detokenizer:
         """Characters at the end that may be the beginning of a stop text."""
         if self.stopped_by is not None:
             return 0
-        longest = 0
-        for stop in self.stop:
-            lengths = range(min(len(stop) - 1, len(self.text)), longest, -1)
-            longest = next((length for length in lengths if self.text.endswith(stop[:length])), longest)
-        return longest
+        return max((length_of_beginning(stop, self.text) for stop in self.stop), default=0)
 
     def _show(self, end: int) -> str:
         shown, self._shown = self.text[self._shown : end], max(end, self._shown)
         return shown
+
+
+def length_of_beginning(mark: str, text: str) -> int:
+    """Characters at the end of the text with which the mark may begin."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
 CONTEXT = 8

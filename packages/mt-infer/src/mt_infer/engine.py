@@ -20,9 +20,11 @@ from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
 from mt_infer.beams import advance_beams, beam_candidates
+from mt_infer.cache.agreement import agree
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
+from mt_infer.detokenizer import Detokenizer
 from mt_infer.memory import cache_bytes
 from mt_infer.requests import BeamGroup, FinishReason, LogProbs, Request, RunningSequence, TokenEvent
 from mt_infer.runner import ModelRunner, PlacedStages
@@ -34,6 +36,7 @@ from mt_infer.sampling.sampler import Sampled, log_probabilities
 from mt_infer.scheduler import Scheduler
 from mt_infer.speculation.building import DraftModel, build_drafter
 from mt_infer.speculation.verification import SpeculationStatistics, verify
+from mt_infer.statistics import EngineStatistics
 
 
 class InferenceEngine:
@@ -61,10 +64,8 @@ class InferenceEngine:
         self.longest = longest
         refuse_context_parallel(ctx)
         refuse_invariant_quantization(options)
-        if placed is not None:
-            refuse_divided_encoder(model, placed, ctx)
         self.runner = ModelRunner(model, ctx, placed)
-        limits = CacheLimits(
+        own_limits = CacheLimits(
             cache_bytes(options, ctx.device),
             options.cache_block_size,
             options.max_requests,
@@ -72,12 +73,8 @@ class InferenceEngine:
             options.max_tokens_per_step,
             unread=KEYS if options.batch_invariant else 0,
         )
-        self.manager = CacheManager(
-            cache_layout(model, options.cache_dtype),
-            limits,
-            ctx.device,
-            share_prefixes=options.prefix_caching,
-        )
+        layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, ctx.axis("model"))
+        self.manager = CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching)
         self.scheduler = Scheduler(self.manager)
         self.constraints = Constraints(tokenizer)
         self.drafter = build_drafter(options, self.manager, self.runner, draft_model)
@@ -128,6 +125,16 @@ class InferenceEngine:
     def is_idle(self) -> bool:
         return self.scheduler.is_idle
 
+    @property
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.scheduler.preemptions,
+            self.manager.used_blocks,
+            sum(pool.count for pool in self.manager.pools),
+        )
+
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
@@ -138,7 +145,7 @@ class InferenceEngine:
             if not chunks and not fill:
                 return []
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-            batch = self._batch(chunks)
+            batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
             found = self._sample(batch, self.runner.logits(batch))
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
@@ -155,15 +162,6 @@ class InferenceEngine:
         """The model may be one that is being trained: without dropout, and in its mode again afterwards."""
         with evaluating(self.model), batch_invariant(self.options.batch_invariant):
             yield
-
-    def _batch(self, chunks: Sequence[Chunk]) -> CachedBatch:
-        return CachedBatch(
-            chunks,
-            self.manager,
-            self._device,
-            is_batch_invariant=self.options.batch_invariant,
-            multiple=self.ctx.tp.size if self.ctx.sequence_parallel else 1,
-        )
 
     def _sample(self, batch: CachedBatch, logits: Tensor | None) -> list[_Found]:
         """What each chunk has come to, on every rank of the model."""
@@ -297,15 +295,25 @@ class InferenceEngine:
             matcher=self.constraints.matcher(request.sampling),
         )
         if request.sampling.num_beams > 1:
-            search = BeamSearch(request.sampling, sequence.stop_ids, capacity - len(request.tokens))
+            search = BeamSearch(
+                request.sampling, sequence.stop_ids, capacity - len(request.tokens), self._stop_text(request.sampling)
+            )
             sequence.beams = BeamGroup(search, [sequence])
         return sequence
+
+    def _stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
+        """What finds the stop texts of beams. Those of other sequences are found where their tokens become text."""
+        if not sampling.stop:
+            return None
+        if self.tokenizer is None:
+            raise ConfigError("stop: beams that end with a text need a tokenizer; use stop_token_ids")
+        return Detokenizer(self.tokenizer, sampling.stop)
 
     @torch.inference_mode()
     def _condition(self, request: Request) -> Conditioning:
         inputs = {name: tensor.to(self._device) for name, tensor in request.inputs.items()}
         with self._evaluating():
-            return as_generator(self.model).condition(inputs) if inputs else {}
+            return self.runner.condition(inputs) if inputs else {}
 
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that the engine cannot serve."""
@@ -334,6 +342,7 @@ class InferenceEngine:
         beams, limits = request.sampling.num_beams, self.manager.limits
         if beams == 1:
             return
+        self._stop_text(request.sampling)
         if beams > limits.max_requests:
             raise ConfigError(
                 f"num_beams={beams} is above inference.max_requests={limits.max_requests}, the sequences that are "
@@ -373,15 +382,6 @@ def refuse_invariant_quantization(options: InferenceConfig) -> None:
         raise ConfigError(
             "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
             "leave inference.quantize_weights and inference.cache_dtype out"
-        )
-
-
-def refuse_divided_encoder(model: nn.Module, placed: PlacedStages, ctx: ParallelContext) -> None:
-    divided, decoded = sum(len(stage.layers) for stage in placed.stages), as_generator(model).decoded_layers
-    if divided != decoded:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={ctx.pp.size} divides {divided} layers, of which {decoded} are the "
-            "decoder's, and a request's encoder runs on one rank; set it to 1 to generate"
         )
 
 

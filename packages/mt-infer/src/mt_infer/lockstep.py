@@ -19,11 +19,12 @@ from mt_infer.engine import InferenceEngine
 from mt_infer.requests import Request, TokenEvent
 from mt_infer.sampling.noise import new_seed
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.statistics import EngineStatistics
 
 
 @dataclass(frozen=True)
 class Command:
-    """What rank 0 tells the others before a step. replica: None for all of them."""
+    """What rank 0 sends to the others before a step. replica: None for all of them."""
 
     name: str
     replica: int | None
@@ -31,6 +32,15 @@ class Command:
 
 
 STOP = Command("stop", None)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What a step gave on a replica."""
+
+    replica: int
+    events: list[TokenEvent]
+    statistics: EngineStatistics
 
 
 class LockstepEngine:
@@ -46,10 +56,17 @@ class LockstepEngine:
         """Request -> its replica."""
         self._unfinished: dict[int, int] = {}
         self._ids = count()
+        self._of_replicas = [engine.statistics] * self.replicas
+        """On rank 0, where there are several: as of the last step."""
 
     @property
     def replicas(self) -> int:
         return self.ctx.dp.size
+
+    @property
+    def statistics(self) -> list[EngineStatistics]:
+        """On rank 0: of each replica."""
+        return [self.engine.statistics] if self.replicas == 1 else self._of_replicas
 
     @property
     def is_idle(self) -> bool:
@@ -130,13 +147,16 @@ class LockstepEngine:
         return box[0] or []
 
     def _gathered(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """The events of all replicas, on rank 0; their own on the others."""
+        """The events of all replicas, on rank 0, which gets their statistics too; none on the others."""
         if self.replicas == 1:
             return events
-        first = self.ctx.tp.rank == 0 and self.ctx.pp.rank == 0
-        everyone: list[list[TokenEvent] | None] | None = [None] * self.ctx.world.size if dist.get_rank() == 0 else None
-        dist.gather_object(events if first else None, everyone)
-        return [event for own in everyone or [] for event in own or []]
+        is_first = self.ctx.tp.rank == 0 and self.ctx.pp.rank == 0
+        own = _Gathered(self.ctx.dp.rank, events, self.engine.statistics) if is_first else None
+        everyone: list[_Gathered | None] = [None] * self.ctx.world.size
+        dist.gather_object(own, everyone if dist.get_rank() == 0 else None)
+        found = sorted((one for one in everyone if one is not None), key=lambda one: one.replica)
+        self._of_replicas = [one.statistics for one in found]
+        return [event for one in found for event in one.events]
 
     def _ended(self, request: int) -> None:
         """One sequence of the request has ended."""

@@ -38,7 +38,7 @@ def megatron_generate(
     """
     unknown = sorted(options.keys() - OPTIONS.keys())
     if unknown:
-        raise ConfigError(f"megatron_generate knows no {', '.join(unknown)}; it knows {', '.join(OPTIONS)}")
+        raise ConfigError(f"megatron_generate has no {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
     options = {**OPTIONS, **options}
     top_k, top_p = top_k or 0, top_p or 0.0
     _check(top_k, top_p, 1.0 if temperature is None else temperature, options)

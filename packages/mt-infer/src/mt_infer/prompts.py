@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig, Resize
-from mt_data.datasets.images.pixels import as_input, fit, read_image
+from mt_data.datasets.images.pixels import as_input, fit
 from mt_data.datasets.images.records import MARK
+from mt_data.datasets.text_files import Encode, bare_encoder
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -32,6 +35,10 @@ class PromptEncoder:
     def has_encoder(self) -> bool:
         return ENCODER_TOKENS in self.conditioned_by
 
+    @property
+    def takes_images(self) -> bool:
+        return IMAGES in self.conditioned_by
+
     def encode(self, prompt: Prompt, inputs: Mapping[str, Tensor]) -> tuple[list[int], Mapping[str, Tensor]]:
         """Ids that are continued, and the inputs. Of a model with an encoder the prompt is the encoder's text, unless
         that is among the inputs; in a text each "<image>" stands for one of the images, which else come first.
@@ -41,7 +48,7 @@ class PromptEncoder:
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
-            return self._with_images(prompt, len(inputs[IMAGES])), inputs
+            return self.with_images(prompt, len(inputs[IMAGES])), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -72,15 +79,18 @@ class PromptEncoder:
             raise ConfigError("the tokenizer has neither bos nor pad, with one of which a decoder's text begins")
         return start
 
-    def _with_images(self, prompt: str, images: int) -> list[int]:
+    def with_images(self, prompt: str, images: int, encode: Encode | None = None) -> list[int]:
+        """Ids of a text with as many images. encode: of a text that has its first ids, such as BOS; None: the
+        tokenizer adds them, once. Raises ConfigError for another number of marks."""
         marks = prompt.count(MARK)
         if marks not in (0, images):
             raise ConfigError(f"the prompt has {MARK} {marks} times, and there are {images} images; they go in order")
         pieces = prompt.split(MARK) if marks else [""] * images + [prompt]
         image = [self.model.image_token_index] * self.model.image_seq_length
-        ids: list[int] = []
-        for number, piece in enumerate(pieces):
-            ids += (image if number else []) + list(self.tokenizer.encode(piece) if piece else ())
+        within = encode or bare_encoder(self.tokenizer)
+        ids = list((encode or self.tokenizer.encode)(pieces[0]))
+        for piece in pieces[1:]:
+            ids += [*image, *within(piece)]
         return ids
 
 
@@ -98,15 +108,15 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def read_images(paths: Sequence[Path], model: Any, data: Any) -> Tensor:
-    """[N, 3, img_h, img_w] as the model's tower takes them. model, data: sections of its configuration.
+def as_images(pixels: Sequence[NDArray[np.uint8]], model: Any, data: Any) -> Tensor:
+    """uint8 [height, width, 3] each -> [N, 3, img_h, img_w] as the model's tower takes them. model, data: sections of
+    its configuration.
 
     Colours are scaled as in training; of a checkpoint without data sets of images, as the tower's kind was trained.
-    Raises DataError for files that are no images.
     """
     config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
     resize: Resize = getattr(data, "resize", "crop")
-    arrays = [as_input(fit(read_image(path), config.img_h, config.img_w, resize), config) for path in paths]
+    arrays = [as_input(fit(image, config.img_h, config.img_w, resize), config) for image in pixels]
     return torch.stack([torch.from_numpy(array) for array in arrays])
 
 

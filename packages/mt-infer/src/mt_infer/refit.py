@@ -6,7 +6,7 @@ every rank (`ParameterLayout`); a slice that several ranks of the trainer have i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,9 +131,9 @@ def _fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragment]:
         yield from LocalShard(name, layouts[name], part.dtype, whole, partial(given, part)).fragments(ctx)
 
 
-def _slices(fragments: object) -> Slices:
+def _slices(fragments: Iterable[Fragment]) -> Slices:
     found: dict[str, tuple[TensorSlice, ...]] = {}
-    for fragment in fragments:  # type: ignore[attr-defined]
+    for fragment in fragments:
         found[fragment.name] = (*found.get(fragment.name, ()), fragment.tensor_slice)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mt_core.nn.model import as_generator
+from mt_core.nn.cache import Conditioning
+from mt_core.nn.model import EncodesInStages, as_generator
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_core.train.pipelining import Stages
-from mt_infer.cache.batch import CachedBatch
+from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.manager import CacheManager
 
 ValueT = TypeVar("ValueT")
 
@@ -45,32 +48,74 @@ class ModelRunner:
     def __init__(self, model: nn.Module, ctx: ParallelContext, placed: PlacedStages | None = None) -> None:
         self.model = as_generator(model)
         self.ctx = ctx
-        self.stages = (whole(self.model.decoded_layers),) if placed is None else placed.stages
-        self.rank_of_stage = (0,) if placed is None else placed.ranks
+        self.decoder = placed or PlacedStages((whole(self.model.decoded_layers),), (0,))
+        self.encoder: PlacedStages | None = None
+        if placed is not None and isinstance(model, EncodesInStages):
+            self.encoder, self.decoder = placed_stacks(model, placed)
         self.vocab_shares: tuple[int, ...] = ()
         """Ids of each rank of tp, after a forward pass; empty for one rank."""
-        self._p2p = P2PCommunicator(ctx.pp, ctx.device) if len(self.stages) > 1 else None
+        self._p2p = P2PCommunicator(ctx.pp, ctx.device) if placed is not None else None
 
     @property
     def has_logits(self) -> bool:
         """Whether this rank runs the last stage."""
-        return self.rank_of_stage[-1] == self.ctx.pp.rank
+        return self.decoder.ranks[-1] == self.ctx.pp.rank
+
+    def batch(self, chunks: Sequence[Chunk], manager: CacheManager, *, is_batch_invariant: bool) -> CachedBatch:
+        """The chunks with their cache, as the model's layout needs them."""
+        multiple = self.ctx.tp.size if self.ctx.sequence_parallel else 1
+        return CachedBatch(chunks, manager, self.ctx.device, is_batch_invariant=is_batch_invariant, multiple=multiple)
 
     def logits(self, batch: CachedBatch) -> Tensor | None:
         """[R, vocab] in fp32: of the wanted positions, in their order; None on ranks without the last stage."""
-        own = self.ctx.pp.rank
+
+        def decode(stage: Stage, hidden: Any) -> Any:
+            return self.model.decode_stage(stage, hidden, batch)
+
+        hidden = self._through(self.decoder, decode, batch.tokens.shape[1])
+        return self._whole_rows(hidden, batch) if self.has_logits else None
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """The model's, on every rank that decodes."""
+        if self.encoder is None:
+            return self.model.condition(inputs)
+        model = self.model
+        assert isinstance(model, EncodesInStages)
+        shapes = ("encoder", *(tuple(tensor.shape) for tensor in inputs.values()))
+
+        def encode(stage: Stage, hidden: Any) -> Tensor:
+            return model.encode_stage(stage, hidden, inputs)
+
+        memory = self._to_decoder(self._through(self.encoder, encode, shapes), shapes)
+        return {} if memory is None else model.conditioned(memory, inputs)
+
+    def _through(self, placed: PlacedStages, run: Callable[[Stage, Any], Any], key: Hashable) -> Any:
+        """`run` of this rank's stages, in turn with those of the others: hidden states (None for the first stage) ->
+        those of the next. Returns the last one's here. key: determines the shapes of what is sent."""
+        own, last = self.ctx.pp.rank, len(placed.stages) - 1
         hidden: Any = None
-        for number, (stage, rank) in enumerate(zip(self.stages, self.rank_of_stage, strict=True)):
+        for number, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
             if rank != own:
                 continue
-            if number and self.rank_of_stage[number - 1] != own:
-                hidden = self._receive(self.rank_of_stage[number - 1], number, batch)
-            hidden = self.model.decode_stage(stage, hidden, batch)
-            if not stage.last and self.rank_of_stage[number + 1] != own:
-                self._send(hidden, self.rank_of_stage[number + 1], number + 1, batch)
+            if number and placed.ranks[number - 1] != own:
+                hidden = self._receive(placed.ranks[number - 1], (number, key))
+            hidden = run(stage, hidden)
+            if number < last and placed.ranks[number + 1] != own:
+                self._send(hidden, placed.ranks[number + 1], (number + 1, key))
         if self._p2p is not None:
             self._p2p.finish()
-        return self._whole_rows(hidden, batch) if self.has_logits else None
+        return hidden
+
+    def _to_decoder(self, hidden: Any, key: Hashable) -> Any:
+        """The encoder's output, from the rank of its last stage, on all that decode; None on others."""
+        assert self.encoder is not None
+        own, source = self.ctx.pp.rank, self.encoder.ranks[-1]
+        others = set(self.decoder.ranks) - {source}
+        if own == source:
+            for rank in sorted(others):
+                self._send(hidden, rank, key)
+            return hidden
+        return self._receive(source, key) if own in others else None
 
     def from_last_stage(self, value: ValueT) -> ValueT:
         """What the last stage's ranks have, on every rank of the model; any object that pickles."""
@@ -78,7 +123,7 @@ class ModelRunner:
             return value
         assert self.ctx.pp.group is not None
         everyone: list[ValueT] = [value]
-        source = dist.get_global_rank(self.ctx.pp.group, self.rank_of_stage[-1])
+        source = dist.get_global_rank(self.ctx.pp.group, self.decoder.ranks[-1])
         dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self.ctx.device)
         return everyone[0]
 
@@ -88,14 +133,22 @@ class ModelRunner:
         rows = every.logits[0]
         return (rows[batch.logit_rows] if batch.multiple > 1 else rows).float()
 
-    def _send(self, hidden: Any, to: int, stage: int, batch: CachedBatch) -> None:
+    def _send(self, hidden: Any, to: int, key: Hashable) -> None:
         assert self._p2p is not None
-        self._p2p.send_hidden(hidden, to, (stage, batch.tokens.shape[1]))
+        self._p2p.send_hidden(hidden, to, key)
 
-    def _receive(self, sender: int, stage: int, batch: CachedBatch) -> Any:
+    def _receive(self, sender: int, key: Hashable) -> Any:
         assert self._p2p is not None
-        incoming = self._p2p.receive_hidden(sender, (stage, batch.tokens.shape[1]))
+        incoming = self._p2p.receive_hidden(sender, key)
         return incoming.form.pack(incoming.wait())
+
+
+def placed_stacks(model: EncodesInStages, placed: PlacedStages) -> tuple[PlacedStages, PlacedStages]:
+    """The stages of the encoder and of the decoder, each in the numbering of its stack."""
+    parts = [(model.stacks_of_stage(stage), rank) for stage, rank in zip(placed.stages, placed.ranks, strict=True)]
+    encoder = [(own, rank) for (own, _), rank in parts if own is not None]
+    decoder = [(own, rank) for (_, own), rank in parts if own is not None]
+    return PlacedStages(*zip(*encoder, strict=True)), PlacedStages(*zip(*decoder, strict=True))
 
 
 class GatheredLogits(NamedTuple):

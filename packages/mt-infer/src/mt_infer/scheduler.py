@@ -28,6 +28,8 @@ class Scheduler:
         self.running: list[RunningSequence] = []
         self.waiting: deque[RunningSequence] = deque()
         self.preemptions = 0
+        self._preempted: set[RunningSequence] = set()
+        """In the present schedule."""
 
     @property
     def is_idle(self) -> bool:
@@ -53,15 +55,16 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next forward pass; empty when there is nothing to do."""
         budget = self.manager.limits.step
+        self._preempted.clear()
         chunks: list[Chunk] = []
         for sequence in list(self.running):
-            if sequence not in self.running:
-                continue  # preempted for one that came before it
+            if sequence in self._preempted:
+                continue  # for one that came before it
             count = self._reserve(sequence, min(sequence.waiting, budget))
             if count:
                 chunks.append(self._with_drafts(self._chunk(sequence, count), budget - count))
                 budget -= chunks[-1].count
-        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
+        chunks = [chunk for chunk in chunks if chunk.sequence not in self._preempted]
         while self.waiting and budget and (admitted := self._admit(together(self.waiting[0]), budget)):
             for sequence in admitted:
                 self.waiting.popleft()
@@ -143,7 +146,7 @@ class Scheduler:
                 return end - sequence.computed
             except OutOfBlocksError:
                 self.preempt(self.running[-1])
-                if sequence not in self.running:
+                if sequence in self._preempted:
                     return 0
 
     def preempt(self, sequence: RunningSequence) -> None:
@@ -152,6 +155,7 @@ class Scheduler:
             sequence.beams.candidates.clear()
         for one in reversed(together(sequence)):
             self.preemptions += 1
+            self._preempted.add(one)
             self.running.remove(one)
             self.manager.release(one)
             self.waiting.appendleft(one)

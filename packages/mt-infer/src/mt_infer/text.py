@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config, ParallelConfig
+from mt_core.config.schema import Config, InferenceConfig, ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
@@ -92,7 +92,7 @@ class TextGenerator:
         stages: Stages | None = None,
         draft_model: DraftModel | None = None,
     ) -> TextGenerator:
-        """Of a model in memory, in the layout that it has. stages: of its pipeline."""
+        """Of a model in memory, in the layout and with the weights that it has. stages: of its pipeline."""
         engine = InferenceEngine(
             model,
             tokenizer,
@@ -109,9 +109,11 @@ class TextGenerator:
         """Of a running trainer's weights. After steps of training call `refit`. Collective over the world.
 
         parallel: the section [parallel] of a layout of its own, in which the engine has a copy of the weights. Default:
-        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError.
+        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError
+        for that, and for inference.quantize_weights.
         """
         parts = trainer.engine
+        refuse_quantized_training(parts.config.inference)
         if parallel is None:
             if parts.config.parallel.use_torch_fsdp2:
                 raise ConfigError(
@@ -281,6 +283,14 @@ def refuse_to_stream(sampling: SamplingParameters) -> None:
                 f"{name}={getattr(sampling, name)} makes several sequences, and one can be streamed; leave out one or "
                 "the other"
             )
+
+
+def refuse_quantized_training(options: InferenceConfig) -> None:
+    if options.quantize_weights is not None:
+        raise ConfigError(
+            f'inference.quantize_weights="{options.quantize_weights}" replaces weights that training changes; leave it '
+            "out, or load a checkpoint of the run with it (TextGenerator.load)"
+        )
 
 
 def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:

@@ -17,6 +17,8 @@ from mt_core.config.schema import Config, InferenceConfig
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.train.trained_model import TrainedModel
+from mt_infer.cache.agreement import agree
+from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
@@ -162,9 +164,9 @@ def _common(own: Sequence[int], other: Sequence[int]) -> int:
 
 def _memory_of_one(trained: TrainedModel, longest: int) -> float:
     """GiB of a cache that holds one sequence of this length and little more."""
-    from mt_infer.cache.layout import cache_layout
-
-    layout, options = cache_layout(trained.model), trained.config.inference
+    options = trained.config.inference
+    limits = CacheLimits(0, options.cache_block_size, options.max_requests, longest, options.max_tokens_per_step)
+    layout, _ = agree(cache_layout(trained.model), limits, trained.ctx.axis("model"))
     positions = longest + 2 * options.cache_block_size
     size = sum(group.bytes_per_position for group in layout.groups) * positions
     return (size + options.max_requests * layout.bytes_per_sequence) / 2**30

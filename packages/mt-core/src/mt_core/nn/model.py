@@ -85,6 +85,23 @@ class Generates(Protocol):
 
 
 @runtime_checkable
+class EncodesInStages(Protocol):
+    """A model that generates, whose pipeline stages divide an encoder too: `condition`, a stage at a time."""
+
+    def stacks_of_stage(self, stage: Stage) -> tuple[Stage | None, Stage | None]:
+        """The parts of a stage in the encoder and in the decoder, each in the numbering of its stack."""
+        ...
+
+    def encode_stage(self, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Hidden states (None for the first stage of the encoder) -> those of the next, or the encoder's output."""
+        ...
+
+    def conditioned(self, memory: Tensor, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """What `condition` gives. memory: the encoder's output."""
+        ...
+
+
+@runtime_checkable
 class PredictsAhead(Protocol):
     """A model whose further layers predict the tokens after the next one (multi-token prediction)."""
 

@@ -3,69 +3,62 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from mt_core.errors import ConfigError
-from mt_core.nn.cache import KeepsState, MemoryState, PositionState, SequenceState
+from mt_core.nn.cache import KeepsState, PositionState, SequenceState
 from mt_core.nn.model import as_generator
 from mt_infer.cache.formats import bytes_of
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that need the same positions: all of them, or those of a window. They share tables of blocks."""
+    """Layers that need the same positions: all of them, or those of a window. They share tables of blocks.
+
+    format: inference.cache_dtype. bytes_per_position: of the rank of the model that keeps most.
+    """
 
     window: int | None
     layers: tuple[KeepsState, ...]
     states: tuple[PositionState, ...]
-    format: str = "auto"
-    """inference.cache_dtype"""
-
-    @property
-    def bytes_per_position(self) -> int:
-        return sum(bytes_of(self.format, shape, state.dtype) for state in self.states for shape in state.shapes)
+    format: str
+    bytes_per_position: int
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Everything that the layers of this rank keep."""
+    """Everything that the layers of this rank keep. bytes_per_sequence: of recurrent states, of the rank of the model
+    that keeps most; 0 where no rank has some."""
 
     groups: tuple[CacheGroup, ...]
     recurrent: tuple[tuple[KeepsState, SequenceState], ...]
-    memory: tuple[tuple[KeepsState, MemoryState], ...]
-
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Of recurrent states."""
-        return sum(math.prod(shape) * dtype.itemsize for _, state in self.recurrent for shape, dtype in state.tensors)
-
-    @property
-    def bytes_per_memory_position(self) -> int:
-        """Of a position of an encoder's output."""
-        return sum(math.prod(shape) * state.dtype.itemsize for _, state in self.memory for shape in state.shapes)
+    bytes_per_sequence: int
 
 
 def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
     """What the layers of a model declare. format: of what is kept of positions."""
     states = [(layer, layer.cached_state()) for layer in as_generator(model).cached_layers()]
     positions = [(module, state) for module, state in states if isinstance(state, PositionState)]
-    windows = sorted({state.window for _, state in positions}, key=lambda window: window or math.inf, reverse=True)
     groups = tuple(
-        CacheGroup(
-            window,
-            tuple(module for module, state in positions if state.window == window),
-            tuple(state for _, state in positions if state.window == window),
-            format,
-        )
-        for window in windows
+        _group(window, [one for one in positions if one[1].window == window], format)
+        for window in widest_first(state.window for _, state in positions)
     )
-    return CacheLayout(
-        groups,
-        tuple((module, state) for module, state in states if isinstance(state, SequenceState)),
-        tuple((module, state) for module, state in states if isinstance(state, MemoryState)),
-    )
+    recurrent = tuple((module, state) for module, state in states if isinstance(state, SequenceState))
+    size = sum(math.prod(shape) * dtype.itemsize for _, state in recurrent for shape, dtype in state.tensors)
+    return CacheLayout(groups, recurrent, size)
+
+
+def _group(window: int | None, layers: Sequence[tuple[KeepsState, PositionState]], format: str) -> CacheGroup:
+    states = tuple(state for _, state in layers)
+    size = sum(bytes_of(format, shape, state.dtype) for state in states for shape in state.shapes)
+    return CacheGroup(window, tuple(layer for layer, _ in layers), states, format, size)
+
+
+def widest_first(windows: Iterable[int | None]) -> list[int | None]:
+    return sorted(set(windows), key=lambda window: window or math.inf, reverse=True)
 
 
 @dataclass(frozen=True)

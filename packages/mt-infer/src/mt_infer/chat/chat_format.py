@@ -1,4 +1,4 @@
-"""How a model is talked to: its chat template, and the marks that end an answer."""
+"""The form of a model's conversations: its chat template, and the marks that end an answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
+from mt_data.datasets.images.records import MARK
 from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
 from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
 from mt_data.datasets.text_files import bare_encoder
@@ -18,17 +19,24 @@ from mt_infer.chat.template_process import TemplateProcess
 END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
 """A mark such as <|im_end|> or </s>."""
 PROBE = "answer"
+CONVERSATION = ({"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE})
+Content = str | Sequence[Mapping[str, Any]] | None
 
 
 class ChatFormat:
-    """Messages to the tokens of a prompt. stop: texts, stop_token_ids: ids, that the template ends an answer with."""
+    """Messages to the tokens of a prompt. stop: texts, stop_token_ids: ids, that the template ends an answer with.
+
+    A message's content is a text or a list of OpenAI's parts, {"type": "text", "text"} or {"type": "image"}; templates
+    are given the form that they were written for. In the text of a prompt MARK stands for an image.
+    """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, *, seconds: float = 5.0) -> None:
         self.source = template.source
         self._special = template.special_tokens
         self._process = TemplateProcess(template.source, template.name, seconds=seconds)
         # Templates write BOS themselves.
-        self._encode = bare_encoder(tokenizer)
+        self.encode = bare_encoder(tokenizer)
+        self._takes_parts = False
         self.stop: tuple[str, ...] = ()
         self.stop_token_ids: tuple[int, ...] = ()
         self._find_end()
@@ -39,34 +47,70 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids up to where the answer begins. options: further names that the template knows.
+        """Token ids up to where the answer begins. See `text`."""
+        return self.encode(self.text(messages, tools, options))
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt up to where the answer begins. options: further names that the template reads.
 
         Raises DataError when the template refuses the messages, or takes too long.
         """
-        return self._encode(self._text(messages, tools, add_generation_prompt=True, **(options or {})))
+        return self._render(messages, tools, add_generation_prompt=True, **(options or {}))
 
     def close(self) -> None:
         self._process.close()
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
-        values = {**options, **self._special, "messages": list(messages), "tools": None if tools is None else [*tools]}
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
+        form = as_parts if self._takes_parts else as_text
+        formed = [{**message, "content": form(message.get("content"))} for message in messages]
+        values = {**options, **self._special, "messages": formed, "tools": None if tools is None else [*tools]}
         return self._process.render(values)
 
     def _find_end(self) -> None:
         """What the template writes after an answer. One that refuses the probe ends with the end of the document."""
-        conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
-        try:
-            after = self._text(conversation, None, add_generation_prompt=False).rpartition(PROBE)[2]
-        except DataError:
-            return
-        mark = END_MARK.match(after)
+        mark = END_MARK.match(self._written().rpartition(PROBE)[2])
         if mark is None:
             return
-        ids = self._encode(mark[1])
+        ids = self.encode(mark[1])
         if len(ids) == 1:
             self.stop_token_ids = (ids[0],)
         else:
             self.stop = (mark[1],)
+
+    def _written(self) -> str:
+        """The probe as the template writes it; empty if it refuses it. A template that leaves out contents that are
+        texts, or refuses them, is tried with parts."""
+        for self._takes_parts in (False, True):
+            try:
+                written = self._render(CONVERSATION, None, add_generation_prompt=False)
+            except DataError:
+                continue
+            if PROBE in written:
+                return written
+        self._takes_parts = False
+        return ""
+
+
+def as_parts(content: Content) -> list[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+
+
+def as_text(content: Content) -> str:
+    """Texts follow one another; an image is a line of its own, as in LLaVA's training data."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    text, after_image = "", False
+    for part in content:
+        is_image = part["type"] == "image"
+        if text and (is_image or after_image) and not text.endswith("\n"):
+            text += "\n"
+        text, after_image = text + (MARK if is_image else part["text"]), is_image
+    return text
 
 
 def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0) -> ChatFormat | None:

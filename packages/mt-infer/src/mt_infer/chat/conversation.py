@@ -34,7 +34,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, read: Callable[[], str]) -> None:
-        """Until /quit or the end of the input. An error is shown, and the conversation goes on."""
+        """Until /quit or the end of the input. An error is shown, and the conversation continues."""
         while True:
             try:
                 line = read().strip()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mt_infer.detokenizer import length_of_beginning
+
 Form = Literal["hermes", "llama3_json"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -29,7 +31,7 @@ class ToolCall:
 
 
 def form_of_template(source: str) -> Form | None:
-    """The form that a chat template asks the model for, by its marks."""
+    """The form in which a chat template has the model write calls, by its marks."""
     if OPEN in source:
         return "hermes"
     if PYTHON_TAG in source or ('"parameters"' in source and "ipython" in source):
@@ -88,10 +90,7 @@ class ToolCallParser:
 def before_mark(text: str, mark: str) -> int:
     """Characters of the text before the mark, or before what may be its beginning at the end."""
     found = text.find(mark)
-    if found >= 0:
-        return found
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return len(text) - next((length for length in lengths if text.endswith(mark[:length])), 0)
+    return found if found >= 0 else len(text) - length_of_beginning(mark, text)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:

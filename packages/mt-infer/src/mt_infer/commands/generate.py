@@ -128,6 +128,8 @@ def generate(
         raise ConfigError("log-probabilities are shown with --json; add it, or leave out --logprobs, --prompt-logprobs")
     named = options.TokenOptions(logit_bias or (), bad_words or (), forced_text, stop_token or ())
     check_files(input_, output, prompt or [], num_samples)
+    if output is not None and image:
+        raise ConfigError("--image is for --prompt; prompts of --input and --num-samples have no images")
     if output is None:
         texts = read_prompts(prompt or [""])
     else:
@@ -164,16 +166,16 @@ def show(generator: TextGenerator, requests: list[PromptWithInputs], sampling: S
 
 def _inputs(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[dict[str, Tensor]]:
     """What the model takes beside each text. Raises ConfigError for images that it does not take."""
-    from mt_infer.prompts import IMAGES, deal_images, read_images
+    from mt_data.datasets.images.pixels import read_image
+    from mt_infer.prompts import IMAGES, as_images, deal_images
 
     if not images:
         return [{} for _ in texts]
-    if IMAGES not in generator.prompts.conditioned_by:
+    if not generator.prompts.takes_images:
         family = generator.config.model.family
         raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
-    config = generator.config
-    dealt = deal_images(texts, images)
-    return [{IMAGES: read_images(own, config.model, config.data)} if own else {} for own in dealt]
+    config, pixels = generator.config, [[read_image(path) for path in own] for own in deal_images(texts, images)]
+    return [{IMAGES: as_images(own, config.model, config.data)} if own else {} for own in pixels]
 
 
 def show_json(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:

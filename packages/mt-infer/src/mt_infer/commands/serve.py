@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_core.commands import listed, need
-from mt_core.errors import PluginError
+from mt_core.errors import ConfigError, PluginError
 from mt_core.paths import as_path
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
 
@@ -42,6 +43,12 @@ def serve(
         str | None,
         typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what it was trained with."),
     ] = None,
+    allowed_local_media_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            parser=as_path, metavar="DIR", help="A folder whose images requests may name by file: URLs. Repeatable."
+        ),
+    ] = None,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in MiB.")] = 8.0,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that a request may generate. Default: the context.")
@@ -71,6 +78,7 @@ def serve(
         max_tokens=max_tokens,
         max_queue=max_queue,
         request_seconds=request_timeout,
+        media_folders=media_folders(allowed_local_media_path or []),
     )
     model_names(paths, name or [])
     settings = layout_of_ranks(engine_settings(set_ or []))
@@ -81,6 +89,14 @@ def serve(
         if listening is None:
             return _follow(models)
         return _serve(models, options, listening, drain_timeout)
+
+
+def media_folders(folders: Sequence[Path]) -> tuple[Path, ...]:
+    """Raises ConfigError for what is no folder."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--allowed-local-media-path {folder}: no such folder")
+    return tuple(folders)
 
 
 def _need_server() -> None:

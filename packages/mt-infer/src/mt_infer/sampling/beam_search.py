@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from typing import Literal
 
+from mt_infer.detokenizer import Detokenizer
 from mt_infer.sampling.parameters import SamplingParameters
 
 Candidate = tuple[float, int]
 """Log-probability, token."""
+
+
+End = Literal["token", "text", "limit"]
+"""A stop token, a stop text, or the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +29,24 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished beam. tokens: generated ones, with the stop token where it ended with one."""
+    """A finished beam. tokens: generated ones, with the stop token or the stop text where it ended with one."""
 
     score: float
     tokens: tuple[int, ...]
-    stopped: bool
+    end: End
 
 
 class BeamSearch:
-    """The scores of one request's beams. limit: tokens that are generated at most."""
+    """The scores of one request's beams. limit: tokens that are generated at most. text: of no tokens, where beams end
+    with stop texts."""
 
-    def __init__(self, sampling: SamplingParameters, stop_ids: frozenset[int], limit: int) -> None:
+    def __init__(
+        self, sampling: SamplingParameters, stop_ids: frozenset[int], limit: int, text: Detokenizer | None = None
+    ) -> None:
         self.sampling, self.stop_ids, self.limit = sampling, stop_ids, limit
         self.scores = [0.0]
+        self._texts = [text]
+        """Of the running beams."""
         self.finished: list[Hypothesis] = []
         """At most num_beams, the best first."""
         self.is_done = False
@@ -52,13 +63,14 @@ class BeamSearch:
         """Candidates and generated tokens of each beam -> the beams of the next step."""
         best = nlargest(self.kept, self._continuations(candidates), key=lambda one: one.score)
         length, beams = len(generated[0]) + 1, self.sampling.num_beams
-        at_limit = length == self.limit
-        ends = [at_limit or one.token in self.stop_ids for one in best]
-        for one, ended in zip(best[:beams], ends, strict=False):
-            if ended:
-                self._finish(one, generated[one.parent], length)
-        following = [one for one, ended in zip(best, ends, strict=True) if not ended][:beams]
-        self.scores = [one.score for one in following]
+        texts = [self._text(one) for one in best]
+        ends = [self._end(one, text, length) for one, text in zip(best, texts, strict=True)]
+        for one, end in zip(best[:beams], ends, strict=False):
+            if end is not None:
+                self._finish(one, generated[one.parent], end)
+        running = [place for place, end in enumerate(ends) if end is None][:beams]
+        following = [best[place] for place in running]
+        self.scores, self._texts = [one.score for one in following], [texts[place] for place in running]
         self.is_done = not following or self._is_final(length)
         return following
 
@@ -70,11 +82,27 @@ class BeamSearch:
             if logprob > float("-inf")
         ]
 
-    def _finish(self, one: Continuation, before: Sequence[int], length: int) -> None:
+    def _text(self, one: Continuation) -> Detokenizer | None:
+        parent = self._texts[one.parent]
+        if parent is None or one.token in self.stop_ids:
+            return None
+        text = parent.copy()
+        text.add(one.token)
+        return text
+
+    def _end(self, one: Continuation, text: Detokenizer | None, length: int) -> End | None:
+        if one.token in self.stop_ids:
+            return "token"
+        if text is not None and text.stopped_by is not None:
+            return "text"
+        return "limit" if length == self.limit else None
+
+    def _finish(self, one: Continuation, before: Sequence[int], end: End) -> None:
         if not self._can_improve:
             return
-        score = one.score / length**self.sampling.length_penalty
-        self.finished.append(Hypothesis(score, (*before, one.token), one.token in self.stop_ids))
+        tokens = (*before, one.token)
+        score = one.score / len(tokens) ** self.sampling.length_penalty
+        self.finished.append(Hypothesis(score, tokens, end))
         self.finished = nlargest(self.sampling.num_beams, self.finished, key=lambda done: done.score)
 
     def _is_final(self, length: int) -> bool:

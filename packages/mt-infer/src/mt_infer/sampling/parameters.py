@@ -1,4 +1,4 @@
-"""What a request asks of sampling."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SamplingParameters:
         if wrong:
             raise ConfigError(
                 f"beam search (num_beams={self.num_beams}) takes the likeliest sequences of the model's distribution "
-                f"and knows no {', '.join(wrong)}; leave out one or the other"
+                f"and has no {', '.join(wrong)}; leave out one or the other"
             )
 
     def _sampling_only(self) -> dict[str, bool]:
@@ -124,7 +124,6 @@ class SamplingParameters:
             "min_p": self.min_p > 0,
             "typical_p": self.typical_p < 1,
             "best_of": self.best_of is not None,
-            "stop": bool(self.stop),
             "logprobs": self.logprobs is not None,
             "prompt_logprobs": self.prompt_logprobs is not None,
         }

@@ -70,7 +70,7 @@ def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
 def log_probabilities(
     logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], shares: Sequence[int] = ()
 ) -> list[LogProbs | None]:
-    """Of tokens [B] under logits [B, vocab], with the likeliest ids that each row wants; None: not wanted.
+    """Of tokens [B] under logits [B, vocab], with the likeliest ids. wanted: how many for each row; None: no report.
 
     shares: sizes of the ranks' parts of the vocabulary; then sums are taken part by part, as training's loss does.
     """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
+
+from torch import Tensor
 
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
@@ -27,11 +29,12 @@ Event = tuple[int, TextEvent | Exception]
 
 @dataclass(eq=False)
 class Request:
-    """One prompt, and the queue that its events go to."""
+    """One prompt with what the model takes beside it, and the queue that its events go to."""
 
     generator: TextGenerator
     prompt: Prompt
     sampling: SamplingParameters
+    inputs: Mapping[str, Tensor]
     place: int
     events: asyncio.Queue[Event]
     loop: asyncio.AbstractEventLoop
@@ -143,7 +146,7 @@ class EngineThread:
         try:
             if self.failure is not None:
                 raise ApiError("the engine has failed; the server is ending", status=503)
-            request.number = request.generator.submit(request.prompt, request.sampling)
+            request.number = request.generator.submit(request.prompt, request.sampling, request.inputs)
         except (MtError, ApiError) as error:
             return self._deliver(request, error)
         request.unfinished = request.sampling.n

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from mt_infer.server.served_model import ServedModels
+from mt_infer.statistics import EngineStatistics
 
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -64,23 +66,28 @@ class RequestClock:
 
 
 class EngineGauges(Collector):
-    """What the schedulers and caches hold at the moment: of the replica that rank 0 is in."""
+    """What the schedulers and caches of all replicas hold at the moment."""
 
     def __init__(self, models: ServedModels) -> None:
         self.models = models
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        running = GaugeMetricFamily("mt_sequences_running", "Sequences that are computed", labels=["model"])
-        waiting = GaugeMetricFamily("mt_sequences_waiting", "Sequences that wait for memory", labels=["model"])
-        cache = GaugeMetricFamily("mt_cache_used_ratio", "Blocks of the cache that sequences use", labels=["model"])
-        preempted = GaugeMetricFamily("mt_preemptions", "Sequences that gave up their memory", labels=["model"])
-        for name, model in self.models.by_name.items():
-            if model.generator is None:
-                continue
-            engine = model.generator.engine.engine
-            blocks = sum(pool.count for pool in engine.manager.pools)
-            running.add_metric([name], len(engine.scheduler.running))
-            waiting.add_metric([name], len(engine.scheduler.waiting))
-            cache.add_metric([name], engine.manager.used_blocks / max(blocks, 1))
-            preempted.add_metric([name], engine.scheduler.preemptions)
-        return running, waiting, cache, preempted
+        for name, doc, value in GAUGES:
+            gauge = GaugeMetricFamily(name, doc, labels=["model", "replica"])
+            for model in self.models.by_name.values():
+                if model.generator is not None:
+                    for replica, statistics in enumerate(model.generator.engine.statistics):
+                        gauge.add_metric([model.name, str(replica)], value(statistics))
+            yield gauge
+
+
+def used_ratio(statistics: EngineStatistics) -> float:
+    return statistics.used_blocks / max(statistics.blocks, 1)
+
+
+GAUGES: Sequence[tuple[str, str, Callable[[EngineStatistics], float]]] = (
+    ("mt_sequences_running", "Sequences that are computed", attrgetter("running")),
+    ("mt_sequences_waiting", "Sequences that wait for memory", attrgetter("waiting")),
+    ("mt_cache_used_ratio", "Blocks of the cache that sequences use", used_ratio),
+    ("mt_preemptions", "Sequences that gave up their memory", attrgetter("preemptions")),
+)

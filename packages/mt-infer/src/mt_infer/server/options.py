@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -21,4 +22,5 @@ class ServerOptions:
     max_queue: int = 1024
     """Sequences that run or wait."""
     request_seconds: float = 600.0
-    template_seconds: float = 5.0
+    media_folders: tuple[Path, ...] = ()
+    """Folders whose images requests may name by file: URLs."""

@@ -12,7 +12,7 @@ from mt_infer.server.errors import ApiError
 from mt_infer.server.options import ServerOptions
 
 OPEN_PATHS = ("/", "/health")
-"""Without an API key: the page, which asks for one, and what a load balancer looks at."""
+"""Without an API key: the page, which has a field for it, and what a load balancer reads."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 

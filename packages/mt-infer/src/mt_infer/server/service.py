@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
+from torch import Tensor
 
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
@@ -31,13 +32,20 @@ class Service:
         self.models, self.options = ServedModels(models), options
         self.metrics = ServerMetrics(self.models)
         self.engine = EngineThread(self.models.generators)
+        self.decoding = asyncio.Lock()
+        """Held while images are decoded."""
         self._open = 0
         """Sequences of requests that have not ended."""
 
     async def generate(
-        self, model: ServedModel, prompts: Sequence[Sequence[int]], sampling: SamplingParameters
+        self,
+        model: ServedModel,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParameters,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> AsyncGenerator[tuple[int, TextEvent], None]:
-        """(number of the prompt, event), as they come. Closing the iterator cancels what runs.
+        """(number of the prompt, event), as they come. inputs: what the model takes beside tokens, with each prompt.
+        Closing the iterator cancels what runs.
 
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
@@ -46,7 +54,11 @@ class Service:
         clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
         events: asyncio.Queue[Event] = asyncio.Queue()
         outcome = "cancelled"
-        with self._submitted(model, prompts, sampling, events):
+        generator, loop = model.require_generator(), asyncio.get_running_loop()
+        requests = [
+            Request(generator, ids, sampling, inputs or {}, place, events, loop) for place, ids in enumerate(prompts)
+        ]
+        with self._submitted(requests, count):
             try:
                 async for place, event in self._until_finished(events, count):
                     if event.token is not None:
@@ -60,16 +72,8 @@ class Service:
                 clock.end(outcome)
 
     @contextmanager
-    def _submitted(
-        self,
-        model: ServedModel,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParameters,
-        events: asyncio.Queue[Event],
-    ) -> Iterator[None]:
-        """While it is open the engine has the prompts; then what still runs is cancelled."""
-        generator, loop, count = model.require_generator(), asyncio.get_running_loop(), len(prompts) * sampling.n
-        requests = [Request(generator, ids, sampling, place, events, loop) for place, ids in enumerate(prompts)]
+    def _submitted(self, requests: Sequence[Request], count: int) -> Iterator[None]:
+        """While it is open the engine has the requests, of `count` sequences; then what still runs is cancelled."""
         self._open += count
         for request in requests:
             self.engine.submit(request)
@@ -99,7 +103,7 @@ class Service:
     def _check_room(self, count: int) -> None:
         limit = self.options.max_queue
         if count > limit:
-            raise ApiError(f"the request asks for {count} sequences (prompts times n); this server takes {limit}")
+            raise ApiError(f"the request has {count} sequences (prompts times n); this server takes {limit}")
         if self._open + count > limit:
             raise ApiError(
                 f"the server has {self._open} sequences that run or wait, of at most {limit}; try again later",

@@ -9,6 +9,7 @@ from torch import nn
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.model import PredictsAhead, as_generator
+from mt_infer.cache.agreement import agree
 from mt_infer.cache.layout import CacheLayout, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.runner import ModelRunner, PlacedStages
@@ -35,7 +36,6 @@ def build_drafter(
         return None
     if method == "ngram":
         return NgramDrafter(most, options.speculative_ngram)
-    _require_dense(method, runner)
     if method == "mtp":
         return _multi_token(most, manager, runner)
     if draft is None:
@@ -65,9 +65,9 @@ def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner,
             f"inference.speculative_model is a {type(draft.model).__name__}, which reads other inputs beside tokens; "
             "a draft model reads tokens only"
         )
-    layout = cache_layout(draft.model)
+    layout, limits = agree(cache_layout(draft.model), manager.limits, runner.ctx.axis("model"))
     share = _bytes(layout, manager) / max(_bytes(layout, manager) + _bytes(manager.layout, manager), 1)
-    limits = replace(manager.limits, memory=int(manager.limits.memory * share))
+    limits = replace(limits, memory=int(limits.memory * share))
     cache = CacheManager(layout, limits, runner.ctx.device, share_prefixes=False)
     return ModelDrafter(options.speculative_tokens, own, cache, is_batch_invariant=options.batch_invariant)
 
@@ -76,11 +76,3 @@ def _bytes(layout: CacheLayout, manager: CacheManager) -> int:
     """Of the longest sequence."""
     positions = sum(group.bytes_per_position for group in layout.groups)
     return positions * manager.limits.longest + layout.bytes_per_sequence
-
-
-def _require_dense(method: str, runner: ModelRunner) -> None:
-    if runner.ctx.ep.size > 1:
-        raise ConfigError(
-            f'inference.speculative_method="{method}" makes forward passes of its own, which ranks that share experts '
-            f'(parallel.expert_model_parallel_size={runner.ctx.ep.size}) would have to make together; use "ngram"'
-        )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
-from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.batch import Chunk
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
@@ -28,7 +29,11 @@ class _Drafted:
 
 
 class ModelDrafter(Drafter):
-    """Samples with the uniform numbers that the model will use: where distributions agree, so do tokens."""
+    """Samples with the uniform numbers that the model will use: where distributions agree, so do tokens.
+
+    Ranks that share experts make the same number of forward passes, over a position of filler where they have nothing
+    to draft.
+    """
 
     def __init__(self, most: int, runner: ModelRunner, manager: CacheManager, *, is_batch_invariant: bool) -> None:
         super().__init__(most)
@@ -68,7 +73,7 @@ class ModelDrafter(Drafter):
     def _catch_up(self, drafted: Sequence[_Drafted]) -> None:
         """Computes the tokens that are new since the last time, and drafts one."""
         behind = list(drafted)
-        while behind:
+        while self._on_any_rank(behind):
             budget, chunks = self.manager.limits.step, []
             for one in behind:
                 count = min(one.copy.waiting, budget)
@@ -82,18 +87,22 @@ class ModelDrafter(Drafter):
     def _extend(self, drafted: Sequence[_Drafted]) -> None:
         """Drafts one more token of each."""
         chunks = [(one, Chunk(one.copy, one.copy.computed, 1, 1, one.tokens[-1:])) for one in drafted]
-        if chunks:
+        if self._on_any_rank(chunks):
             self._run(chunks)
+
+    def _on_any_rank(self, work: Sequence[object]) -> bool:
+        """Whether a rank that shares experts with this one has some work."""
+        ep = self.runner.ctx.ep
+        if ep.size == 1:
+            return bool(work)
+        count = torch.tensor(len(work), device=self.runner.ctx.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=ep.group)
+        return bool(count)
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[tuple[_Drafted, Chunk]]) -> None:
-        batch = CachedBatch(
-            [chunk for _, chunk in chunks],
-            self.manager,
-            self.runner.ctx.device,
-            is_batch_invariant=self.is_batch_invariant,
-            multiple=self.runner.ctx.tp.size if self.runner.ctx.sequence_parallel else 1,
-        )
+        own = [chunk for _, chunk in chunks]
+        batch = self.runner.batch(own, self.manager, is_batch_invariant=self.is_batch_invariant)
         logits = self.runner.logits(batch)
         ending = [one for one, chunk in chunks if chunk.logits]
         rows = [SamplingRow(one.sequence, one.tokens) for one in ending]

@@ -76,10 +76,14 @@ class MultiTokenDrafter(Drafter):
             batch.device,
             is_batch_invariant=batch.is_batch_invariant,
         )
-        state = torch.cat([span.hidden for span in spans])[None]
+        # Without a sequence, a position of filler: ranks that share experts compute together.
+        state = torch.cat([span.hidden for span in spans])[None] if spans else batch.hidden[:, :1]
         for depth in range(self.most):
-            tokens = torch.tensor([[token for span in spans for token in span.ahead(depth + 1)]], device=batch.device)
+            ahead = [token for span in spans for token in span.ahead(depth + 1)]
+            tokens = torch.tensor([ahead or [0]], device=batch.device)
             state = self.model.predict_ahead(depth, state, tokens, passes)
+            if not spans:
+                continue
             self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx).logits[0])
         return [span.drafts for span in spans]
 
@@ -97,7 +101,7 @@ class MultiTokenDrafter(Drafter):
         return _Span(sequence, start, end, hidden, tokens, wanted)
 
     def _draft(self, spans: Sequence[_Span], logits: Tensor) -> None:
-        """logits [number of spans, vocab]: one more token for each span that wants it."""
+        """logits [number of spans, vocab]: one more token for each span that is to have more."""
         numbers = [number for number, span in enumerate(spans) if len(span.drafts) < span.wanted]
         rows = [SamplingRow(spans[n].sequence, (*spans[n].new_tokens, *spans[n].drafts)) for n in numbers]
         if rows:

@@ -165,15 +165,23 @@ class T5Model(Model):
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
         """encoder_tokens [1, S] -> the encoder's output"""
+        return self.conditioned(self.encode_stage(whole(self.config.num_layers), None, inputs), inputs)
+
+    def conditioned(self, memory: Tensor, inputs: Mapping[str, Tensor]) -> Conditioning:
+        return {"memory": memory, "memory_length": torch.tensor(inputs["encoder_tokens"].shape[1])}
+
+    def encode_stage(self, stage: Stage, hidden: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["encoder_tokens"]
-        length = tokens.shape[1]
         # Sequence parallelism divides the text: it is filled up, and what the cache makes of the filler is cut off.
-        filler = -length % self.ctx.tp.size if self.ctx.sequence_parallel else 0
+        filler = -tokens.shape[1] % self.ctx.tp.size if self.ctx.sequence_parallel else 0
         mask = None
         if filler:
             mask = nn.functional.pad(torch.ones_like(tokens), (0, filler))
             tokens = nn.functional.pad(tokens, (0, filler))
-        return {"memory": self.encode(tokens, mask), "memory_length": torch.tensor(length)}
+        return self.encode(tokens, mask, stage, hidden)
+
+    def stacks_of_stage(self, stage: Stage) -> tuple[Stage | None, Stage | None]:
+        return parts_of_stage(stage, self.config)
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
         x = self.decoder_states(cache.tokens, None, None, cache, stage, hidden)

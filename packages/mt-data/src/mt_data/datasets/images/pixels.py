@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ SUPPORT = 2.0
 
 def read_image(path: Path) -> NDArray[np.uint8]:
     """uint8 [height, width, 3]. Raises DataError for a file that is no image, or one that needs Pillow without it."""
-    return _read_array(path) if path.suffix == ".npy" else _decode(path)
+    return _read_array(path) if path.suffix == ".npy" else decode_image(path, str(path))
 
 
 def _read_array(path: Path) -> NDArray[np.uint8]:
@@ -37,19 +38,29 @@ def _read_array(path: Path) -> NDArray[np.uint8]:
     return array
 
 
-def _decode(path: Path) -> NDArray[np.uint8]:
+def decode_image(
+    source: Path | BinaryIO, name: str, formats: tuple[str, ...] | None = None, max_pixels: int | None = None
+) -> NDArray[np.uint8]:
+    """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read; None: all.
+
+    Raises DataError for what is no image of these formats or has more pixels, and without Pillow.
+    """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise DataError(
-            f"{path}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
+            f"{name}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
             ".npy files of uint8 [height, width, 3] need nothing"
         ) from error
     try:
-        with Image.open(path) as image:
+        with Image.open(source, formats=formats) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
             return np.asarray(image.convert("RGB"))
+    except UnidentifiedImageError:
+        raise DataError(f"{name} cannot be read as an image: {', '.join(formats or ['no format'])} fits it") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}") from error
+        raise DataError(f"{name} cannot be read as an image: {error}") from error
 
 
 def fit(image: NDArray[np.uint8], height: int, width: int, how: Resize) -> NDArray[np.uint8]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -12,14 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from torch import Tensor
 
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
+from mt_infer.prompts import IMAGES, as_images
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
-from mt_infer.server.openai.messages import Messages, for_template
+from mt_infer.server.openai.images import read_image_urls
+from mt_infer.server.openai.messages import Messages, for_template, image_urls
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.openai.token_texts import TokenTexts
 from mt_infer.server.served_model import ServedModel
@@ -96,11 +99,12 @@ class ChatBody(SamplingFields):
 
 @dataclass
 class Job:
-    """A request on its way: its prompt as tokens."""
+    """A request on its way: its prompt as tokens, and what the model takes beside them."""
 
     model: ServedModel
     body: ChatBody
     prompt: list[int]
+    inputs: Mapping[str, Tensor]
     sampling: SamplingParameters
     kind: str
     head: Piece = field(init=False)
@@ -114,14 +118,36 @@ class Job:
 
 async def create_chat_completion(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     model = service.models.find(body.model)
-    chat, tools = model.require_chat(), body.offered_tools
-    messages, options = for_template(body.messages), body.chat_template_kwargs
-    prompt = await asyncio.to_thread(chat.prompt, messages, tools, options)
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    job = Job(model, body, prompt, _sampling(service, model, body, prompt), kind)
+    urls = image_urls(body.messages)
+    if urls and not model.require_generator().prompts.takes_images:
+        raise ApiError(f'the model "{model.name}" takes no images', param="messages")
+    prompt = await asyncio.to_thread(_prompt, model, body, len(urls))
+    sampling = _sampling(service, model, body, prompt)
+    inputs = await _image_inputs(service, model, urls) if urls else {}
+    job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         return EventStream(_pieces(service, job))
     return await until_disconnect(http, _whole(service, job))
+
+
+def _prompt(model: ServedModel, body: ChatBody, images: int) -> list[int]:
+    chat = model.require_chat()
+    text = chat.text(for_template(body.messages), body.offered_tools, body.chat_template_kwargs)
+    if not images:
+        return chat.encode(text)
+    return model.require_generator().prompts.with_images(text, images, chat.encode)
+
+
+async def _image_inputs(service: Service, model: ServedModel, urls: Sequence[str]) -> Mapping[str, Tensor]:
+    """One request's at a time: an image takes much memory while it is decoded."""
+    config = model.require_generator().config
+
+    def read() -> Tensor:
+        pixels = read_image_urls(urls, service.options.media_folders)
+        return as_images(pixels, config.model, config.data)
+
+    async with service.decoding:
+        return {IMAGES: await asyncio.to_thread(read)}
 
 
 def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequence[int]) -> SamplingParameters:
@@ -190,7 +216,7 @@ async def _whole(service: Service, job: Job) -> Response:
     logprobs: list[list[Piece]] = [[] for _ in choices]
     finishes: list[str | None] = [None] * len(choices)
     generated = 0
-    async with aclosing(service.generate(job.model, [job.prompt], job.sampling)) as events:
+    async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
         async for _, event in events:
             content, entries, finish = choices[event.index].add(event)
             contents[event.index] += content
@@ -220,7 +246,7 @@ def _message(choice: Choice, content: str) -> Piece:
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     choices, begun, generated = job.new_choices(), set[int](), 0
     more = {"usage": None} if job.body.includes_usage else {}
-    async with aclosing(service.generate(job.model, [job.prompt], job.sampling)) as events:
+    async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
         async for _, event in events:
             generated += event.token is not None
             choice = choices[event.index]

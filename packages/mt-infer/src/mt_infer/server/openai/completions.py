@@ -107,7 +107,7 @@ def _sampling(
     if body.scores_prompt and model.require_generator().prompts.has_encoder:
         raise ApiError("echo: this model reads the prompt with an encoder, which gives it no probability", param="echo")
     max_tokens = tokens_to_generate(body.max_tokens, DEFAULT_TOKENS, prompts, model, service.options)
-    # Who scores a text asks for one token more, and reads the rows before it: there has to be one, whatever it is.
+    # Programs that score a text request one token more, and read the rows before it: it has to be there.
     ignore_eod = bool(body.ignore_eos) or (body.scores_prompt and max_tokens == 1)
     return sampling_of(
         body,

@@ -17,6 +17,18 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    """url: data:image/...;base64,..., or file:/// in a folder that the server allows. The model has one resolution."""
+
+    url: Annotated[str, Field(min_length=1)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(Body):
     """arguments: a JSON object as text."""
 
@@ -32,12 +44,12 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    """Text only: the models here have no other chat inputs."""
+    """Text, and images of the user."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -50,19 +62,37 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000)]
 
 
+def image_urls(messages: Sequence[Message]) -> list[str]:
+    """In their order. Raises ApiError for an image of another than the user."""
+    urls = []
+    for number, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else []
+        own = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+        if own and message.role != "user":
+            raise ApiError(
+                f'messages: message {number} of the role "{message.role}" has an image; those of "user" can',
+                param="messages",
+            )
+        urls += own
+    return urls
+
+
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Raises ApiError for a call whose arguments are no JSON."""
     return [_for_template(message, number) for number, message in enumerate(messages)]
 
 
 def _for_template(message: Message, number: int) -> dict[str, Any]:
-    parts = message.content
-    text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-    found: dict[str, Any] = {"role": message.role, "content": text}
+    content = message.content if isinstance(message.content, str) else [_part(part) for part in message.content or ()]
+    found: dict[str, Any] = {"role": message.role, "content": content}
     found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     if message.tool_calls:
         found["tool_calls"] = [_call(call, number) for call in message.tool_calls]
     return found
+
+
+def _part(part: TextPart | ImagePart) -> dict[str, str]:
+    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
 
 
 def _call(call: MessageToolCall, number: int) -> dict[str, Any]:

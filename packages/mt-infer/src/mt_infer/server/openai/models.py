@@ -22,4 +22,5 @@ def describe(model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.longest,
         "generates": model.generator is not None,
         "has_chat_template": model.chat is not None,
+        "takes_images": model.generator is not None and model.generator.prompts.takes_images,
     }

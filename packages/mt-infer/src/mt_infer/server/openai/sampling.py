@@ -83,8 +83,8 @@ def tokens_to_generate(
     wanted = 1 if asked is None else asked
     if wanted > room:
         raise ApiError(
-            f"this model's context is {model.longest} tokens; the request has {longest} in the prompt and asks for "
-            f"{wanted} more; shorten either",
+            f"this model's context is {model.longest} tokens; the request has {longest} in the prompt and "
+            f"{wanted} more to generate; shorten either",
             param="messages" if default is None else "prompt",
             code="context_length_exceeded",
         )

@@ -1,0 +1,16 @@
+"""What an engine computes and holds at the moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """running, waiting: sequences. preemptions: so far. used_blocks: of the `blocks` of the cache."""
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    used_blocks: int = 0
+    blocks: int = 0
