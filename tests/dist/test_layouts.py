@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -57,13 +58,14 @@ def schedule(name: str) -> str:
 INTERLEAVED = schedule("interleaved_1f1b")
 
 
-def config(*more: str) -> LoadedConfig:
+def config(*more: str, host: PluginHost | None = None) -> LoadedConfig:
     torch.set_num_threads(1)
-    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more], host=host)
 
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*more))
+    host = load_plugins()
+    record = record_run(config(*more, host=host), host=host)
     return record if rank == 0 else None
 
 

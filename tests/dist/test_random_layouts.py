@@ -15,6 +15,7 @@ import torch
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
@@ -190,13 +191,14 @@ def _recompute(rng: Random, tp: int, parallel: Mapping[str, Any]) -> dict[str, A
     return keys
 
 
-def loaded(keys: Mapping[str, Any]) -> LoadedConfig:
+def loaded(keys: Mapping[str, Any], host: PluginHost) -> LoadedConfig:
     torch.set_num_threads(1)
-    return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()])
+    return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()], host=host)
 
 
 def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
-    record = record_run(loaded(keys))
+    host = load_plugins()
+    record = record_run(loaded(keys, host), host=host)
     return record if rank == 0 else None
 
 
@@ -232,9 +234,10 @@ def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
     moe_layouts = [draw_moe(number) for number in range(20)]
     assert {one.layout["parallel.expert_model_parallel_size"] for one in moe_layouts[:8]} == {1, 2, 4}
     assert {one.layout["parallel.expert_tensor_parallel_size"] for one in moe_layouts[:8]} >= {1, 2}
+    host = load_plugins()
     for one in [*drawn, *moe_layouts]:
         with as_world(one.world):
-            loaded({**one.model, **one.layout})
+            loaded({**one.model, **one.layout}, host)
     default = [{**one.model, **one.layout} for one in drawn[: len(DEFAULT_DRAWS)]]
     assert {keys["optimizer.optimizer"] for keys in default} == set(OPTIMIZERS)
     assert {keys["model.family"] for keys in default} == {"gpt", "llama", "qwen"}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mt_core.config.loading import load_config
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import record_run
 
@@ -120,7 +121,9 @@ def same_pairs() -> Iterator[object]:
 def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
     """Train until `steps` steps are done, from the run's checkpoint if it has one; returns the first rank's weights."""
     torch.set_num_threads(1)
-    record = record_run(load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]), steps, run_dir=run_dir)
+    host = load_plugins()
+    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings], host=host)
+    record = record_run(config, steps, host=host, run_dir=run_dir)
     return record.weights if rank == 0 else {}
 
 
