@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
@@ -22,7 +23,8 @@ from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-DEFAULT_DRAWS, MORE_DRAWS = range(12), range(12, 36)
+DEFAULT_DRAWS, MORE_DRAWS = range(8), range(8, 36)
+DEFAULT_MOE_DRAWS, MORE_MOE_DRAWS = range(6), range(6, 20)
 LARGEST_WORLD = 8
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved_1f1b")
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
@@ -204,7 +206,7 @@ def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
 
 @pytest.mark.parametrize(
     "number",
-    [*DEFAULT_DRAWS, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in MORE_DRAWS)],
+    [*DEFAULT_DRAWS, *(pytest.param(number, marks=EXHAUSTIVE) for number in MORE_DRAWS)],
     ids="draw-{}".format,
 )
 def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
@@ -213,7 +215,7 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
 
 @pytest.mark.parametrize(
     "number",
-    [*range(8), *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(8, 20))],
+    [*DEFAULT_MOE_DRAWS, *(pytest.param(number, marks=EXHAUSTIVE) for number in MORE_MOE_DRAWS)],
     ids="draw-{}".format,
 )
 def test_a_random_layout_of_experts_computes_what_one_process_computes(number: int) -> None:
@@ -231,9 +233,10 @@ def require_equal(number: int, drawn: Draw) -> None:
 
 def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
     drawn = [draw(number) for number in (*DEFAULT_DRAWS, *MORE_DRAWS)]
-    moe_layouts = [draw_moe(number) for number in range(20)]
-    assert {one.layout["parallel.expert_model_parallel_size"] for one in moe_layouts[:8]} == {1, 2, 4}
-    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in moe_layouts[:8]} >= {1, 2}
+    moe_layouts = [draw_moe(number) for number in (*DEFAULT_MOE_DRAWS, *MORE_MOE_DRAWS)]
+    default_moe = moe_layouts[: len(DEFAULT_MOE_DRAWS)]
+    assert {one.layout["parallel.expert_model_parallel_size"] for one in default_moe} == {1, 2, 4}
+    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in default_moe} >= {1, 2}
     host = load_plugins()
     for one in [*drawn, *moe_layouts]:
         with as_world(one.world):

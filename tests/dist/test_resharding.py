@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 from torch import Tensor
 
 from mt_core.config.loading import load_config
@@ -105,7 +106,7 @@ def pairs() -> Iterator[object]:
         for first, second in product(names, names):
             if first == second:
                 continue
-            marks = () if (first, second) in ring else pytest.mark.exhaustive
+            marks = () if (first, second) in ring else EXHAUSTIVE
             label = f"{'experts' if model else 'dense'}-{first}-to-{second}"
             yield pytest.param(model, layouts[first], layouts[second], marks=marks, id=label)
 
@@ -115,7 +116,7 @@ def same_pairs() -> Iterator[object]:
     for model, layouts in BY_NAME.items():
         for name, layout in layouts.items():
             label = f"{'experts' if model else 'dense'}-{name}"
-            yield pytest.param(model, layout, marks=() if name in quick else pytest.mark.exhaustive, id=label)
+            yield pytest.param(model, layout, marks=() if name in quick else EXHAUSTIVE, id=label)
 
 
 def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
