@@ -206,7 +206,7 @@ def draws() -> Iterator[object]:
         yield from (pytest.param(model, each_format_once), pairs, pytest.param(model, every_layout, marks=EXHAUSTIVE))
 
 
-@pytest.mark.parametrize(("model", "drawn"), draws())
+@pytest.mark.parametrize(("model", "drawn"), list(draws()))
 def test_every_pair_of_formats_and_layouts(model: str, drawn: Callable, host, tmp_path: Path) -> None:
     sources = Sources(model, host, tmp_path)
     able = [name for name in formats(host) if model not in UNABLE.get(name, ())]
