@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.ckpt.megatron.conftest import MODELS, RandomCheckpoint
 from tests.ckpt.test_convert_gguf import MODELS as GGUF_MODELS
 from tests.ckpt.test_convert_gguf import to_gguf
 from tests.ckpt.test_convert_meta import write
+from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native import read as native
@@ -146,6 +147,14 @@ def one_layout_a_pair(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]
         yield (first, LAYOUTS[(i + j) % 3]), (second, LAYOUTS[(i + j + 1) % 3])
 
 
+def each_format_once(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]:
+    """Each format read once and written once, each model's into another one; the layouts in turn."""
+    number = list(CASES).index(model)
+    for i, first in enumerate(names):
+        second = names[(i + number) % len(names)]
+        yield (first, LAYOUTS[(i + number) % 3]), (second, LAYOUTS[(i + number + 1) % 3])
+
+
 def every_layout(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]:
     """Each format under each layout into each other one under each."""
     cuts = {(name, repr(options((name, layout), model))): (name, layout) for name in names for layout in LAYOUTS}
@@ -187,8 +196,17 @@ def test_every_family_is_here(host) -> None:
     assert {model["family"] for model in CASES.values()} == {spec.name for spec in host.models}
 
 
-@pytest.mark.parametrize("drawn", [one_layout_a_pair, pytest.param(every_layout, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", CASES)
+IN_EVERY_PAIR = ("gpt", "llama")
+"""Models of which the default suite converts each format into each: those that all formats can hold."""
+
+
+def draws() -> Iterator[object]:
+    for model in CASES:
+        pairs = pytest.param(model, one_layout_a_pair, marks=() if model in IN_EVERY_PAIR else EXHAUSTIVE)
+        yield from (pytest.param(model, each_format_once), pairs, pytest.param(model, every_layout, marks=EXHAUSTIVE))
+
+
+@pytest.mark.parametrize(("model", "drawn"), list(draws()))
 def test_every_pair_of_formats_and_layouts(model: str, drawn: Callable, host, tmp_path: Path) -> None:
     sources = Sources(model, host, tmp_path)
     able = [name for name in formats(host) if model not in UNABLE.get(name, ())]

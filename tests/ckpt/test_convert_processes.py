@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.ckpt.convert_cases import LLAMA, MODELS
 from tests.ckpt.test_convert_engine import Killed, shards_of
+from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.files import SafetensorsFiles, _groups
@@ -56,7 +57,11 @@ MEGATRON = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saver", MEGATRON)
+@pytest.mark.parametrize(
+    # Files of ranks under old names are divided by the code of "megatron".
+    "saver",
+    ["megatron", "megatron-dist", pytest.param("megatron-legacy", marks=EXHAUSTIVE)],
+)
 def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_path: Path, saver: str) -> None:
     """Each by one process: the same bytes, and a tensor is counted once, though several processes read it."""
     source, told = make_model(**{**LLAMA, "num_layers": 4}), []

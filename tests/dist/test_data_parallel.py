@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def curve(rank: int, world: int, more: tuple[str, ...] = (), run_dir: str | None
     return {"steps": seen.steps, "valid": seen.valid, "weights": weights, "iteration": result.state.iteration}
 
 
+@cache
+def curve_of_one_process() -> dict:
+    return curve(0, 1)
+
+
 def differs(mine: dict, reference: dict) -> float:
     """Largest relative difference of losses, norms, evaluations and weights."""
     found = [
@@ -78,7 +84,7 @@ def differs(mine: dict, reference: dict) -> float:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_together_train_as_one_process(world) -> None:
-    reference = curve(0, 1)
+    reference = curve_of_one_process()
     for mine in run_ranks(world, curve):
         assert differs(mine, reference) < 2e-5
         assert len(mine["steps"]) == 5
@@ -87,7 +93,7 @@ def test_ranks_together_train_as_one_process(world) -> None:
 def test_with_16_bit_weights_too() -> None:
     first, second = run_ranks(2, curve, ("precision.dtype=bf16",))
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
-    assert [loss for loss, _ in first["steps"]] == pytest.approx([loss for loss, _ in curve(0, 1)["steps"]], rel=0.01)
+    assert [loss for loss, _ in first["steps"]] == pytest.approx([loss for loss, _ in curve_of_one_process()["steps"]], rel=0.01)
 
 
 def broken(rank: int, world: int, mutation: str) -> dict:
@@ -112,7 +118,7 @@ def broken(rank: int, world: int, mutation: str) -> dict:
     ["gradients are not summed", "each rank divides by its own count of tokens", "all ranks take the same samples"],
 )
 def test_a_broken_runtime_is_noticed(mutation) -> None:
-    reference = curve(0, 1)
+    reference = curve_of_one_process()
     assert max(differs(mine, reference) for mine in run_ranks(2, broken, mutation)) > 1e-3
 
 
@@ -121,7 +127,7 @@ def resumed(rank: int, world: int, run_dir: str, more: tuple[str, ...]) -> dict:
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    reference = curve(0, 1)
+    reference = curve_of_one_process()
     first = run_ranks(2, resumed, str(tmp_path), ("train.exit_iteration=2",))
     assert [mine["iteration"] for mine in first] == [2, 2]
     for mine in run_ranks(4, resumed, str(tmp_path), ()):

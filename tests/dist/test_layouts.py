@@ -7,8 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE, uncovered_pairs
 
 from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -57,13 +59,14 @@ def schedule(name: str) -> str:
 INTERLEAVED = schedule("interleaved_1f1b")
 
 
-def config(*more: str) -> LoadedConfig:
+def config(*more: str, host: PluginHost | None = None) -> LoadedConfig:
     torch.set_num_threads(1)
-    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more], host=host)
 
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*more))
+    host = load_plugins()
+    record = record_run(config(*more, host=host), host=host)
     return record if rank == 0 else None
 
 
@@ -100,93 +103,100 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
             assert off < tolerance, f"{kind} of {name} differ by {off:.1e}"
 
 
+Layout = tuple[int, tuple[str, ...]]
+LAYOUTS: list[Layout] = [
+    (2, (TP2,)),
+    (2, (TP2, SP)),
+    (2, (CP2,)),
+    (2, (CP2, "parallel.cp_comm_type=a2a")),
+    (2, (ZERO,)),
+    (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
+    (4, (TP2, SP, CP2, "parallel.cp_comm_type=all_gather")),
+    (4, (CP4, "parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_parallel_sizes=[2, 2]")),
+    (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
+    (2, (FSDP,)),
+    (2, (FSDP, WHOLE_WEIGHTS)),
+    (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
+    (2, (PP2,)),
+    (2, (PP2, "model.untie_embeddings_and_output_weights=true")),
+    (2, (PP2, schedule("gpipe"))),
+    (2, (PP2, INTERLEAVED)),
+    (2, (PP2, INTERLEAVED, "parallel.virtual_pipeline_model_parallel_size=3", "model.num_layers=6")),
+    (2, (PP2, schedule("interleaved_zero_bubble"))),
+    (2, (PP2, schedule("zbv_zero_bubble"))),
+    (2, (PP2, schedule("dualpipe_v"))),
+    (2, (PP2, "parallel.pipeline_model_parallel_layout=Ettt|tL")),
+    (4, (PP4,)),
+    (4, (PP2, ZERO, schedule("zbv_zero_bubble"))),
+    (4, (PP2, TP2, SP, INTERLEAVED)),
+    (4, (PP2, CP2, INTERLEAVED)),
+    (4, (PP2, ZERO, SMALL_BUCKETS, GATHER, INTERLEAVED)),
+    (4, (PP2, FSDP, INTERLEAVED)),
+    (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("interleaved_zero_bubble"))),
+    (8, (PP2, TP2, SP, FSDP, WHOLE_WEIGHTS, schedule("dualpipe_v"))),
+    (4, (MOE, EP2, PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
+    (4, (CP2, FSDP)),
+    (4, (CP2, FULL, ZERO)),
+    (1, (FULL,)),
+    (1, (FULL, "recompute.recompute_method=uniform", "recompute.recompute_num_layers=3")),
+    (1, (SELECTIVE, "recompute.recompute_modules=['core_attn', 'mlp']")),
+    (1, ("recompute.cpu_offloading_num_layers=2",)),
+    (2, (TP2, FULL, "recompute.distribute_saved_activations=true")),
+    (4, (TP2, SP, FULL, ZERO)),
+    (4, (PP2, CP2, SELECTIVE)),
+    (2, (PP2, FULL, "recompute.recompute_num_layers=1", schedule("interleaved_zero_bubble"))),
+    (2, (FSDP, FULL)),
+    (2, (MOE, EP2)),
+    (4, (MOE, EP2, TP2, SP)),
+    (4, (MOE, EP2, TP2, "parallel.expert_tensor_parallel_size=1")),
+    (4, (MOE, EP2, ZERO, SMALL_BUCKETS)),
+    (4, (MOE, EP2, CP2)),
+    (4, (MOE, EP2, PP2, INTERLEAVED)),
+    (4, (MOE, EP2, "parallel.expert_tensor_parallel_size=2")),
+    (4, (MOE, "parallel.expert_model_parallel_size=4")),
+    (2, (MOE, EP2, SELECTIVE, "recompute.recompute_modules=['moe']")),
+    (2, (*DROPOUT,)),
+    (2, (*DROPOUT, TP2)),
+    (2, (*DROPOUT, CP2)),
+    (4, (*DROPOUT, PP2, FULL, schedule("zbv_zero_bubble"))),
+    (4, (*DROPOUT, CP2, TP2, SP)),
+    (2, (*BOTH_DROPOUTS,)),
+    (2, (*BOTH_DROPOUTS, PP2)),
+    (1, (*BOTH_DROPOUTS, FULL)),
+    (2, (TP2, "model.num_query_groups=1")),
+    (4, (TP4, SP, "model.num_query_groups=2")),
+    # 8 query heads and 2 groups of heads of 3 have 36 rows, which 8 ranks do not divide.
+    (8, (TP8, SP, "model.num_attention_heads=8", "model.kv_channels=3", "model.num_query_groups=2")),
+]
+MORE_LAYOUTS: list[Layout] = [
+    (4, (TP4, SP)),
+    (4, (TP2, CP2)),
+    (4, (ZERO, SMALL_BUCKETS, GATHER)),
+    (8, (TP2, SP, CP2, ZERO)),
+    (4, (FSDP, TP2, SP)),
+    (4, (PP2, ZERO, SMALL_BUCKETS)),
+    (4, (PP2, ZERO, SMALL_BUCKETS, GATHER)),
+    (4, (PP2, FSDP)),
+    (4, (PP2, TP2, SP)),
+    (4, (PP2, CP2)),
+    (8, (PP2, TP2, SP, ZERO)),
+    (4, (PP2, TP2, INTERLEAVED)),
+    (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
+    (4, (TP2, FSDP, FULL)),
+    (4, (PP2, TP2, SP, schedule("dualpipe_v"))),
+    (4, (MOE, EP2, PP2, schedule("zbv_zero_bubble"))),
+    (4, (MOE, EP2, FSDP)),
+    (4, (MOE, EP2, PP2, ZERO, SMALL_BUCKETS)),
+    (8, (MOE, EP2, CP2, PP2)),
+    (8, (MOE, EP2, TP2, SP, PP2, ZERO)),
+    (4, (*DROPOUT, TP2, SP, PP2)),
+]
+"""Keys that also meet, two by two, in LAYOUTS."""
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        (2, (TP2,)),
-        (2, (TP2, SP)),
-        (2, (CP2,)),
-        (2, (CP2, "parallel.cp_comm_type=a2a")),
-        (2, (ZERO,)),
-        (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
-        (4, (TP4, SP)),
-        (4, (TP2, CP2)),
-        (4, (TP2, SP, CP2, "parallel.cp_comm_type=all_gather")),
-        (4, (CP4, "parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_parallel_sizes=[2, 2]")),
-        (4, (ZERO, SMALL_BUCKETS, GATHER)),
-        (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
-        (8, (TP2, SP, CP2, ZERO)),
-        (2, (FSDP,)),
-        (2, (FSDP, WHOLE_WEIGHTS)),
-        (4, (FSDP, TP2, SP)),
-        (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
-        (2, (PP2,)),
-        (2, (PP2, "model.untie_embeddings_and_output_weights=true")),
-        (2, (PP2, schedule("gpipe"))),
-        (2, (PP2, INTERLEAVED)),
-        (2, (PP2, INTERLEAVED, "parallel.virtual_pipeline_model_parallel_size=3", "model.num_layers=6")),
-        (2, (PP2, schedule("interleaved_zero_bubble"))),
-        (2, (PP2, schedule("zbv_zero_bubble"))),
-        (2, (PP2, schedule("dualpipe_v"))),
-        (2, (PP2, "parallel.pipeline_model_parallel_layout=Ettt|tL")),
-        (4, (PP4,)),
-        (4, (PP2, ZERO, SMALL_BUCKETS)),
-        (4, (PP2, ZERO, SMALL_BUCKETS, GATHER)),
-        (4, (PP2, FSDP)),
-        (4, (PP2, TP2, SP)),
-        (4, (PP2, CP2)),
-        (8, (PP2, TP2, SP, ZERO)),
-        (4, (PP2, ZERO, schedule("zbv_zero_bubble"))),
-        (4, (PP2, TP2, INTERLEAVED)),
-        (4, (PP2, TP2, SP, INTERLEAVED)),
-        (4, (PP2, CP2, INTERLEAVED)),
-        (4, (PP2, ZERO, SMALL_BUCKETS, GATHER, INTERLEAVED)),
-        (4, (PP2, FSDP, INTERLEAVED)),
-        (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("interleaved_zero_bubble"))),
-        (4, (PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
-        (8, (PP2, TP2, SP, FSDP, WHOLE_WEIGHTS, schedule("dualpipe_v"))),
-        (4, (MOE, EP2, PP2, FSDP, WHOLE_WEIGHTS, schedule("zbv_zero_bubble"))),
-        (4, (CP2, FSDP)),
-        (4, (CP2, FULL, ZERO)),
-        (4, (TP2, FSDP, FULL)),
-        (4, (PP2, TP2, SP, schedule("dualpipe_v"))),
-        (1, (FULL,)),
-        (1, (FULL, "recompute.recompute_method=uniform", "recompute.recompute_num_layers=3")),
-        (1, (SELECTIVE, "recompute.recompute_modules=['core_attn', 'mlp']")),
-        (1, ("recompute.cpu_offloading_num_layers=2",)),
-        (2, (TP2, FULL, "recompute.distribute_saved_activations=true")),
-        (4, (TP2, SP, FULL, ZERO)),
-        (4, (PP2, CP2, SELECTIVE)),
-        (2, (PP2, FULL, "recompute.recompute_num_layers=1", schedule("interleaved_zero_bubble"))),
-        (2, (FSDP, FULL)),
-        (2, (MOE, EP2)),
-        (4, (MOE, EP2, TP2, SP)),
-        (4, (MOE, EP2, TP2, "parallel.expert_tensor_parallel_size=1")),
-        (4, (MOE, EP2, PP2, schedule("zbv_zero_bubble"))),
-        (4, (MOE, EP2, ZERO, SMALL_BUCKETS)),
-        (4, (MOE, EP2, FSDP)),
-        (4, (MOE, EP2, CP2)),
-        (4, (MOE, EP2, PP2, INTERLEAVED)),
-        (4, (MOE, EP2, PP2, ZERO, SMALL_BUCKETS)),
-        (4, (MOE, EP2, "parallel.expert_tensor_parallel_size=2")),
-        (8, (MOE, EP2, CP2, PP2)),
-        (8, (MOE, EP2, TP2, SP, PP2, ZERO)),
-        (4, (MOE, "parallel.expert_model_parallel_size=4")),
-        (2, (MOE, EP2, SELECTIVE, "recompute.recompute_modules=['moe']")),
-        (2, (*DROPOUT,)),
-        (2, (*DROPOUT, TP2)),
-        (2, (*DROPOUT, CP2)),
-        (4, (*DROPOUT, TP2, SP, PP2)),
-        (4, (*DROPOUT, PP2, FULL, schedule("zbv_zero_bubble"))),
-        (4, (*DROPOUT, CP2, TP2, SP)),
-        (2, (*BOTH_DROPOUTS,)),
-        (2, (*BOTH_DROPOUTS, PP2)),
-        (1, (*BOTH_DROPOUTS, FULL)),
-        (2, (TP2, "model.num_query_groups=1")),
-        (4, (TP4, SP, "model.num_query_groups=2")),
-        # 8 query heads and 2 groups of heads of 3 have 36 rows, which 8 ranks do not divide.
-        (8, (TP8, SP, "model.num_attention_heads=8", "model.kv_channels=3", "model.num_query_groups=2")),
-    ],
+    [*LAYOUTS, *(pytest.param(*layout, marks=EXHAUSTIVE) for layout in MORE_LAYOUTS)],
     ids=lambda value: (
         "+".join(key.split(".")[1].replace("parallel_", "") for key in value)
         if value and isinstance(value, tuple)
@@ -196,3 +206,7 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
 def test_a_layout_computes_what_one_process_computes(world, layout) -> None:
     keys = (*small_enough(world, layout), *layout)
     require_equal(run_ranks(world, run, keys)[0], one_process(of_one_process(keys)))
+
+
+def test_every_two_keys_meet_in_a_layout_that_runs_by_default() -> None:
+    assert not uncovered_pairs([keys for _, keys in LAYOUTS], [keys for _, keys in MORE_LAYOUTS])

@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-DEFAULT_DRAWS, MORE_DRAWS = range(12), range(12, 36)
+DEFAULT_DRAWS, MORE_DRAWS = range(8), range(8, 36)
+DEFAULT_MOE_DRAWS, MORE_MOE_DRAWS = range(6), range(6, 20)
 LARGEST_WORLD = 8
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved_1f1b")
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
@@ -190,19 +193,20 @@ def _recompute(rng: Random, tp: int, parallel: Mapping[str, Any]) -> dict[str, A
     return keys
 
 
-def loaded(keys: Mapping[str, Any]) -> LoadedConfig:
+def loaded(keys: Mapping[str, Any], host: PluginHost) -> LoadedConfig:
     torch.set_num_threads(1)
-    return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()])
+    return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()], host=host)
 
 
 def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
-    record = record_run(loaded(keys))
+    host = load_plugins()
+    record = record_run(loaded(keys, host), host=host)
     return record if rank == 0 else None
 
 
 @pytest.mark.parametrize(
     "number",
-    [*DEFAULT_DRAWS, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in MORE_DRAWS)],
+    [*DEFAULT_DRAWS, *(pytest.param(number, marks=EXHAUSTIVE) for number in MORE_DRAWS)],
     ids="draw-{}".format,
 )
 def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
@@ -211,7 +215,7 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
 
 @pytest.mark.parametrize(
     "number",
-    [*range(8), *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(8, 20))],
+    [*DEFAULT_MOE_DRAWS, *(pytest.param(number, marks=EXHAUSTIVE) for number in MORE_MOE_DRAWS)],
     ids="draw-{}".format,
 )
 def test_a_random_layout_of_experts_computes_what_one_process_computes(number: int) -> None:
@@ -229,12 +233,14 @@ def require_equal(number: int, drawn: Draw) -> None:
 
 def test_every_draw_is_legal_and_together_they_have_every_axis() -> None:
     drawn = [draw(number) for number in (*DEFAULT_DRAWS, *MORE_DRAWS)]
-    moe_layouts = [draw_moe(number) for number in range(20)]
-    assert {one.layout["parallel.expert_model_parallel_size"] for one in moe_layouts[:8]} == {1, 2, 4}
-    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in moe_layouts[:8]} >= {1, 2}
+    moe_layouts = [draw_moe(number) for number in (*DEFAULT_MOE_DRAWS, *MORE_MOE_DRAWS)]
+    default_moe = moe_layouts[: len(DEFAULT_MOE_DRAWS)]
+    assert {one.layout["parallel.expert_model_parallel_size"] for one in default_moe} == {1, 2, 4}
+    assert {one.layout["parallel.expert_tensor_parallel_size"] for one in default_moe} >= {1, 2}
+    host = load_plugins()
     for one in [*drawn, *moe_layouts]:
         with as_world(one.world):
-            loaded({**one.model, **one.layout})
+            loaded({**one.model, **one.layout}, host)
     default = [{**one.model, **one.layout} for one in drawn[: len(DEFAULT_DRAWS)]]
     assert {keys["optimizer.optimizer"] for keys in default} == set(OPTIMIZERS)
     assert {keys["model.family"] for keys in default} == {"gpt", "llama", "qwen"}

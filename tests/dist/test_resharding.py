@@ -16,9 +16,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 from torch import Tensor
 
 from mt_core.config.loading import load_config
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import record_run
 
@@ -104,7 +106,7 @@ def pairs() -> Iterator[object]:
         for first, second in product(names, names):
             if first == second:
                 continue
-            marks = () if (first, second) in ring else pytest.mark.exhaustive
+            marks = () if (first, second) in ring else EXHAUSTIVE
             label = f"{'experts' if model else 'dense'}-{first}-to-{second}"
             yield pytest.param(model, layouts[first], layouts[second], marks=marks, id=label)
 
@@ -114,13 +116,15 @@ def same_pairs() -> Iterator[object]:
     for model, layouts in BY_NAME.items():
         for name, layout in layouts.items():
             label = f"{'experts' if model else 'dense'}-{name}"
-            yield pytest.param(model, layout, marks=() if name in quick else pytest.mark.exhaustive, id=label)
+            yield pytest.param(model, layout, marks=() if name in quick else EXHAUSTIVE, id=label)
 
 
 def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
     """Train until `steps` steps are done, from the run's checkpoint if it has one; returns the first rank's weights."""
     torch.set_num_threads(1)
-    record = record_run(load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]), steps, run_dir=run_dir)
+    host = load_plugins()
+    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings], host=host)
+    record = record_run(config, steps, host=host, run_dir=run_dir)
     return record.weights if rank == 0 else {}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_tools.verify import small_runs
@@ -74,11 +75,12 @@ dtype = "bf16"
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(("model.attention_backend=cudnn",), marks=pytest.mark.slow),
+        # That `shrink` resets the backend and keeps stages uneven: test_small_configuration.py.
+        pytest.param(("model.attention_backend=cudnn",), marks=EXHAUSTIVE),
         ("parallel.pipeline_model_parallel_layout=Et*6|(t*6|)*14t*6L",),
         pytest.param(
             ("parallel.num_layers_in_first_pipeline_stage=5", "parallel.num_layers_in_last_pipeline_stage=7"),
-            marks=pytest.mark.slow,
+            marks=EXHAUSTIVE,
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.ckpt.megatron.conftest import LLAMA, MODELS, MOE_MODELS, RandomCheckpoint, assert_same_tensors
 from tests.ckpt.megatron.test_round_trip import options, through
+from tests.covering import covering
 
 from mt_ckpt.convert import convert
 from mt_core.checkpoint_lookup import open_with
@@ -41,8 +42,7 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
 FAMILIES = (*MOE_MODELS, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
 
 
-@pytest.mark.parametrize("name", ["megatron", "megatron-dist"])
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(("model", "name"), covering(FAMILIES, ["megatron", "megatron-dist"]))
 def test_the_arguments_compute_what_the_configuration_does(model, name, tmp_path, host) -> None:
     """--verify: the model that Megatron's arguments describe has the same logits, bit for bit."""
     source = RandomCheckpoint(MODELS[model], host)

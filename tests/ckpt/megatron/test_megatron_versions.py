@@ -16,6 +16,7 @@ import torch
 from tests.ckpt.megatron.conftest import RandomCheckpoint, assert_same_tensors
 from tests.ckpt.megatron.test_optimizer import megatrons_buffer
 from tests.ckpt.megatron.test_round_trip import through
+from tests.covering import covering
 
 from mt_ckpt.megatron.order import in_order
 from mt_ckpt.megatron.save import part_entries
@@ -267,9 +268,8 @@ EXPERT_RANKS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-@pytest.mark.parametrize("ranks", EXPERT_RANKS)
 @pytest.mark.parametrize("model", ["mixtral", "mixed"])
+@pytest.mark.parametrize(("ranks", "implementation"), covering(list(EXPERT_RANKS), ["local", "transformer_engine"]))
 def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tmp_path, host) -> None:
     """With expert parallel ranks the experts have an optimizer for themselves; the first stage of "mixed" has none."""
     source = RandomCheckpoint(MODELS[model], host, optimizer=True)

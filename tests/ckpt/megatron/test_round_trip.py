@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.ckpt.megatron.conftest import (
     RandomCheckpoint,
     assert_same_tensors,
 )
+from tests.covering import covering
 
 from mt_ckpt.megatron.folder import detect, detect_legacy
 from mt_core.checkpoint_lookup import open_with
@@ -45,19 +47,19 @@ def through(name: str, source, asked: ConvertOptions, path: Path, host):
     return open_with(host.checkpoint_loaders.get(name), path, host)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_over_grids_of_ranks(model, tmp_path, host) -> None:
+@pytest.mark.parametrize(
+    ("model", "grid"),
+    [case for case in covering(list(MODELS), GRIDS, 2) if case.values[0] not in UNCUT or case.values[1][1] == 1],
+)
+def test_every_model_over_grids_of_ranks(model, grid, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
-    for number, (tp, pp, vpp) in enumerate(GRIDS):
-        if pp > 1 and model in UNCUT:
-            continue
-        path = tmp_path / str(number)
-        found = through("megatron", source, options(tp, pp, vpp), path, host)
-        assert_same_tensors(found, source)
-        assert detect(path)
-        assert not detect_legacy(path)
-        assert len(list(path.rglob("model_optim_rng.pt"))) == tp * pp
+    tp, pp, vpp = grid
+    path = tmp_path / "a"
+    found = through("megatron", source, options(tp, pp, vpp), path, host)
+    assert_same_tensors(found, source)
+    assert detect(path)
+    assert not detect_legacy(path)
+    assert len(list(path.rglob("model_optim_rng.pt"))) == tp * pp
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -74,9 +76,12 @@ def test_the_configuration_that_is_read_makes_the_same_parameters(model, tmp_pat
             assert read.moe[key] == given.moe[key], key
 
 
-@pytest.mark.parametrize(("ep", "etp", "tp", "pp"), [(2, 1, 1, 1), (4, None, 1, 2), (2, 1, 2, 1), (2, 2, 2, 2)])
-@pytest.mark.parametrize("model", MOE_MODELS)
-def test_experts_over_ranks(model, ep, etp, tp, pp, tmp_path, host) -> None:
+EXPERT_GRIDS = [(2, 1, 1, 1), (4, None, 1, 2), (2, 1, 2, 1), (2, 2, 2, 2)]
+
+
+@pytest.mark.parametrize(("model", "grid"), covering(MOE_MODELS, EXPERT_GRIDS, 2))
+def test_experts_over_ranks(model, grid, tmp_path, host) -> None:
+    ep, etp, tp, pp = grid
     source = RandomCheckpoint(MODELS[model], host)
     asked = options(tp, pp, ep=ep, target_expert_tensor_parallel_size=etp)
     assert_same_tensors(through("megatron", source, asked, tmp_path / "a", host), source)
@@ -91,43 +96,53 @@ def test_every_model_as_a_distributed_checkpoint(model, tmp_path, host) -> None:
     assert len(list((tmp_path / "a").rglob("*.distcp"))) > 1
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in NEVER_OLD])
-def test_every_old_model_under_its_old_names(model, tmp_path, host) -> None:
+@pytest.mark.parametrize(("model", "grid"), covering([name for name in MODELS if name not in NEVER_OLD], GRIDS[:6], 2))
+def test_every_old_model_under_its_old_names(model, grid, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
-    for tp, pp, vpp in GRIDS[:6]:
-        path = tmp_path / f"{tp}{pp}{vpp}"
-        assert_same_tensors(through("megatron-legacy", source, options(tp, pp, vpp), path, host), source)
-        assert detect_legacy(path)
-        assert not detect(path)
+    assert_same_tensors(through("megatron-legacy", source, options(*grid), tmp_path / "a", host), source)
+    assert detect_legacy(tmp_path / "a")
+    assert not detect(tmp_path / "a")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
-def test_the_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
+WITH_OPTIMIZER = list(
+    product(
+        ["gpt", "llama", "llama_tied", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"],
+        [torch.float32, torch.bfloat16],
+    )
+)
+
+
+@pytest.mark.parametrize(("case", "grid"), covering(WITH_OPTIMIZER, GRIDS[:6], 2))
+def test_the_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
+    model, dtype = case
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
-    for tp, pp, vpp in GRIDS[:6]:
-        found = through("megatron", source, options(tp, pp, vpp), tmp_path / f"{tp}{pp}{vpp}", host)
-        assert_same_tensors(found, source)
-        assert found.metadata["iteration"] == 7
-        assert found.metadata["consumed_samples"] == 28
-    assert_same_tensors(through("megatron-dist", source, options(2), tmp_path / "dist", host), source)
+    found = through("megatron", source, options(*grid), tmp_path / "a", host)
+    assert_same_tensors(found, source)
+    assert found.metadata["iteration"] == 7
+    assert found.metadata["consumed_samples"] == 28
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", ["gpt", "llama_tied", "moe", "gpt_oss", "deepseek_v3", "mamba", "hybrid_rotary"])
-def test_the_distributed_optimizer_over_grids_of_ranks(model, dtype, tmp_path, host) -> None:
+@pytest.mark.parametrize(("model", "dtype"), WITH_OPTIMIZER)
+def test_the_optimizer_as_a_distributed_checkpoint(model, dtype, tmp_path, host) -> None:
+    source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
+    assert_same_tensors(through("megatron-dist", source, options(2), tmp_path / "a", host), source)
+
+
+SHARDED_GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(("case", "grid"), covering(WITH_OPTIMIZER, SHARDED_GRIDS))
+def test_the_distributed_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
     """Flat buffers beside each rank's file, and nothing of the optimizer's state in it."""
+    model, dtype = case
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
     source.metadata["config"]["parallel"] = {"use_distributed_optimizer": True}
-    for tp, pp, vpp in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)]:
-        for ep in {1, 2 if model in MOE_MODELS else 1}:
-            path = tmp_path / f"{tp}{pp}{vpp}{ep}"
-            found = through("megatron", source, options(tp, pp, vpp, ep), path, host)
-            assert_same_tensors(found, source)
-            assert len(list(path.rglob("distrib_optim.pt"))) == len(list(path.rglob("model_optim_rng.pt")))
-            assert found.metadata["megatron"]["args"]["use_distributed_optimizer"] is True
+    for ep in {1, 2 if model in MOE_MODELS else 1}:
+        path = tmp_path / f"ep{ep}"
+        found = through("megatron", source, options(*grid, ep), path, host)
+        assert_same_tensors(found, source)
+        assert len(list(path.rglob("distrib_optim.pt"))) == len(list(path.rglob("model_optim_rng.pt")))
+        assert found.metadata["megatron"]["args"]["use_distributed_optimizer"] is True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -46,8 +46,7 @@ def test_builtin_text_is_that_of_the_library(byte_tokenizer: ByteLevelTokenizer)
 
 
 def test_a_python_without_text(byte_tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "_topics", lambda: iter(()))
-    monkeypatch.setattr(builtin, "_sources", lambda: iter(()))
+    monkeypatch.setattr(builtin, "_all_documents", list)
     with pytest.raises(DataError, match=r"choose another data\.dataset_type"):
         build_builtin(BuiltinDataConfig(), byte_tokenizer, SplitRequest("train", None, 64, 1))
 

@@ -37,7 +37,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 def tree(model: dict[str, Any] | None = None, *, parallel: dict[str, Any] | None = None, **sections: Any) -> Tree:
     return {
         "model": model or MODEL,
-        "data": {"dataset_type": "mock", "seq_length": 32},
+        "data": {"dataset_type": "mock", "seq_length": 32, "split": "1,1,98"},
         "parallel": parallel or {},
         "train": {
             "micro_batch_size": 2,

@@ -1,9 +1,14 @@
-"""Imported by the server from which test ranks are forked: brings in, once, the code that runs ask plugins for."""
+"""Imported by the server from which test ranks are forked: does, once, what each of them would do."""
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
+from typing import Any
 
+from pydantic import BaseModel
+
+from mt_core.config.schema import SECTIONS
 from mt_core.plugins import load_plugins
 from mt_core.specs import Lazy
 
@@ -16,7 +21,18 @@ def load_code() -> None:
             for value in vars(spec).values():
                 if isinstance(value, Lazy):
                     with suppress(ImportError):
-                        value.load()
+                        complete(value.load())
+
+
+def complete(loaded: Any) -> None:
+    """Of a type of configuration: make its validator, which pydantic defers until the first value."""
+    if isinstance(loaded, type) and issubclass(loaded, BaseModel):
+        loaded.model_rebuild()
 
 
 load_code()
+for section in SECTIONS.values():
+    complete(section)
+# The garbage collector of a rank goes over its own objects only: not over all of torch's, whose pages it would copy.
+gc.collect()
+gc.freeze()

@@ -182,11 +182,14 @@ class PluginHost:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def load_entry_point(self, entry_point: EntryPoint) -> None:
+    @cached_property
+    def _mt_core_version(self) -> str:
+        return mt_core_version()
+
+    def load_entry_point(self, entry_point: EntryPoint, plugin: Plugin) -> None:
         """Load one plugin; a failure of any stage is recorded, not raised (unless the host is strict)."""
-        plugin = _describe(entry_point)
         self.plugins.append(plugin)
-        if reason := _version_conflict(plugin):
+        if reason := _version_conflict(plugin, self._mt_core_version):
             self._record(plugin, Problem("version", reason))
             return
         try:
@@ -212,8 +215,7 @@ class PluginHost:
             return
         plugin.loaded = True
 
-    def skip_entry_point(self, entry_point: EntryPoint, reason: str) -> None:
-        plugin = _describe(entry_point)
+    def skip(self, plugin: Plugin, reason: str) -> None:
         plugin.problems.append(Problem("allow-list", reason))
         self.plugins.append(plugin)
 
@@ -392,12 +394,13 @@ def load_plugins(
     host.unknown_names = _unknown_names(allowed, candidates)
     if checks_names:
         host.require_known_names()
+    described = [(_describe(entry_point), entry_point) for entry_point in candidates]
     # Sorted, so that listings and messages do not depend on the order of directories on a disk.
-    for entry_point in sorted(candidates, key=lambda e: (e.name, _distribution_name(e))):
-        if allowed is not None and entry_point.name not in allowed:
-            host.skip_entry_point(entry_point, f"not in {ALLOW_LIST_VARIABLE}={','.join(sorted(allowed))}")
+    for plugin, entry_point in sorted(described, key=lambda pair: (pair[0].name, pair[0].distribution)):
+        if allowed is not None and plugin.name not in allowed:
+            host.skip(plugin, f"not in {ALLOW_LIST_VARIABLE}={','.join(sorted(allowed))}")
         else:
-            host.load_entry_point(entry_point)
+            host.load_entry_point(entry_point, plugin)
     if strict:
         for kind, name, owners in host.duplicates():
             host.registry(kind).get(name)
@@ -416,25 +419,22 @@ def _unknown_names(allowed: set[str] | None, candidates: list[EntryPoint]) -> li
 
 
 def _describe(entry_point: EntryPoint) -> Plugin:
-    distribution = entry_point.dist
-    return Plugin(
-        name=entry_point.name,
-        module=entry_point.value,
-        distribution=_distribution_name(entry_point),
-        version=distribution.version if distribution else "?",
-        mt_core_range=_mt_core_range(distribution),
-    )
+    name, version, mt_core_range = _read_metadata(entry_point.dist)
+    return Plugin(entry_point.name, entry_point.value, name, version, mt_core_range)
 
 
-def _distribution_name(entry_point: EntryPoint) -> str:
-    return entry_point.dist.name if entry_point.dist else "unknown distribution"
-
-
-def _mt_core_range(distribution: Distribution | None) -> str | None:
-    """The version specifier of the mt-core requirement in a distribution's metadata, as text."""
+def _read_metadata(distribution: Distribution | None) -> tuple[str, str, str | None]:
+    """Its name, its version, and the range of mt-core that it requires."""
     if distribution is None:
-        return None
-    for line in distribution.requires or []:
+        return "unknown distribution", "?", None
+    metadata = distribution.metadata  # parsed once: Distribution.name, .version and .requires each parse the file again
+    requirements = metadata.get_all("Requires-Dist") or distribution.requires or []
+    return metadata["Name"], metadata["Version"], _mt_core_range(requirements)
+
+
+def _mt_core_range(requirements: Iterable[str]) -> str | None:
+    """The version specifier of the mt-core requirement among these, as text."""
+    for line in requirements:
         if not line.replace("_", "-").lower().startswith("mt-core"):
             continue
         from packaging.requirements import Requirement  # 15 ms, and most entry points need it only here
@@ -445,12 +445,12 @@ def _mt_core_range(distribution: Distribution | None) -> str | None:
     return None
 
 
-def _version_conflict(plugin: Plugin) -> str | None:
+def _version_conflict(plugin: Plugin, installed: str) -> str | None:
+    """installed: the version of mt-core."""
     if plugin.mt_core_range is None:
         return None
     from packaging.specifiers import SpecifierSet
 
-    installed = mt_core_version()
     if SpecifierSet(plugin.mt_core_range).contains(installed, prereleases=True):
         return None
     return f"{plugin.distribution} {plugin.version} needs mt-core{plugin.mt_core_range}, installed is {installed}"

@@ -32,11 +32,13 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "mt_core.train",
-    "mt_core._preload",
 ]
 
 TEST_LIBRARIES = ["pytest", "hypothesis"]
 """What test modules import, and so each rank that runs a function of theirs: preloaded where the caller has it."""
+
+LAST_PRELOADED = "mt_core._preload"
+"""Freezes what has been imported, for the garbage collector."""
 
 SECONDS_TO_END = 5.0
 
@@ -56,7 +58,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     from torch.distributed import TCPStore
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(name for name in TEST_LIBRARIES if name in sys.modules)])
+    libraries = [name for name in TEST_LIBRARIES if name in sys.modules]
+    context.set_forkserver_preload([*PRELOADED, *libraries, LAST_PRELOADED])
     _start_server()
     # Held here, so that it outlives every rank. Port 0: the system chooses a free one.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -11,7 +11,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 
 import numpy as np
@@ -104,9 +104,8 @@ def corpus(limit: int) -> list[Document]:
 
     Raises DataError when there are none.
     """
-    documents = sorted([*_topics(), *_sources()], key=lambda document: _hash(document.name))
     total, taken = 0, []
-    for document in documents:
+    for document in _all_documents():
         if total >= limit:
             break
         total += document.size
@@ -117,6 +116,12 @@ def corpus(limit: int) -> list[Document]:
             "data.dataset_type=builtin consists; choose another data.dataset_type"
         )
     return sorted(taken, key=lambda document: document.name)
+
+
+@cache
+def _all_documents() -> list[Document]:
+    """In the order of a hash of their names. Each split of a data set takes its own of them."""
+    return sorted([*_topics(), *_sources()], key=lambda document: _hash(document.name))
 
 
 def _topics() -> Iterator[Document]:

@@ -26,6 +26,8 @@ from mt_tools.verify.stages import forget_division, shrink_stages
 HEAD_DIM = 8
 FEW_EXPERTS = 8
 SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
+FEW_DOCUMENTS = "1,1,98"
+"""Shares of the mock corpus. An index of a third of it, in samples as short as these, takes longer than all steps."""
 VOCAB = 509
 """A prime: no number of ranks divides it."""
 ON_EVERY_DEVICE = ("sdpa", "eager")
@@ -162,7 +164,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
     if spec.sample == CAUSAL_LM_SAMPLE:
         kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
-        tree["data"] = {"dataset_type": "mock", **kept}
+        tree["data"] = {"dataset_type": "mock", "split": FEW_DOCUMENTS, **kept}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:
         tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
