@@ -29,6 +29,7 @@ HOMES = {
     "bench": "mt-tools",
     "eval": "mt-eval",
     "launch": "mt-accelerate",
+    "retrieve": "mt-retrieval",
 }
 """Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")

@@ -76,7 +76,8 @@ class Callback:
         evaluations and saves; tflops (model TFLOP/s of a device) and mfu, where they are known."""
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        """After an evaluation: iteration, and `<set>_loss` for each validation set; or what evaluators measure."""
+        """After an evaluation: iteration, and for each validation set `<set>_loss` and what the loss reports beside it
+        (`mt_core.nn.loss.ReportsEvaluation`); or what evaluators measure."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""

@@ -34,7 +34,7 @@ from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
-from mt_core.nn.loss import Loss
+from mt_core.nn.loss import Loss, ReportsEvaluation
 from mt_core.nn.model import model_options
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.finalize_grads import GradFinalizer
@@ -123,6 +123,7 @@ class Engine:
     copies: TiedWeights
     weights: MasterWeights
     optimizer: Optimizer
+    loss: Loss
     schedule: LRSchedule
     group_schedules: GroupSchedules
     batch_size: BatchSizeSchedule
@@ -216,6 +217,7 @@ class Engine:
             copies=copies,
             weights=main_weights,
             optimizer=optimizer,
+            loss=loss,
             schedule=build.build_schedule(config, host),
             group_schedules=build.build_group_schedules(config, host),
             batch_size=build_batch_size(config),
@@ -352,6 +354,10 @@ class Engine:
         ahead = self.device_batches.ahead(self.read_batches(dataset, steps))
         batches = (self.device_batches.take(rank_batch) for rank_batch in ahead)
         return evaluate(self.model, batches, self.forward_backward, self.ctx)
+
+    def evaluation_metrics(self) -> Mapping[str, float]:
+        """What the loss reports of the batches of `evaluate` beside its mean. Collective."""
+        return self.loss.take_metrics() if isinstance(self.loss, ReportsEvaluation) else {}
 
     def evaluated_samples(self, dataset: Dataset) -> int:
         return min(self.config.train.eval_iters * self.batch_size.full, len(dataset))

@@ -32,7 +32,7 @@ from mt_core.specs import Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.data_identity import data_identity
 from mt_core.train.checkpoint.loss_check import RecentLosses, expected_loss, is_comparable
-from mt_core.train.checkpoint.partial_load import load_weights
+from mt_core.train.checkpoint.partial_load import adapted, load_weights
 from mt_core.train.checkpoint.resume import change_table, find_resume, require_same_data, require_same_run
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
@@ -250,10 +250,14 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss on each validation set, over train.eval_iters global batches."""
         self.phases.enter("evaluate")
-        losses = {f"{name}_loss": self.engine.evaluate(dataset) for name, dataset in self.valid_data.items()}
+        losses: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for name, dataset in self.valid_data.items():
+            losses[f"{name}_loss"] = self.engine.evaluate(dataset)
+            metrics |= {f"{name}_{metric}": value for metric, value in self.engine.evaluation_metrics().items()}
         self.last_losses = losses
         if losses:
-            self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses})
+            self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **losses, **metrics})
         return losses
 
     def run_evaluators(self) -> None:
@@ -316,6 +320,7 @@ class Trainer:
             self._resume(self.resumed_from)
         elif self.config.checkpoint.load is not None:
             reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
+            reader = adapted(reader, self.config, self.host)
             self.not_loaded = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config.checkpoint)
 
     def _resume(self, path: Path) -> None:

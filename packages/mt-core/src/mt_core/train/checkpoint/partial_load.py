@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from mt_core.config.schema import CheckpointConfig
+from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
+from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 from mt_core.train.checkpoint.state import MODEL, Checkpointed, require_fit, shapes_of_all_stages
 
@@ -42,6 +43,17 @@ class SelectedTensors:
 
     def files(self) -> Mapping[str, bytes]:
         return self.reader.files()
+
+
+def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> CheckpointReader:
+    """The checkpoint under the names of the model that is trained, where it is of another family that this one starts
+    from (`ModelSpec.adapt`); else as it is."""
+    spec = host.models.get(config.model.family, key="model.family")
+    family = reader.metadata["config"]["model"]["family"]
+    if spec.adapt is None or family == spec.name:
+        return reader
+    found: CheckpointReader = spec.adapt.load()(reader, config, host)
+    return found
 
 
 def load_weights(
