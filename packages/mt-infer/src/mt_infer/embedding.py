@@ -52,7 +52,7 @@ class TextEmbedder:
 
     @torch.inference_mode()
     def vectors(self, texts: Sequence[Sequence[int]], input_type: InputType) -> Tensor:
-        """[texts, P] fp32 on the device, of each text's tokens. input_type matters to models with an encoder for each."""
+        """[texts, P] fp32 on the device, of each text's tokens. input_type: for models with an encoder for each."""
         tokens, seen = self._padded(texts)
         return self.model.embed(tokens, seen, input_type).float()
 

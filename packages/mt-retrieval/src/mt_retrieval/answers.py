@@ -1,7 +1,8 @@
 """Whether a passage has the answer of a question, as DPR's evaluation defines it (Karpukhin et al., 2020).
 
 Both sides are in Unicode's normal form D, so that accents count. By string: the answer's tokens, in lower case, are a
-contiguous part of the passage's. By regex: the answer is a pattern, found in the passage whatever its case. Titles are not searched.
+contiguous part of the passage's. By regex: the answer is a pattern, found in the passage whatever its case. Titles are
+not searched.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ class Encoder:
         """
         host = host or load_plugins()
         trained = load_trained_model(path, host, device=device, settings=settings)
-        for axis, key in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
-            if (size := trained.ctx.axes[axis].size if axis in trained.ctx.axes else 1) > 1:
+        pp, cp = trained.ctx.axis("pp").size, trained.ctx.cp.size
+        for size, key in ((pp, "pipeline_model_parallel_size"), (cp, "context_parallel_size")):
+            if size > 1:
                 raise ConfigError(
                     f"parallel.{key}={size}: an encoder of passages runs under tensor and data parallelism"
                 )

@@ -106,14 +106,14 @@ class EmbeddedQuestions:
         cls, index: Path, embeddings: Path, evidence: str | None, search_parameters: str | None
     ) -> EmbeddedQuestions:
         opened = open_index(index, search_parameters)
-        passages = TSVEvidence(Path(recorded(evidence, opened.source and opened.source.evidence, "--evidence", index)))
+        passages = TSVEvidence(Path(evidence or recorded(opened, "evidence", "--evidence")))
         require_evidence(opened, passages)
         return cls(opened, read_matrix(embeddings), passages, embeddings)
 
     def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found:
         if len(questions) != len(self.matrix):
             raise ConfigError(
-                f"--question-embeddings {self.path} has {len(self.matrix)} rows, and there are {len(questions)} questions"
+                f"--question-embeddings {self.path} has {len(self.matrix)} rows for {len(questions)} questions"
             )
         matrix = self.matrix.astype(np.float32)
         return find_in_batches(self.index, lambda first, end: matrix[first:end], len(matrix), k, on_progress)

@@ -23,8 +23,8 @@ def mine_negatives(
     count: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Writes a file in DPR's format with the questions, their positives, and up to `count` mined hard negatives each, the
-    highest scores first. Returns the number of negatives.
+    """Writes a file in DPR's format with the questions, their positives, and up to `count` mined hard negatives each,
+    the highest scores first. Returns the number of negatives.
 
     A passage that has one of the answers (by string), or is one of the positives, is none.
     """

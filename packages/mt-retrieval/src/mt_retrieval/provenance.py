@@ -17,7 +17,7 @@ WEIGHTS = "model."
 
 
 def encoder_fingerprint(reader: CheckpointReader, tokenizer: Tokenizer) -> str:
-    """SHA-256 of the weights as they are stored, and of the tokenizer; the format and place of the files do not count."""
+    """SHA-256 of the weights as they are stored and of the tokenizer, whatever the format and place of the files."""
     digest = sha256(tokenizer.fingerprint().encode())
     for name in sorted(name for name in reader.shapes() if name.startswith(WEIGHTS)):
         tensor = reader.read(name).contiguous()

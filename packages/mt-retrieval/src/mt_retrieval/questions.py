@@ -1,7 +1,7 @@
 """Questions with their answers, from the files of Natural Questions as DPR has them.
 
-A line is: question, tab, list of answers as Python or JSON writes it. The file has no line of names, and may be compressed
-(.gz). Lists are parsed as literals, never evaluated.
+A line is: question, tab, list of answers as Python or JSON writes it. The file has no line of names, and may be
+compressed (.gz). Lists are parsed as literals, never evaluated.
 """
 
 from __future__ import annotations

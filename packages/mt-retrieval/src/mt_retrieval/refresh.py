@@ -1,7 +1,7 @@
 """Mines hard negatives anew while training runs (REALM's asynchronous refresh; ANCE, Xiong et al., 2021).
 
-After a checkpoint, a process embeds the evidence with it, searches it for the training questions, and writes what it found as a file
-of negatives (`mt_retrieval.dpr.mined`), which is given its name, and so is used, from a sample on that no rank has read yet.
+After a checkpoint, a process embeds the evidence with it, searches it for the training questions, and writes what it
+found as a file of negatives (`mt_retrieval.dpr.mined`), which is used from a sample on that no rank has read yet.
 """
 
 from __future__ import annotations

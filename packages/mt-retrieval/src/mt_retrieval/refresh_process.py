@@ -1,4 +1,4 @@
-"""python -m mt_retrieval.refresh_process CHECKPOINT EVIDENCE QUESTIONS OUTPUT NEGATIVES DEVICE: see `mt_retrieval.refresh`."""
+"""The process of `mt_retrieval.refresh`. Arguments: checkpoint, evidence, questions, output, negatives, device."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,15 +59,13 @@ class Retriever:
     ) -> Retriever:
         """checkpoint, evidence: default to where they were when the passages were embedded."""
         opened = open_index(Path(index), search_parameters)
-        source = opened.source
         encoder = Encoder.load(
-            recorded(checkpoint, source and source.encoder, "--checkpoint", index),
+            checkpoint or recorded(opened, "encoder", "--checkpoint"),
             device=device,
             settings=settings,
-            seq_length=source and source.seq_length,
+            seq_length=None if opened.source is None else opened.source.seq_length,
         )
-        passages = recorded(evidence, source and source.evidence, "--evidence", index)
-        return cls(encoder, opened, evidence_of(passages, encoder))
+        return cls(encoder, opened, evidence_of(str(evidence or recorded(opened, "evidence", "--evidence")), encoder))
 
     def search(self, questions: Sequence[str], k: int) -> list[list[ScoredPassage]]:
         """The k best passages of each question, the best first."""
@@ -123,12 +121,11 @@ def evidence_of(path: str, encoder: Encoder) -> Evidence:
     return open_evidence(path, encoder.tokenizer, encoder.seq_length, encoder.config.data)
 
 
-def recorded(given: str | Path | None, origin: Origin | None, option: str, index: str | Path) -> str:
-    """The path that the user gave, else the one that the index has recorded. Raises ConfigError without either."""
-    if given is not None:
-        return str(given)
-    if origin is None:
-        raise ConfigError(f"{index} does not say what it is of; give {option}")
+def recorded(index: Index, what: Literal["encoder", "evidence"], option: str) -> str:
+    """The path that the index has recorded. Raises ConfigError where it has none."""
+    if index.source is None:
+        raise ConfigError(f"the index does not say of which {what} it is; give {option}")
+    origin: Origin = getattr(index.source, what)
     return origin.path
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
 from mt_models.bert.config import BertConfig, check_encoder
@@ -25,7 +27,7 @@ class BiencoderConfig(BertConfig):
     """One tower encodes both questions and texts."""
     retriever_score_scaling: bool = False
     """Divide scores by the square root of hidden_size."""
-    retriever_report_topk_accuracies: list[PositiveInt] = []
+    retriever_report_topk_accuracies: list[PositiveInt] = Field([])
     """For validation sets, the shares of questions whose text is among so many with the highest scores."""
 
 

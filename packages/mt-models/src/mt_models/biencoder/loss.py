@@ -24,9 +24,9 @@ PRESENT = "context_mask"
 class RetrievalLoss:
     """-log softmax(q . c / divisor)[own text] for each question q over the texts c of all data-parallel ranks: [B].
 
-    With several texts for each question, the first is its own and the others are negatives, for all questions. Each rank
-    scores its own questions, so that the sum over ranks of losses (and of gradients) is that of one process with the
-    whole micro-batch. Every rank has equally many samples.
+    With several texts for each question, the first is its own and the others are negatives, for all questions. Each
+    rank scores its own questions, so that the sum over ranks of losses (and of gradients) is that of one process with
+    the whole micro-batch. Every rank has equally many samples.
 
     On validation sets it reports average_rank, from 0, of the question's own text among those of the micro-batch on all
     ranks, and top<k>_acc for each k of `top_k`, the share of questions with a rank below k.
@@ -43,8 +43,8 @@ class RetrievalLoss:
         return F.cross_entropy(scores, self.own_texts(scores), reduction="none")
 
     def scores(self, vectors: Vectors, batch: Mapping[str, Tensor]) -> Tensor:
-        """[B, B x C x data-parallel size] fp32: of this rank's questions for the texts of all ranks, in their order. -inf
-        where there is no text."""
+        """[B, B x C x data-parallel size] fp32: of this rank's questions for the texts of all ranks, in their order.
+        -inf where there is no text."""
         context = gather_from(vectors.context, 0, self.parallel.dp)
         scores = (vectors.query @ context.flatten(0, -2).T / self.divisor).float()
         if PRESENT not in batch:

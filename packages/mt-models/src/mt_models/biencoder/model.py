@@ -36,7 +36,7 @@ class Tower(BertEncoder):
 
 
 class Vectors(NamedTuple):
-    """query: [B, P]. context: [B, P], row i is of the text of question i; or [B, C, P], of its text and C - 1 others."""
+    """query: [B, P]. context: [B, P], row i is of the text of question i; or [B, C, P], with C - 1 others behind it."""
 
     query: Tensor
     context: Tensor

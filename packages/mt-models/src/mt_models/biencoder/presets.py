@@ -1,5 +1,5 @@
-"""Retrievers: that of ORQA and REALM with two towers of Megatron's BERT, those that start from the original BERT, and small
-ones for a CPU. "ict" ones train on the inverse cloze task, "dpr" ones on questions with passages."""
+"""Retrievers: that of ORQA and REALM with two towers of Megatron's BERT, those that start from the original BERT, and
+small ones for a CPU. "ict" ones train on the inverse cloze task, "dpr" ones on questions with passages."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class DPRDataConfig(TextDataConfig):
 
     dataset_type: str = "dpr"
     train_hard_neg: NonNegativeInt = 0
-    """Negatives of each question in training: hard ones, and others where it has too few. The positives of the other questions of a
-    micro-batch are negatives in any case."""
+    """Negatives of each question in training: hard ones, and others where it has too few. The positives of the other
+    questions of a micro-batch are negatives in any case."""
     val_av_rank_hard_neg: NonNegativeInt = 0
     """Hard negatives of each question in validation."""
     val_av_rank_other_neg: NonNegativeInt = 0

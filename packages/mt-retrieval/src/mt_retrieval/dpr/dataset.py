@@ -24,8 +24,8 @@ from mt_retrieval.text_pairs import TextPairs, bare_question
 
 @dataclass(frozen=True)
 class NegativeRules:
-    """hard, other: negatives of each question. is_shuffled: drawn anew for each sample, with others in place of hard ones that a
-    question lacks, as in training; else always the first ones."""
+    """hard, other: negatives of each question. is_shuffled: drawn anew for each sample, with others in place of hard
+    ones that a question lacks, as in training; else always the first ones."""
 
     hard: int
     other: int

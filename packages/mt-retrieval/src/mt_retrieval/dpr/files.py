@@ -1,7 +1,7 @@
 """Questions with passages from DPR's JSON files.
 
-A file is an array (or JSON lines) of objects with `question`, `positive_ctxs`, `negative_ctxs`, `hard_negative_ctxs` and `answers`; a
-passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz).
+A file is an array (or JSON lines) of objects with `question`, `positive_ctxs`, `negative_ctxs`, `hard_negative_ctxs`
+and `answers`; a passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hard negatives that are mined while training runs: files in DPR's format, each from a sample on.
 
-`mined-000000012800.json` has the negatives of sample 12800 and those after it, until another file begins. Which file a sample
-takes does not depend on when it is read, so that a resumed run repeats its samples exactly.
+`mined-000000012800.json` has the negatives of sample 12800 and those after it, until another file begins. Which file a
+sample takes does not depend on when it is read, so that a resumed run repeats its samples exactly.
 """
 
 from __future__ import annotations

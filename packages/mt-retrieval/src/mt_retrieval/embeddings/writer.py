@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,19 +55,21 @@ def embed_evidence(
     if encoder.ctx.is_writer:
         _begin(folder, _job(encoder, evidence, shard_rows, batch_size))
     wait_for_all()
-    job = read_record(folder / MANIFEST, Manifest).job
-    own = range(encoder.ctx.dp.rank, job.num_shards, encoder.ctx.dp.size)
-    done, total = 0, sum(len(job.rows_of(shard)) for shard in own)
+    shards = ShardWriter(encoder, evidence, folder, read_record(folder / MANIFEST, Manifest).job)
+    own = range(encoder.ctx.dp.rank, shards.job.num_shards, encoder.ctx.dp.size)
+    done, total = 0, sum(len(shards.job.rows_of(shard)) for shard in own)
+
+    def on_rows(rows: int) -> None:
+        on_progress(done + rows, total)
+
     for shard in own:
-        if not _is_written(folder, shard):
-            _write_shard(
-                encoder, evidence, folder, job, shard, lambda rows, before=done: on_progress(before + rows, total)
-            )
-        done += len(job.rows_of(shard))
-        on_progress(done, total)
+        if not shards.is_written(shard):
+            shards.write(shard, on_rows)
+        done += len(shards.job.rows_of(shard))
+        on_rows(0)
     wait_for_all()
     if encoder.ctx.is_writer:
-        _finish(folder, job, encoder)
+        shards.finish()
     wait_for_all()
     return read_record(folder / MANIFEST, Manifest)
 
@@ -109,40 +112,69 @@ def _compared(stored: EmbeddingJob, job: EmbeddingJob) -> Iterator[tuple[str, ob
         yield name, getattr(stored, name), getattr(job, name)
 
 
-def _write_shard(
-    encoder: Encoder, evidence: Evidence, folder: Path, job: EmbeddingJob, shard: int, on_rows: Callable[[int], None]
-) -> None:
-    rows = job.rows_of(shard)
-    embeddings = _embed_rows(encoder, evidence, rows, job.batch_size, on_rows).astype(np.float16)
-    if not np.isfinite(embeddings).all():
-        raise DataError(
-            f"shard {shard} has embeddings that are not finite in fp16 (of at most 65504); the encoder "
-            f"{encoder.checkpoint} is broken, or needs model.biencoder_projection_dim to scale them down"
+@dataclass(frozen=True)
+class ShardWriter:
+    """Embeds the rows of a shard, and writes them with their record."""
+
+    encoder: Encoder
+    evidence: Evidence
+    folder: Path
+    job: EmbeddingJob
+
+    def is_written(self, shard: int) -> bool:
+        """Whether its files are there, and are those of its record."""
+        try:
+            record = self._record(shard)
+            require_unchanged(self.folder, record.embeddings, "")
+            require_unchanged(self.folder, record.ids, "")
+        except DataError:
+            return False
+        return True
+
+    def write(self, shard: int, on_rows: Callable[[int], None]) -> None:
+        """Collective over the ranks of a model, of which the first one writes."""
+        rows = self.job.rows_of(shard)
+        embeddings = self._embed(rows, on_rows).astype(np.float16)
+        if not np.isfinite(embeddings).all():
+            raise DataError(
+                f"shard {shard} has embeddings that are not finite in fp16 (of at most 65504); the weights of "
+                f"{self.encoder.checkpoint} are damaged, or need model.biencoder_projection_dim to scale them down"
+            )
+        if self.encoder.ctx.axis("model").rank:
+            return
+        ids = np.array([self.evidence.passage(row).id for row in rows], np.int64)
+        record = Shard(
+            rows=len(rows),
+            embeddings=_write_array(self.folder, f"embeddings-{shard:0{DIGITS}}.npy", embeddings),
+            ids=_write_array(self.folder, f"ids-{shard:0{DIGITS}}.npy", ids),
         )
-    if encoder.ctx.axis("model").rank:
-        return
-    ids = np.array([evidence.passage(row).id for row in rows], np.int64)
-    record = Shard(
-        rows=len(rows),
-        embeddings=_write_array(folder, f"embeddings-{shard:0{DIGITS}}.npy", embeddings),
-        ids=_write_array(folder, f"ids-{shard:0{DIGITS}}.npy", ids),
-    )
-    write_record(_record_path(folder, shard), record)
+        write_record(self._record_path(shard), record)
 
+    def finish(self) -> None:
+        """Write the manifest of all shards."""
+        shards = tuple(self._record(shard) for shard in range(self.job.num_shards))
+        first = np.load(self.folder / shards[0].embeddings.name, mmap_mode="r", allow_pickle=False)
+        made_with = computation(self.encoder.config, self.encoder.ctx)
+        manifest = Manifest(job=self.job, dim=first.shape[1], shards=shards, made_with=made_with)
+        write_record(self.folder / MANIFEST, manifest)
 
-def _embed_rows(
-    encoder: Encoder, evidence: Evidence, rows: range, batch_size: int, on_rows: Callable[[int], None]
-) -> NDArray[np.float32]:
-    """[rows, P]. Passages of about the same length share a batch, so that little is padding."""
-    sequences = [encoder.pairs.passage(*evidence.tokens(row)) for row in rows]
-    order = np.argsort([len(sequence) for sequence in sequences], kind="stable")
-    parts = []
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        parts.append(encoder.vectors([sequences[number] for number in batch], "document"))
-        on_rows(first + len(batch))
-    found = np.concatenate(parts)
-    return found[np.argsort(order, kind="stable")]
+    def _embed(self, rows: range, on_rows: Callable[[int], None]) -> NDArray[np.float32]:
+        """[rows, P]. Passages of about the same length share a batch, so that little is padding."""
+        sequences = [self.encoder.pairs.passage(*self.evidence.tokens(row)) for row in rows]
+        order = np.argsort([len(sequence) for sequence in sequences], kind="stable")
+        parts = []
+        for first in range(0, len(order), self.job.batch_size):
+            batch = order[first : first + self.job.batch_size]
+            parts.append(self.encoder.vectors([sequences[number] for number in batch], "document"))
+            on_rows(first + len(batch))
+        found = np.concatenate(parts)
+        return found[np.argsort(order, kind="stable")]
+
+    def _record(self, shard: int) -> Shard:
+        return read_record(self._record_path(shard), Shard)
+
+    def _record_path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:0{DIGITS}}.json"
 
 
 def _write_array(folder: Path, name: str, array: np.ndarray) -> StoredFile:
@@ -151,26 +183,3 @@ def _write_array(folder: Path, name: str, array: np.ndarray) -> StoredFile:
     data = buffer.getvalue()
     write_whole(folder / name, data)
     return StoredFile(name=name, sha256=sha256(data).hexdigest())
-
-
-def _is_written(folder: Path, shard: int) -> bool:
-    """Whether its files are there, and are those of its record."""
-    try:
-        record = read_record(_record_path(folder, shard), Shard)
-        require_unchanged(folder, record.embeddings, "")
-        require_unchanged(folder, record.ids, "")
-    except DataError:
-        return False
-    return True
-
-
-def _record_path(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:0{DIGITS}}.json"
-
-
-def _finish(folder: Path, job: EmbeddingJob, encoder: Encoder) -> None:
-    shards = tuple(read_record(_record_path(folder, shard), Shard) for shard in range(job.num_shards))
-    first = np.load(folder / shards[0].embeddings.name, mmap_mode="r", allow_pickle=False)
-    made_with = computation(encoder.config, encoder.ctx)
-    manifest = Manifest(job=job, dim=first.shape[1], shards=shards, made_with=made_with)
-    write_record(folder / MANIFEST, manifest)

@@ -1,7 +1,7 @@
 """Passages from a tab-separated file with the columns id, text and title: DPR's psgs_w100.tsv.
 
-The first line names the columns. Fields may be in double quotes, as Python's csv module writes them. Only the offsets of the
-rows are kept in memory (8 bytes each).
+The first line names the columns. Fields may be in double quotes, as Python's csv module writes them. Only the offsets
+of the rows are kept in memory (8 bytes each).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class FaissIndex:
         path = require_unchanged(folder, self._record.index, "run mt retrieve index again")
         self._index = faiss().read_index(str(path))
         self.kind = self._record.factory
-        self.source = self._record.source
+        self.source: Source | None = self._record.source
         if search_parameters is not None:
             _set_parameters(self._index, search_parameters, self.kind)
 
@@ -124,8 +124,8 @@ def _trained(embeddings: Embeddings, factory: str, train_rows: int | None) -> An
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("failed: ")[2]
         raise ConfigError(
-            f"faiss cannot make the index {factory} of {len(embeddings)} embeddings of width {embeddings.dim}: {reason}; "
-            "choose another --type, --lists, --pq-bytes or --factory"
+            f"faiss cannot make the index {factory} of {len(embeddings)} embeddings of width {embeddings.dim}: "
+            f"{reason}; choose another --type, --lists, --pq-bytes or --factory"
         ) from error
     return index
 

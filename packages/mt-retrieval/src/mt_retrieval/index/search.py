@@ -11,7 +11,7 @@ from mt_retrieval.embeddings.manifest import Source
 
 
 class Found(NamedTuple):
-    """scores fp32, rows int64, [questions, k], the best first. A row is that of the evidence; -1 where fewer are found."""
+    """scores fp32, rows (of the evidence) int64: [questions, k], the best first; the row -1 where fewer are found."""
 
     scores: NDArray[np.float32]
     rows: NDArray[np.int64]
