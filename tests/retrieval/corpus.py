@@ -55,13 +55,14 @@ def write_passages(path: Path, titles: list[str], texts: list[str]) -> None:
 
 
 def _record(world: World, number: int, question: str, draw: random.Random) -> dict:
-    hard, other, more = draw.sample([row for row in range(PASSAGES) if row != number], 3)
+    """With two negatives that are not hard; three for passage 0, so that others have fewer than the most."""
+    hard, *others = draw.sample([row for row in range(PASSAGES) if row != number], 4)
     return {
         "question": question,
         "answers": [f"number {number}"],
         "positive_ctxs": [_context(world, number)],
         "hard_negative_ctxs": [_context(world, hard)],
-        "negative_ctxs": [_context(world, other), _context(world, more)],
+        "negative_ctxs": [_context(world, other) for other in others[: 3 if number == 0 else 2]],
     }
 
 

@@ -34,8 +34,9 @@ class Mining:
 
     @classmethod
     def start(cls, checkpoint: Path, refresh: RefreshConfig) -> Mining:
-        refresh.folder.mkdir(parents=True, exist_ok=True)
-        output, log = (refresh.folder / f"{checkpoint.name}.{suffix}" for suffix in ("json", "log"))
+        folder = Path(refresh.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        output, log = (folder / f"{checkpoint.name}.{suffix}" for suffix in ("json", "log"))
         arguments = [checkpoint, refresh.evidence, refresh.questions, output, refresh.negatives, refresh.device]
         command = [sys.executable, "-m", "mt_retrieval.refresh_process", *map(str, arguments)]
         with log.open("wb") as file:
@@ -87,7 +88,7 @@ class RefreshNegatives(Callback):
         mining.wait()
         self._mining = None
         first = run.state.consumed_samples + self._ahead
-        mining.output.replace(mined_file(self.refresh.folder, first))
+        mining.output.replace(mined_file(Path(self.refresh.folder), first))
         run.message(f"hard negatives of {mining.checkpoint.name} are used from sample {first} on")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import model_validator
 
 from mt_core.config.schema import NonNegativeInt, PositiveInt, Section
@@ -14,11 +12,11 @@ from mt_data.datasets.text_files import TextDataConfig
 class RefreshConfig(Section):
     """Hard negatives that are mined anew from each checkpoint while training continues."""
 
-    evidence: Path
+    evidence: str
     """The passages: a TSV file with the columns id, text and title, or the prefix of an indexed data set."""
-    questions: Path
+    questions: str
     """The file of questions to mine for, one of data.data_path or data.train_data_path."""
-    folder: Path
+    folder: str
     """Where embeddings and mined negatives are kept, which all ranks can read. A resumed run continues with it."""
     negatives: PositiveInt = 30
     """Hard negatives that are kept for each question."""

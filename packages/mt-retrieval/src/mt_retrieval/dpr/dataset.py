@@ -121,8 +121,8 @@ def build_dpr(config: DPRDataConfig, tokenizer: Tokenizer, request: SplitRequest
     pairs = TextPairs.of(tokenizer, request.sequence_length)
     encode = bare_encoder(tokenizer)
     rules = NegativeRules.of(config, request)
-    is_mined = config.refresh is not None and request.split == "train"
-    mined = MinedNegatives(config.refresh.folder) if is_mined and config.refresh is not None else None
+    refresh = config.refresh if request.split == "train" else None
+    mined = None if refresh is None else MinedNegatives(Path(refresh.folder))
 
     def make(source: TextSource, num_samples: int | None) -> DPRDataset:
         questions = read_training_questions(Path(source.name))
