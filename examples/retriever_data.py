@@ -2,9 +2,9 @@
 
     python examples/retriever_data.py FOLDER
 
-A passage is a function, class or method of the standard library whose docstring continues behind its first paragraph: its
-title is the module, its text the name, the signature and the rest of the docstring. The first paragraph is the question,
-the name the answer.
+A passage is a function, class or method of the standard library whose docstring continues behind its first paragraph.
+Its title is the module, its text the name, the signature and the rest of the docstring. The first paragraph is the
+question, the name the answer.
 """
 
 from __future__ import annotations
@@ -80,21 +80,24 @@ def signature(value: Any) -> str:
 
 
 def write(folder: Path) -> None:
-    """passages.tsv (evidence), text.jsonl (for the inverse cloze task), train.json and dev.json (DPR), questions.tsv."""
+    """passages.tsv (evidence), text.jsonl (to pretrain on), train.json and dev.json (DPR), questions.tsv."""
     found = list(entries())
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "passages.tsv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter="\t")
         writer.writerow(["id", "text", "title"])
         writer.writerows((number, entry.text, entry.title) for number, entry in enumerate(found, 1))
-    lines = [json.dumps({"title": entry.title, "text": f"{entry.question} {entry.text}"}) for entry in found]
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     order = random.Random(0).sample(range(len(found)), len(found))
-    for name, chosen in (("train", order[HELD_OUT:]), ("dev", order[:HELD_OUT])):
+    held_out, trained = order[:HELD_OUT], order[HELD_OUT:]
+    texts = {number: f"{found[number].question} {found[number].text}" for number in trained}
+    texts |= {number: found[number].text for number in held_out}  # without the question
+    lines = [json.dumps({"title": entry.title, "text": texts[number]}) for number, entry in enumerate(found)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, chosen in (("train", trained), ("dev", held_out)):
         records = [in_dpr_format(number + 1, found[number]) for number in chosen]
         (folder / f"{name}.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
-    held_out = [f"{found[number].question}\t{json.dumps([found[number].answer])}" for number in order[:HELD_OUT]]
-    (folder / "questions.tsv").write_text("\n".join(held_out) + "\n", encoding="utf-8")
+    asked = [f"{found[number].question}\t{json.dumps([found[number].answer])}" for number in held_out]
+    (folder / "questions.tsv").write_text("\n".join(asked) + "\n", encoding="utf-8")
     print(f"{folder}: {len(found)} passages; {HELD_OUT} of their questions are for evaluation")
 
 
