@@ -48,12 +48,8 @@ class SelectedTensors:
 def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> CheckpointReader:
     """The checkpoint under the names of the model that is trained, where it is of another family that this one starts
     from (`ModelSpec.adapt`); else as it is."""
-    spec = host.models.get(config.model.family, key="model.family")
-    family = reader.metadata["config"]["model"]["family"]
-    if spec.adapt is None or family == spec.name:
-        return reader
-    found: CheckpointReader = spec.adapt.load()(reader, config, host)
-    return found
+    adapt = host.models.get(config.model.family, key="model.family").adapt
+    return reader if adapt is None else adapt.load()(reader, config, host)
 
 
 def load_weights(
