@@ -27,7 +27,8 @@ def test_each_is_the_vector_of_its_passage(trained: Trained) -> None:
     embeddings = Embeddings(trained.embeddings)
     found = np.concatenate(list(embeddings.shards()))
     assert found.dtype == np.float16
-    assert embeddings.ids().tolist() == list(range(1000, 1000 + PASSAGES))
+    ids = [np.load(path) for path in sorted(trained.embeddings.glob("ids-*.npy"))]
+    assert np.concatenate(ids).tolist() == list(range(1000, 1000 + PASSAGES))
     encoder = Encoder.load(trained.run, device="cpu")
     encode, special = encoder.tokenizer.encode, encoder.tokenizer.special
     model = encoder._trained.model
@@ -39,8 +40,10 @@ def test_each_is_the_vector_of_its_passage(trained: Trained) -> None:
         np.testing.assert_allclose(found[row].astype(np.float32), expected.numpy(), rtol=2e-3, atol=2e-2)
 
 
-def on_rank(rank: int, world: int, run: Path, passages: Path, folder: Path, kill_after: int | None) -> None:
-    encoder = Encoder.load(run, device="cpu", settings={"parallel": {}})
+def on_rank(
+    rank: int, world: int, run: Path, passages: Path, folder: Path, kill_after: int | None = None, tp: int = 1
+) -> None:
+    encoder = Encoder.load(run, device="cpu", settings={"parallel": {"tensor_model_parallel_size": tp}})
 
     def on_progress(done: int, total: int) -> None:
         if kill_after is not None and done > kill_after:
@@ -58,9 +61,16 @@ def test_killed_and_resumed_by_two_ranks_it_writes_the_same_bytes(trained: Train
     assert 0 < len(begun) < len(arrays(trained.embeddings))
     with pytest.raises(DataError, match="not complete; run the same mt retrieve embed again"):
         Embeddings(tmp_path)
-    run_ranks(2, on_rank, trained.run, trained.world.passages, tmp_path, None)
+    run_ranks(2, on_rank, trained.run, trained.world.passages, tmp_path)
     assert arrays(tmp_path) == arrays(trained.embeddings)
     assert Embeddings(tmp_path).manifest.made_with["layout"] == {"tp": 1, "dp": 2}
+
+
+@pytest.mark.dist
+def test_an_encoder_that_is_divided_gives_the_same_vectors(trained: Trained, tmp_path: Path) -> None:
+    run_ranks(2, on_rank, trained.run, trained.world.passages, tmp_path, None, 2)
+    divided, whole = (np.concatenate(list(Embeddings(folder).shards())) for folder in (tmp_path, trained.embeddings))
+    np.testing.assert_allclose(divided.astype(np.float32), whole.astype(np.float32), rtol=2e-3, atol=1e-2)
 
 
 def test_a_damaged_shard_is_found_and_replaced(trained: Trained, tmp_path: Path) -> None:

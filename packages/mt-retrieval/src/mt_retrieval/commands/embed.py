@@ -48,17 +48,13 @@ def embed(
     from mt_retrieval.retriever import evidence_of
 
     settings = layout_of_ranks(engine_settings(set_ or []))
-    with rank_session(resolve_device(device).type), progress_bar("embedding") as update:
+    with rank_session(resolve_device(device).type):
         encoder = Encoder.load(checkpoint, device=device, settings=settings, seq_length=seq_length)
         passages = evidence_of(evidence, encoder)
-        manifest = embed_evidence(
-            encoder,
-            passages,
-            output,
-            shard_rows=shard_rows,
-            batch_size=batch_size,
-            on_progress=update if is_writer() else lambda done, total: None,
-        )
+        with progress_bar("embedding", shown=is_writer()) as update:
+            manifest = embed_evidence(
+                encoder, passages, output, shard_rows=shard_rows, batch_size=batch_size, on_progress=update
+            )
         if is_writer():
             typer.echo(
                 f"{output}: {manifest.job.count:,} embeddings of width {manifest.dim} in {len(manifest.shards)} shards"

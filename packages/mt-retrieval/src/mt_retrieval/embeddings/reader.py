@@ -31,10 +31,6 @@ class Embeddings:
         assert self.manifest.dim is not None
         return self.manifest.dim
 
-    def ids(self) -> NDArray[np.int64]:
-        """[count]"""
-        return np.concatenate([np.load(require_unchanged(self.folder, s.ids, CURE)) for s in self.manifest.shards])
-
     def shards(self) -> Iterator[NDArray[np.float16]]:
         """Mapped into memory: [rows, dim] each, in the order of the evidence."""
         for shard in self.manifest.shards:
