@@ -11,7 +11,7 @@ from typer.main import get_command, get_group
 from mt_cli import plugin
 from mt_cli.quick import QuickCommand, QuickParameters
 from mt_cli.versions import version_lines
-from mt_core.commands import host_of, is_strict
+from mt_core.commands import WORDS, host_of, is_strict
 from mt_core.errors import MtError, PluginError
 from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
@@ -98,6 +98,8 @@ class DeferredCommand(TyperCommand):
             self.host.require_known_names()
             if is_strict():
                 load_plugins()  # raises at the first problem
+        if parent is not None:
+            parent.meta.setdefault(WORDS, [info_name, *args])
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from mt_core.commands import REST_OF_LINE, WORDS
+from mt_core.commands import REST_OF_LINE
 
 
 class QuickParameters:
@@ -30,7 +30,6 @@ class QuickCommand(QuickParameters, TyperCommand):
     """A command made of a function."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[WORDS] = list(args)
         rest = next((name for p in self.params if getattr(p, "metavar", None) == REST_OF_LINE for name in p.opts), None)
         return super().parse_args(ctx, args if rest is None else one_by_one(args, rest))
 

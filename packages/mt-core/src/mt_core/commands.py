@@ -14,19 +14,13 @@ INSTALL = {"torch": '"mt-core[train]"'}
 REST_OF_LINE = "ARGUMENTS..."
 """Metavar of an option that takes the rest of the line, of any command of `mt` that is a function."""
 WORDS = "mt.words"
-"""Key of a context's `meta`: the arguments of its command, as typed."""
+"""Key of a context's `meta`: the command line behind `mt`, as typed."""
 KIND_BROUGHT = {"mt-models": "models", "mt-data": "datasets", "mt-ckpt": "checkpoint_savers"}
 """A distribution that is wanted for a kind of thing, which any other plugin may bring instead."""
 
 
 class CommandContext(Protocol):
     """typer.Context, as far as it is needed here: mt-core does not depend on typer."""
-
-    @property
-    def info_name(self) -> str | None: ...
-
-    @property
-    def parent(self) -> Any: ...
 
     @property
     def meta(self) -> Any: ...
@@ -41,12 +35,7 @@ def host_of(context: CommandContext) -> PluginHost:
 
 def typed_words(context: CommandContext) -> list[str]:
     """The command line behind `mt`, for another process that runs the same: names of the command, and its arguments."""
-    names: list[str] = []
-    above: Any = context
-    while above.parent is not None:
-        names.insert(0, str(above.info_name))
-        above = above.parent
-    return [*names, *context.meta.get(WORDS, [])]
+    return list(context.meta.get(WORDS, []))
 
 
 def is_strict() -> bool:
