@@ -22,7 +22,7 @@ from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wo
 from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
 from mt_retrieval.dpr.dataset import build_dpr
 from mt_retrieval.encoder import Encoder
-from mt_retrieval.refresh import Mining, RefreshNegatives
+from mt_retrieval.refresh import Mining, RefreshNegatives, build_refresh
 
 
 def dataset(world: World, split="train", **keys):
@@ -232,6 +232,21 @@ def test_negatives_are_mined_from_a_checkpoint_and_used_later(trained: Trained, 
         question = data.questions[data.order[index]]
         ids = {one["passage_id"] for one in mined[question.question]["hard_negative_ctxs"]}
         assert (data.negatives(index)[0].id in ids) is is_mined
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["data.refresh.evidence=none.tsv"], r"data.refresh.evidence=none.tsv: no such file"),
+        (["data.refresh.questions=none.json"], r"data.refresh.questions=none.json: no such file"),
+        ([], r"mines from checkpoints while training runs, and checkpoint.save_interval is null"),
+    ],
+)
+def test_mining_that_could_never_work_is_refused(world: World, settings: list[str], words: str) -> None:
+    refresh = [f"data.refresh.evidence={world.passages}", f"data.refresh.questions={world.folder}/train.json"]
+    config = training_config(world, *refresh, "data.refresh.folder=mined", *settings).config
+    with pytest.raises(ConfigError, match=words):
+        build_refresh(config)
 
 
 def test_a_failure_of_mining_in_the_background_ends_training(world: World, tmp_path: Path) -> None:

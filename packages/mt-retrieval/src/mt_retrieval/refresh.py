@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
-from mt_core.errors import TrainingError
+from mt_core.errors import ConfigError, TrainingError
 from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.state import TrainResult
 from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
@@ -93,6 +93,22 @@ class RefreshNegatives(Callback):
 
 
 def build_refresh(config: Config) -> Callback:
+    """Does nothing without data.refresh. Raises ConfigError where it could never mine."""
     data = config.data
     refresh = data.refresh if isinstance(data, DPRDataConfig) else None
-    return Callback() if refresh is None else RefreshNegatives(refresh, config)
+    if refresh is None:
+        return Callback()
+    _require_sources(refresh)
+    if config.checkpoint.save_interval is None:
+        raise ConfigError(
+            "data.refresh mines from checkpoints while training runs, and checkpoint.save_interval is null; set it to "
+            "the steps between them"
+        )
+    return RefreshNegatives(refresh, config)
+
+
+def _require_sources(refresh: RefreshConfig) -> None:
+    files = {"questions": [refresh.questions], "evidence": [refresh.evidence, f"{refresh.evidence}.idx"]}
+    for key, names in files.items():
+        if not any(Path(name).is_file() for name in names):
+            raise ConfigError(f"data.refresh.{key}={names[0]}: no such file")
