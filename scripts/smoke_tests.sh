@@ -21,6 +21,7 @@ SMOKE_TESTS=(
     tests/tools/plan/test_plan.py
     tests/infer/test_batch_files.py
     tests/eval/test_lambada.py
+    tests/retrieval/test_index.py
 )
 
 # smoke_tests PYTHON: what is installed, then the tests. No test may be skipped for a missing dependency alone.

@@ -123,6 +123,7 @@ PLUGIN_COMMANDS = """
     import os, signal
     from typing import Annotated
     import typer
+    from mt_core.commands import typed_words
     from mt_core.errors import DataError
 
     app = typer.Typer(no_args_is_help=True)
@@ -135,6 +136,10 @@ PLUGIN_COMMANDS = """
     @app.command()
     def fail():
         raise DataError("no data")
+
+    @app.command()
+    def again(context: typer.Context, name: str, times: Annotated[int, typer.Option()] = 1):
+        print(typed_words(context))
 
     @app.command()
     def interrupt():
@@ -185,6 +190,11 @@ def test_an_app_and_a_function_are_commands(with_commands) -> None:
     assert "--install-completion" not in with_commands(commands, "greet", "--help")[1]
 
 
+def test_a_command_of_a_group_can_be_started_again_as_it_was_typed(with_commands) -> None:
+    line = ["greet", "again", "--times", "2", "you"]
+    assert with_commands({"greet": "app"}, *line) == (0, f"{line}\n")
+
+
 def test_errors_of_a_plugins_command(with_commands) -> None:
     assert with_commands({"greet": "app"}, "greet", "fail") == (4, "error: no data\n")
     assert with_commands({"greet": "app"}, "greet", "interrupt")[0] == 128 + signal.SIGINT
@@ -227,7 +237,7 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
 
 def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
     assert (
-        "Left out by MT_PLUGINS: accelerate, ckpt, core, data, eval, infer, models, moe, tools."
+        "Left out by MT_PLUGINS: accelerate, ckpt, core, data, eval, infer, models, moe, retrieval, tools."
         in mt_process("--help", MT_PLUGINS="cli").out
     )
     host = PluginHost()

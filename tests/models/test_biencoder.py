@@ -66,6 +66,17 @@ def test_a_vector_is_the_projected_first_position_of_its_own_tower(build, random
     assert not torch.equal(model.query_model(data["query_tokens"]), model.context_model(data["query_tokens"]))
 
 
+def test_several_texts_of_a_question_are_encoded_as_single_ones(build, randomize) -> None:
+    model = build(RETRIEVAL, **SMALL, family="biencoder")
+    randomize(model)
+    tokens = torch.randint(0, 50, (2, 3, 9), generator=torch.Generator().manual_seed(3))
+    seen = torch.ones_like(tokens)
+    seen[:, :, 6:] = 0
+    context = model(tokens[:, 0], tokens, context_padding_mask=seen).context
+    assert context.shape == (2, 3, 32)
+    torch.testing.assert_close(context[1, 2], model.context_tower(tokens[1, 2:, :6])[0])
+
+
 def test_a_shared_tower_encodes_both(build, randomize) -> None:
     model = build(RETRIEVAL, **SMALL, family="biencoder", biencoder_shared_query_context_model=True)
     randomize(model)
@@ -76,11 +87,59 @@ def test_a_shared_tower_encodes_both(build, randomize) -> None:
     assert vectors.query.shape == (6, 32)
 
 
-def test_top_k_accuracy() -> None:
-    query, context = torch.eye(4), torch.eye(4)[[0, 1, 3, 2]] + torch.tensor([0.1, 0.0, 0.2, 0.0])
-    loss = RetrievalLoss(ParallelContext())
-    assert loss.top_k_accuracy(Vectors(query, context), 1).item() == pytest.approx(0.5)
-    assert loss.top_k_accuracy(Vectors(query, context), 9).item() == 1.0
+def test_metrics_of_validation() -> None:
+    """Question 0 has rank 0, 1 a tie of its own text with another, 2 and 3 each other's text in front."""
+    query, context = torch.eye(4), torch.eye(4)[[0, 1, 3, 2]]
+    context[0, 1] = 1.0
+    loss = RetrievalLoss(ParallelContext(), top_k=(1, 2))
+    loss(Vectors(query.requires_grad_(), context), {})
+    assert loss.take_metrics()["average_rank"] == 0.0  # training is not counted
+    with torch.no_grad():
+        loss(Vectors(query, context), {})
+    # Of question 2 the scores are 0, 0, 0 and 1: its own is the third, and shares its score with two.
+    assert loss.take_metrics() == {"average_rank": (0 + 0.5 + 2 + 2) / 4, "top1_acc": 0.5, "top2_acc": 0.5}
+    assert loss.take_metrics() == {"average_rank": 0.0, "top1_acc": 0.0, "top2_acc": 0.0}
+
+
+def vectors_with_negatives() -> tuple[Vectors, Tensor]:
+    """6 questions with 3 texts each, of which some are missing."""
+    generator = torch.Generator().manual_seed(4)
+    query, context = (torch.randn(*shape, generator=generator) for shape in ((6, 8), (6, 3, 8)))
+    present = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]] * 2)
+    return Vectors(query.requires_grad_(), context.requires_grad_()), present
+
+
+def rank_losses_with_negatives(rank: int, world: int) -> tuple[list, ...]:
+    loss = RetrievalLoss(build_parallel_context(AxisSizes()), 2.0, top_k=(1,))
+    whole, mask = vectors_with_negatives()
+    own = Vectors(*(x.detach().chunk(world)[rank].clone().requires_grad_() for x in whole))
+    batch = {"context_mask": mask.chunk(world)[rank]}
+    losses = loss(own, batch)
+    losses.sum().backward()
+    with torch.no_grad():
+        loss(own, batch)
+    return losses.tolist(), own.query.grad.tolist(), own.context.grad.tolist(), loss.take_metrics()
+
+
+@pytest.mark.dist
+def test_negatives_of_all_ranks_are_scored_by_all_questions() -> None:
+    """Against scores that are computed one at a time over the texts that there are."""
+    (query, context), mask = vectors_with_negatives()
+    texts = [(question, place) for question in range(6) for place in range(3) if mask[question, place]]
+    losses, ranks = [], []
+    for question in range(6):
+        scores = torch.stack([(query[question] * context[where]).sum() / 2.0 for where in texts])
+        own = texts.index((question, 0))
+        losses.append(scores.double().exp().sum().log() - scores[own])
+        ranks.append(int((scores > scores[own]).sum()))
+    torch.stack(losses).sum().backward()
+    parts = run_ranks(2, rank_losses_with_negatives)
+    found, of_queries, of_contexts = (torch.tensor([x for part in parts for x in part[field]]) for field in range(3))
+    torch.testing.assert_close(found.double(), torch.stack(losses).detach().double(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(of_queries, query.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(of_contexts, context.grad, atol=1e-6, rtol=1e-4)
+    expected = {"average_rank": sum(ranks) / 6, "top1_acc": ranks.count(0) / 6}
+    assert [part[3] for part in parts] == [pytest.approx(expected)] * 2
 
 
 def rank_gradients(rank: int, world: int, seed: int) -> list[list]:

@@ -24,6 +24,7 @@ PACKAGES = (
     "mt-tools",
     "mt-eval",
     "mt-accelerate",
+    "mt-retrieval",
     "mt-cli",
 )
 EXAMPLE = ROOT / "examples" / "mt-plugin-example"

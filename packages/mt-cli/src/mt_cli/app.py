@@ -29,6 +29,7 @@ HOMES = {
     "bench": "mt-tools",
     "eval": "mt-eval",
     "launch": "mt-accelerate",
+    "retrieve": "mt-retrieval",
 }
 """Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")
@@ -101,6 +102,8 @@ class DeferredCommand(TyperCommand):
             self.host.require_known_names()
             if is_strict():
                 load_plugins()  # raises at the first problem
+        if parent is not None:
+            parent.meta.setdefault(WORDS, [info_name, *args])
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:

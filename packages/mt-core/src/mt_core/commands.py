@@ -14,19 +14,13 @@ INSTALL = {"torch": '"mt-core[train]"'}
 REST_OF_LINE = "ARGUMENTS..."
 """Metavar of an option that takes the rest of the line, of any command of `mt` that is a function."""
 WORDS = "mt.words"
-"""Key of a context's `meta`: the words behind `mt`, as typed."""
+"""Key of a context's `meta`: the command line behind `mt`, as typed."""
 KIND_BROUGHT = {"mt-models": "models", "mt-data": "datasets", "mt-ckpt": "checkpoint_savers"}
 """A distribution that is wanted for a kind of thing, which any other plugin may bring instead."""
 
 
 class CommandContext(Protocol):
     """typer.Context, as far as it is needed here: mt-core does not depend on typer."""
-
-    @property
-    def info_name(self) -> str | None: ...
-
-    @property
-    def parent(self) -> Any: ...
 
     @property
     def meta(self) -> Any: ...

@@ -339,6 +339,18 @@ class ModelSpec(Spec):
     """The family whose checkpoints such a model may start from, beside its own."""
     training_flops: Lazy[CountFlops] | None = None
     """FLOPs of a sample, for the throughput of training; None: training reports tokens per second only."""
+    adapt: Lazy[AdaptCheckpoint] | None = None
+    """The checkpoint of another family under this one's names, for checkpoint.load; None: only this family's load."""
+
+
+class AdaptCheckpoint(Protocol):
+    def __call__(self, reader: CheckpointReader, config: Any, host: Any) -> CheckpointReader:
+        """config: the mt_core.config.Config of the model that starts from it. host: the PluginHost.
+
+        Returns the reader itself for a family that it takes nothing from. Raises ConfigError for a model of the other
+        family that computes something else than the parts of this one.
+        """
+        ...
 
 
 class CountFlops(Protocol):

@@ -51,11 +51,15 @@ class TextEmbedder:
         return ids
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[Sequence[int]], input_type: InputType) -> list[list[float]]:
-        """A vector for each text's tokens. input_type matters to models with an encoder for each."""
+    def vectors(self, texts: Sequence[Sequence[int]], input_type: InputType) -> Tensor:
+        """[texts, P] fp32 on the device, of each text's tokens. input_type: for models with an encoder for each."""
         tokens, seen = self._padded(texts)
-        vectors: Tensor = self.model.embed(tokens, seen, input_type)
-        return vectors.float().tolist()
+        return self.model.embed(tokens, seen, input_type).float()
+
+    def embed(self, texts: Sequence[Sequence[int]], input_type: InputType) -> list[list[float]]:
+        """`vectors` as numbers."""
+        vectors: list[list[float]] = self.vectors(texts, input_type).tolist()
+        return vectors
 
     def _framed(self, ids: list[int]) -> list[int]:
         special = self.tokenizer.special

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,15 @@ from mt_core.parallel.context import Axis, ParallelContext
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(model output, batch) -> losses [batch, sequence] in fp32"""
+
+
+@runtime_checkable
+class ReportsEvaluation(Protocol):
+    """A loss with metrics of its own for validation sets. It collects them while gradients are disabled."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Means over the batches of all ranks since the last call. Collective over data-parallel ranks."""
+        ...
 
 
 def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

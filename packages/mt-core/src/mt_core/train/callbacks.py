@@ -78,7 +78,8 @@ class Callback:
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         """After an evaluation: iteration, `<set>_loss` for each validation set, and `<set>_<metric>` where the loss has
-        metrics, `overall_<metric>` of several sets together; or what evaluators measure."""
+        metrics or reports some (`mt_core.nn.loss.ReportsEvaluation`), `overall_<metric>` of several sets together; or
+        what evaluators measure."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""

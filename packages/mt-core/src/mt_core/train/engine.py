@@ -34,7 +34,7 @@ from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels, use_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
-from mt_core.nn.loss import Loss
+from mt_core.nn.loss import Loss, ReportsEvaluation
 from mt_core.nn.model import model_options
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.finalize_grads import GradFinalizer
@@ -435,6 +435,10 @@ class Engine:
         steps = [(first, min(size, count - first)) for first in range(0, count, size)]
         for rank_batch in self.device_batches.ahead(self.read_batches(dataset, steps)):
             yield rank_batch, self.device_batches.take(rank_batch)
+
+    def evaluation_metrics(self) -> Mapping[str, float]:
+        """What the loss reports of the batches of `evaluate` beside its mean. Collective."""
+        return self.loss.take_metrics() if isinstance(self.loss, ReportsEvaluation) else {}
 
     def evaluated_samples(self, dataset: Dataset) -> int:
         if self.config.train.full_validation:

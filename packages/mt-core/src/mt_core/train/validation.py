@@ -69,13 +69,17 @@ class Validation:
     def evaluate(self) -> dict[str, float]:
         """Collective."""
         if not self.metrics:
-            return {f"{name}_loss": self.engine.evaluate(dataset) for name, dataset in self.sets.items()}
+            return _prefixed({name: self._measure(dataset) for name, dataset in self.sets.items()})
         found = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
         values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in found.items()})
         if len(found) > 1:
             overall = scores(together(list(found.values())), self.metrics)
             values |= {f"{OVERALL}_{metric}": overall[metric] for metric in self.metrics}
         return values
+
+    def _measure(self, dataset: Dataset) -> dict[str, float]:
+        """The loss, and what it reports."""
+        return {"loss": self.engine.evaluate(dataset), **self.engine.evaluation_metrics()}
 
 
 def _prefixed(of_sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -58,6 +58,12 @@ class Server(uvicorn.Server):
             self._on_ready()
 
 
+def run_app(app: FastAPI, listening: socket.socket, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
+    """An application without engines, until SIGTERM or SIGINT; see `serve`."""
+    with _handled_signals():
+        Server(app, on_ready, drain_seconds).run(sockets=[listening])
+
+
 def serve(service: Service, listening: socket.socket, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
     """Until SIGTERM or SIGINT: no more connections are taken then, and requests have `drain_seconds` to end; a second
     signal ends them. Raises TrainingError when the engine fails."""

@@ -9,6 +9,7 @@ SPEC = ModelSpec(
     build=Lazy("mt_models.biencoder.model:build_biencoder"),
     default_loss="retrieval",
     check=Lazy("mt_models.biencoder.config:check_biencoder"),
+    adapt=Lazy("mt_models.biencoder.towers:towers_of_bert"),
     presets=Lazy("mt_models.biencoder.presets:PRESETS"),
     name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},
 )

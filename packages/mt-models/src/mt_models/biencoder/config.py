@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mt_core.config.schema import Config, NonNegativeInt
+from pydantic import Field
+
+from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
 from mt_models.bert.config import BertConfig, check_encoder
 from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
@@ -25,6 +27,8 @@ class BiencoderConfig(BertConfig):
     """One tower encodes both questions and texts."""
     retriever_score_scaling: bool = False
     """Divide scores by the square root of hidden_size."""
+    retriever_report_topk_accuracies: list[PositiveInt] = Field([])
+    """For validation sets, the shares of questions whose text is among so many with the highest scores."""
 
 
 def check_biencoder(config: Config) -> None:

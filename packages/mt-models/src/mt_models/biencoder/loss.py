@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,40 +11,68 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.parallel.collectives import gather_from
+from mt_core.parallel.collectives import all_gather, gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.data import sum_over
 from mt_models.biencoder.config import BiencoderConfig
 from mt_models.biencoder.model import Vectors
+
+PRESENT = "context_mask"
+"""Field of a batch: 1 where there is a text, 0 where a question has fewer negatives than others, [B, C]."""
 
 
 class RetrievalLoss:
     """-log softmax(q . c / divisor)[own text] for each question q over the texts c of all data-parallel ranks: [B].
 
-    Each rank scores its own questions, so that the sum over ranks of losses (and of gradients) is that of one
-    process with the whole micro-batch. Every rank has equally many samples.
+    With several texts for each question, the first is its own and the others are negatives, for all questions. Each
+    rank scores its own questions, so that the sum over ranks of losses (and of gradients) is that of one process with
+    the whole micro-batch. Every rank has equally many samples.
+
+    On validation sets it reports average_rank, from 0, of the question's own text among those of the micro-batch on all
+    ranks, and top<k>_acc for each k of `top_k`, the share of questions with a rank below k.
     """
 
-    def __init__(self, parallel: ParallelContext, divisor: float = 1.0) -> None:
-        self.parallel, self.divisor = parallel, divisor
+    def __init__(self, parallel: ParallelContext, divisor: float = 1.0, top_k: Sequence[int] = ()) -> None:
+        self.parallel, self.divisor, self.top_k = parallel, divisor, tuple(top_k)
+        self._ranks: list[Tensor] = []
 
     def __call__(self, vectors: Vectors, batch: Mapping[str, Tensor]) -> Tensor:
-        scores = self.scores(vectors)
-        return F.cross_entropy(scores.float(), self.own_texts(scores), reduction="none")
+        scores = self.scores(vectors, batch)
+        if not torch.is_grad_enabled():
+            self._ranks.append(self.ranks(scores))
+        return F.cross_entropy(scores, self.own_texts(scores), reduction="none")
 
-    def scores(self, vectors: Vectors) -> Tensor:
-        """[B, B x data-parallel size]: of this rank's questions for the texts of all ranks, in their order."""
-        return vectors.query @ gather_from(vectors.context, 0, self.parallel.dp).T / self.divisor
+    def scores(self, vectors: Vectors, batch: Mapping[str, Tensor]) -> Tensor:
+        """[B, B x C x data-parallel size] fp32: of this rank's questions for the texts of all ranks, in their order.
+        -inf where there is no text."""
+        context = gather_from(vectors.context, 0, self.parallel.dp)
+        scores = (vectors.query @ context.flatten(0, -2).T / self.divisor).float()
+        if PRESENT not in batch:
+            return scores
+        present = batch[PRESENT]
+        if self.parallel.dp.size > 1:
+            present = all_gather(present, 0, self.parallel.dp)
+        return scores.masked_fill(present.flatten() == 0, -math.inf)
 
     def own_texts(self, scores: Tensor) -> Tensor:
         """[B]: the column of each question's text."""
-        count = len(scores)
-        return torch.arange(count, device=scores.device) + self.parallel.dp.rank * count
+        count, columns = scores.shape
+        texts = columns // (count * self.parallel.dp.size)
+        return (torch.arange(count, device=scores.device) + self.parallel.dp.rank * count) * texts
 
-    def top_k_accuracy(self, vectors: Vectors, k: int) -> Tensor:
-        """Share of this rank's questions whose text is among the k with the highest scores."""
-        scores = self.scores(vectors)
-        best = scores.topk(min(k, scores.shape[1]), dim=1).indices
-        return (best == self.own_texts(scores)[:, None]).any(1).float().mean()
+    def ranks(self, scores: Tensor) -> Tensor:
+        """[B] fp32: number of texts with a higher score than the question's own, and half of those with the same."""
+        own = scores.gather(1, self.own_texts(scores)[:, None])
+        return (scores > own).sum(1).float() + ((scores == own).sum(1) - 1) / 2
+
+    def take_metrics(self) -> dict[str, float]:
+        """See `mt_core.nn.loss.ReportsEvaluation`."""
+        ranks = torch.cat(self._ranks) if self._ranks else torch.zeros(0)
+        self._ranks = []
+        sums = [float(len(ranks)), float(ranks.sum()), *(float((ranks < k).sum()) for k in self.top_k)]
+        count, *totals = sum_over(sums, self.parallel.dp, ranks.device)
+        names = ("average_rank", *(f"top{k}_acc" for k in self.top_k))
+        return {name: total / max(count, 1.0) for name, total in zip(names, totals, strict=True)}
 
 
 def build_retrieval_loss(config: Config, parallel: ParallelContext | None = None) -> RetrievalLoss:
@@ -55,4 +83,4 @@ def build_retrieval_loss(config: Config, parallel: ParallelContext | None = None
             'not give; use model.family="biencoder"'
         )
     divisor = math.sqrt(model.hidden_size) if model.retriever_score_scaling else 1.0
-    return RetrievalLoss(parallel or ParallelContext(), divisor)
+    return RetrievalLoss(parallel or ParallelContext(), divisor, model.retriever_report_topk_accuracies)

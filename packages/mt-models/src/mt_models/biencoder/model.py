@@ -36,14 +36,14 @@ class Tower(BertEncoder):
 
 
 class Vectors(NamedTuple):
-    """query, context: [B, P]. Row i of query and row i of context are a pair."""
+    """query: [B, P]. context: [B, P], row i is of the text of question i; or [B, C, P], with C - 1 others behind it."""
 
     query: Tensor
     context: Tensor
 
 
 class BiencoderModel(Model):
-    """Questions [B, S] and the texts that they come from [B, S] -> Vectors."""
+    """Questions [B, S] and the texts that they come from [B, S], or several for each [B, C, S] -> Vectors."""
 
     inputs: tuple[str, ...] = tuple(
         f"{side}_{name}" for side in ("query", "context") for name in ("tokens", "tokentype_ids", "padding_mask")
@@ -67,9 +67,15 @@ class BiencoderModel(Model):
         context_tokentype_ids: Tensor | None = None,
         context_padding_mask: Tensor | None = None,
     ) -> Vectors:
+        rows = [
+            None if x is None else x.flatten(0, -2)
+            for x in (context_tokens, context_tokentype_ids, context_padding_mask)
+        ]
+        assert rows[0] is not None
+        context = self.context_tower(rows[0], rows[1], rows[2])
         return Vectors(
             self.query_tower(query_tokens, query_tokentype_ids, query_padding_mask),
-            self.context_tower(context_tokens, context_tokentype_ids, context_padding_mask),
+            context.unflatten(0, context_tokens.shape[:-1]),
         )
 
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: Literal["query", "document"]) -> Tensor:

@@ -53,6 +53,13 @@ class PartialLoad:
     left_out: list[str]
 
 
+def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> CheckpointReader:
+    """The checkpoint under the names of the model that is trained, where it is of another family that this one starts
+    from (`ModelSpec.adapt`); else as it is."""
+    adapt = host.models.get(config.model.family, key="model.family").adapt
+    return reader if adapt is None else adapt.load()(reader, config, host)
+
+
 def load_weights(
     reader: CheckpointReader,
     run: Checkpointed,
@@ -61,6 +68,7 @@ def load_weights(
     host: PluginHost,
 ) -> PartialLoad:
     """Load the model's weights from another model's checkpoint. Collective. Raises as `partial_load` does."""
+    reader = adapted(reader, config, host)
     starts_from = base_of(config.model.family, reader, host)
     load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
     run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})

@@ -1,0 +1,5 @@
+"""Retrieval: passages embedded and indexed, searched by questions, and recall measured."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,48 @@
+"""Options that the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mt_core.paths import as_path
+
+INDEX = Annotated[
+    Path,
+    typer.Argument(
+        metavar="INDEX",
+        help="A folder of mt retrieve index, of mt retrieve embed (searched exactly), or a .npy file of embeddings.",
+    ),
+]
+CHECKPOINT = Annotated[
+    Path | None,
+    typer.Option(
+        parser=as_path, help="The encoder. Default: where it was when the passages were embedded.", show_default=False
+    ),
+]
+EVIDENCE = Annotated[
+    str | None,
+    typer.Option(help="The passages. Default: where they were when they were embedded.", show_default=False),
+]
+SEARCH_PARAMETERS = Annotated[
+    str | None,
+    typer.Option(help="Of an index of faiss, such as nprobe=64 or efSearch=128.", show_default=False),
+]
+DEVICE = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@contextmanager
+def progress_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Yields `update(done, total)`, which draws a bar with the time left on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,1 @@
+"""Embeddings of passages on the disk: shards in NumPy's format with a manifest."""

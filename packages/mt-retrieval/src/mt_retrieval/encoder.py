@@ -1,0 +1,92 @@
+"""A trained encoder of questions and passages: a biencoder, or a BERT whose states are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import Tokenizer
+from mt_core.train.trained_model import TrainedModel, load_trained_model
+from mt_data.datasets.text_files import bare_encoder
+from mt_infer.embedding import InputType, TextEmbedder
+from mt_retrieval.provenance import encoder_fingerprint
+from mt_retrieval.text_pairs import TextPairs, bare_question
+
+
+class Encoder:
+    """Embeds sequences of tokens. seq_length: of the longest; longer ones are cut."""
+
+    def __init__(self, trained: TrainedModel, host: PluginHost, seq_length: int | None = None) -> None:
+        self._embedder = TextEmbedder.of_trained(trained)
+        self._trained, self._host = trained, host
+        self._encode = bare_encoder(trained.tokenizer)
+        self.seq_length = seq_length or trained.config.data.seq_length
+        if self.seq_length > self._embedder.longest:
+            raise ConfigError(
+                f"--seq-length {self.seq_length} is longer than the {self._embedder.longest} positions of "
+                f"{trained.checkpoint}; give at most that many"
+            )
+        self.pairs = TextPairs.of(trained.tokenizer, self.seq_length)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "auto",
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        host: PluginHost | None = None,
+        seq_length: int | None = None,
+    ) -> Encoder:
+        """From a run directory, or a checkpoint of any format. settings: as of `load_trained_model`; with "parallel" in
+        them collective.
+
+        Raises ConfigError for a model that embeds nothing, and for pipeline or context parallelism.
+        """
+        host = host or load_plugins()
+        trained = load_trained_model(path, host, device=device, settings=settings)
+        pp, cp = trained.ctx.axis("pp").size, trained.ctx.cp.size
+        for size, key in ((pp, "pipeline_model_parallel_size"), (cp, "context_parallel_size")):
+            if size > 1:
+                raise ConfigError(
+                    f"parallel.{key}={size}: an encoder of passages runs under tensor and data parallelism"
+                )
+        return cls(trained, host, seq_length)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self._trained.checkpoint
+
+    @property
+    def config(self) -> Config:
+        return self._trained.config
+
+    @property
+    def ctx(self) -> ParallelContext:
+        return self._trained.ctx
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._trained.tokenizer
+
+    def fingerprint(self) -> str:
+        """See `encoder_fingerprint`. Reads the checkpoint again."""
+        return encoder_fingerprint(open_checkpoint(self.checkpoint, self._host), self.tokenizer)
+
+    def questions(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """[texts, P]. One trailing question mark is left out, as in training."""
+        return self.vectors([self.pairs.question(self._encode(bare_question(text))) for text in texts], "query")
+
+    def vectors(self, sequences: Sequence[Sequence[int]], input_type: InputType) -> NDArray[np.float32]:
+        """[sequences, P] of tokens with CLS and SEP."""
+        vectors: NDArray[np.float32] = self._embedder.vectors(sequences, input_type).cpu().numpy()
+        return vectors

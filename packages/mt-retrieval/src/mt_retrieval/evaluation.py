@@ -1,0 +1,143 @@
+"""Recall at k: the share of questions with an answer in one of the first k passages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import ConfigError, DataError
+from mt_retrieval.answers import Match, has_answer
+from mt_retrieval.evidence.passages import Evidence
+from mt_retrieval.evidence.tsv import TSVEvidence
+from mt_retrieval.index.exact import read_matrix
+from mt_retrieval.index.opening import open_index
+from mt_retrieval.index.search import Found, Index
+from mt_retrieval.provenance import computation, versions
+from mt_retrieval.questions import Question
+from mt_retrieval.retriever import Retriever, find_in_batches, recorded, require_evidence
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """first_hits: for each question the place (from 0) of the first passage with an answer, -1 without one."""
+
+    first_hits: NDArray[np.int64]
+
+    def at(self, k: int) -> float:
+        return float(((self.first_hits >= 0) & (self.first_hits < k)).mean())
+
+
+def measure_recall(
+    questions: Sequence[Question],
+    rows: NDArray[np.int64],
+    evidence: Evidence,
+    match: Match = "string",
+    on_progress: OnProgress = lambda done, total: None,
+) -> Recall:
+    """rows: [questions, k] of the evidence, the best first; -1 is no passage."""
+    hits = np.full(len(questions), -1)
+    for number, (question, found) in enumerate(zip(questions, rows, strict=True)):
+        hits[number] = _first_hit(question, found, evidence, match)
+        on_progress(number + 1, len(questions))
+    return Recall(hits)
+
+
+def _first_hit(question: Question, rows: NDArray[np.int64], evidence: Evidence, match: Match) -> int:
+    for place, row in enumerate(rows.tolist()):
+        if row >= 0 and has_answer(question.answers, evidence.passage(row).text, match):
+            return place
+    return -1
+
+
+class Run(Protocol):
+    """Where the passages of questions come from."""
+
+    @property
+    def evidence(self) -> Evidence: ...
+
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found: ...
+
+    def origin(self, questions: Path) -> dict[str, Any]:
+        """What a result file records: JSON values."""
+        ...
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Questions that the retriever's encoder embeds."""
+
+    retriever: Retriever
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.retriever.evidence
+
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found:
+        return self.retriever.find([question.text for question in questions], k, on_progress)
+
+    def origin(self, questions: Path) -> dict[str, Any]:
+        encoder = self.retriever.encoder
+        return {
+            **_origin(self.retriever.index, self.evidence, questions),
+            "checkpoint": {"path": str(encoder.checkpoint), "sha256": encoder.fingerprint()},
+            "made_with": computation(encoder.config, encoder.ctx),
+        }
+
+
+@dataclass(frozen=True)
+class EmbeddedQuestions:
+    """Questions whose embeddings are read from a file; row i is that of question i."""
+
+    index: Index
+    matrix: NDArray[np.floating]
+    evidence: TSVEvidence
+    path: Path
+
+    @classmethod
+    def open(
+        cls, index: Path, embeddings: Path, evidence: str | None, search_parameters: str | None
+    ) -> EmbeddedQuestions:
+        opened = open_index(index, search_parameters)
+        passages = TSVEvidence(Path(evidence or recorded(opened, "evidence", "--evidence")))
+        require_evidence(opened, passages)
+        return cls(opened, read_matrix(embeddings), passages, embeddings)
+
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found:
+        if len(questions) != len(self.matrix):
+            raise ConfigError(
+                f"--question-embeddings {self.path} has {len(self.matrix)} rows for {len(questions)} questions"
+            )
+        matrix = self.matrix.astype(np.float32)
+        return find_in_batches(self.index, lambda first, end: matrix[first:end], len(matrix), k, on_progress)
+
+    def origin(self, questions: Path) -> dict[str, Any]:
+        return {
+            **_origin(self.index, self.evidence, questions),
+            "question_embeddings": _file(self.path),
+            "made_with": {"versions": versions()},
+        }
+
+
+def _origin(index: Index, evidence: Evidence, questions: Path) -> dict[str, Any]:
+    return {
+        "index": index.kind,
+        "embedded": index.source and index.source.model_dump(),
+        "evidence": {"path": evidence.name, "sha256": evidence.fingerprint(), "passages": len(evidence)},
+        "questions_file": _file(questions),
+    }
+
+
+def _file(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            return {"path": str(path), "sha256": file_digest(file, "sha256").hexdigest()}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,76 @@
+"""Exact search with NumPy: every inner product is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_retrieval.embeddings.manifest import Source
+from mt_retrieval.embeddings.reader import Embeddings
+from mt_retrieval.index.search import Found
+
+BLOCK_ROWS = 16384
+"""Passages whose scores are in memory at a time."""
+
+
+class ExactIndex:
+    """matrices: [rows, dim] each, of any floating-point dtype; one after the other the rows of the evidence."""
+
+    kind = "exact"
+
+    def __init__(self, matrices: Sequence[NDArray[np.floating]], source: Source | None = None) -> None:
+        self.matrices, self.source = list(matrices), source
+
+    @classmethod
+    def of_embeddings(cls, folder: Path) -> ExactIndex:
+        embeddings = Embeddings(folder)
+        return cls(list(embeddings.shards()), embeddings.manifest.job.source)
+
+    @classmethod
+    def of_file(cls, path: Path) -> ExactIndex:
+        """A matrix in NumPy's format, of any origin."""
+        return cls([read_matrix(path)])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.matrices))
+
+    @property
+    def dim(self) -> int:
+        return int(self.matrices[0].shape[1])
+
+    def search(self, questions: NDArray[np.float32], k: int) -> Found:
+        best = Found(np.zeros((len(questions), 0), np.float32), np.zeros((len(questions), 0), np.int64))
+        first = 0
+        for matrix in self.matrices:
+            for start in range(0, len(matrix), BLOCK_ROWS):
+                block = matrix[start : start + BLOCK_ROWS].astype(np.float32)
+                rows = np.arange(first + start, first + start + len(block))
+                scores = questions @ block.T
+                best = _merged(best, Found(scores, np.broadcast_to(rows, scores.shape)), k)
+            first += len(matrix)
+        return best
+
+
+def read_matrix(path: Path) -> NDArray[np.floating]:
+    """Mapped into memory. Raises DataError for a file that is no matrix of numbers in NumPy's format."""
+    try:
+        matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no array in NumPy's format: {error}") from error
+    if matrix.ndim != 2 or matrix.dtype.kind != "f":
+        raise DataError(f"{path} holds {matrix.dtype} of shape {list(matrix.shape)}; embeddings are a matrix of floats")
+    return matrix
+
+
+def _merged(a: Found, b: Found, k: int) -> Found:
+    """The k best of both; of equal scores the first row."""
+    scores, rows = np.concatenate([a.scores, b.scores], 1), np.concatenate([a.rows, b.rows], 1)
+    if scores.shape[1] > k:
+        kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+        scores, rows = np.take_along_axis(scores, kept, 1), np.take_along_axis(rows, kept, 1)
+    order = np.lexsort((rows, -scores), axis=1)
+    return Found(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))

@@ -1,0 +1,69 @@
+"""Questions with their answers, from the files of Natural Questions as DPR has them.
+
+A line is: question, tab, list of answers as Python or JSON writes it. The file has no line of names, and may be
+compressed (.gz). Lists are parsed as literals, never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from mt_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    answers: tuple[str, ...]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Raises DataError for a file that cannot be read, has no questions, or a line that is none."""
+    try:
+        with _opened(path) as file:
+            questions = [_question(fields, f"{path}, line {number}") for number, fields in _records(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"the questions {path} cannot be read: {error}") from error
+    if not questions:
+        raise DataError(f"{path} has no questions; a line is a question, a tab, and a list of answers")
+    return questions
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(file, delimiter="\t")
+    yield from ((reader.line_num, fields) for fields in reader if fields)
+
+
+def _question(fields: list[str], where: str) -> Question:
+    if len(fields) != 2:
+        raise DataError(
+            f"{where} has {len(fields)} fields; it must have two, a question and its answers, with a tab between"
+        )
+    answers = _literal(fields[1], where)
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise DataError(f'{where}: the answers are {fields[1][:60]}; they must be a list of texts, such as ["Paris"]')
+    return Question(fields[0], tuple(answers))
+
+
+def _literal(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise DataError(f"{where}: the answers {text[:60]} are no list as Python or JSON writes it") from error

@@ -1,0 +1,114 @@
+"""Mines hard negatives anew while training runs (REALM's asynchronous refresh; ANCE, Xiong et al., 2021).
+
+After a checkpoint, a process embeds the evidence with it, searches it for the training questions, and writes what it
+found as a file of negatives (`mt_retrieval.dpr.mined`), which is used from a sample on that no rank has read yet.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_core.config.checks import global_batch_size
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.state import TrainResult
+from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
+from mt_retrieval.dpr.mined import mined_file
+
+STEPS_AHEAD = 2
+"""Steps that ranks may be ahead of the first one, beside the batches that they prefetch."""
+
+
+@dataclass(frozen=True)
+class Mining:
+    """A process that mines from a checkpoint."""
+
+    checkpoint: Path
+    output: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, checkpoint: Path, refresh: RefreshConfig) -> Mining:
+        folder = Path(refresh.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        output, log = (folder / f"{checkpoint.name}.{suffix}" for suffix in ("json", "log"))
+        arguments = [checkpoint, refresh.evidence, refresh.questions, output, refresh.negatives, refresh.device]
+        command = [sys.executable, "-m", "mt_retrieval.refresh_process", *map(str, arguments)]
+        with log.open("wb") as file:
+            return cls(checkpoint, output, log, subprocess.Popen(command, stdout=file, stderr=file))
+
+    def wait(self) -> None:
+        """Raises TrainingError when the process has failed."""
+        if self.process.wait():
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise TrainingError(
+                f"mining hard negatives with {self.checkpoint} failed: {lines[-1] if lines else 'without a message'} "
+                f"(all of it: {self.log})"
+            )
+
+
+class RefreshNegatives(Callback):
+    """One process mines at a time; a checkpoint that is written meanwhile is left out."""
+
+    def __init__(self, refresh: RefreshConfig, config: Config) -> None:
+        self.refresh = refresh
+        steps = 0 if config.data.num_workers == 0 else config.data.prefetch_batches
+        self._ahead = (steps + STEPS_AHEAD) * global_batch_size(config)
+        self._mining: Mining | None = None
+        self._checkpoints = 0
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        self._checkpoints += 1
+        is_last = run.state.iteration == run.last_iteration
+        if self._mining is not None or is_last or self._checkpoints % self.refresh.every_checkpoints:
+            return
+        self._mining = Mining.start(path, self.refresh)
+        if not self.refresh.in_background:
+            self._use(run, self._mining)
+
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
+        if self._mining is not None and self._mining.process.poll() is not None:
+            self._use(run, self._mining)
+
+    def on_train_end(self, run: Run, result: TrainResult) -> None:
+        if self._mining is not None:
+            run.message(f"hard negatives of {self._mining.checkpoint.name} were still being mined, and are not used")
+
+    def close(self) -> None:
+        if self._mining is not None:
+            self._mining.process.terminate()
+            self._mining.process.wait()
+
+    def _use(self, run: Run, mining: Mining) -> None:
+        mining.wait()
+        self._mining = None
+        first = run.state.consumed_samples + self._ahead
+        mining.output.replace(mined_file(Path(self.refresh.folder), first))
+        run.message(f"hard negatives of {mining.checkpoint.name} are used from sample {first} on")
+
+
+def build_refresh(config: Config) -> Callback:
+    """Does nothing without data.refresh. Raises ConfigError where it could never mine."""
+    data = config.data
+    refresh = data.refresh if isinstance(data, DPRDataConfig) else None
+    if refresh is None:
+        return Callback()
+    _require_sources(refresh)
+    if config.checkpoint.save_interval is None:
+        raise ConfigError(
+            "data.refresh mines from checkpoints while training runs, and checkpoint.save_interval is null; set it to "
+            "the steps between them"
+        )
+    return RefreshNegatives(refresh, config)
+
+
+def _require_sources(refresh: RefreshConfig) -> None:
+    files = {"questions": [refresh.questions], "evidence": [refresh.evidence, f"{refresh.evidence}.idx"]}
+    for key, names in files.items():
+        if not any(Path(name).is_file() for name in names):
+            raise ConfigError(f"data.refresh.{key}={names[0]}: no such file")

@@ -1,0 +1,44 @@
+"""`mt retrieve serve`: answers, limits, and who may ask."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi.testclient import TestClient
+from tests.retrieval.conftest import Trained
+
+from mt_infer.server.options import ServerOptions
+from mt_retrieval.retriever import Retriever
+from mt_retrieval.server import create_app
+
+
+@pytest.fixture(scope="module")
+def client(trained: Trained) -> TestClient:
+    retriever = Retriever.open(trained.embeddings, device="cpu")
+    return TestClient(create_app(retriever, ServerOptions()), base_url="http://127.0.0.1")
+
+
+def test_search_answers_with_passages(client: TestClient, trained: Trained) -> None:
+    questions = [" ".join(trained.world.texts[row].split()[:3]) for row in (190, 210)]
+    found = client.post("/search", json={"questions": questions, "top_k": 2}).json()["results"]
+    assert [passages[0]["id"] for passages in found] == [1190, 1210]
+    assert [len(passages) for passages in found] == [2, 2]
+    assert found[0][0]["title"] == trained.world.titles[190]
+    assert client.get("/health").json() == {"status": "ok", "passages": 240, "index": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "words"),
+    [
+        ({"questions": []}, {}, 400, "questions: "),
+        ({"questions": ["a"], "top_k": 0}, {}, 400, "top_k: "),
+        ({"questions": ["a"], "k": 1}, {}, 400, "k: this server has no such field"),
+        ({"questions": ["a"]}, {"host": "example.org"}, 403, "the request is for the host 'example.org'"),
+    ],
+)
+def test_requests_that_are_refused(client: TestClient, body, headers, status: int, words: str) -> None:
+    answer = client.post("/search", json=body, headers=headers)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
