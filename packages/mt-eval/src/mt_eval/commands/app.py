@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from mt_eval.commands.detoxification import detoxify, toxicity
+from mt_eval.commands.harness import harness
 from mt_eval.commands.lambada import lambada
 from mt_eval.commands.perplexity import ppl, wikitext103
 
@@ -14,3 +15,4 @@ app.command()(wikitext103)
 app.command()(lambada)
 app.command()(toxicity)
 app.command()(detoxify)
+app.command()(harness)

@@ -43,20 +43,21 @@ class ChatFormat:
 
         Raises DataError when the template refuses the messages, or takes too long.
         """
-        return self._encode(self._text(messages, tools, add_generation_prompt=True, **(options or {})))
+        return self._encode(self.text(messages, tools, add_generation_prompt=True, **(options or {})))
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
+        """The rendered template. Raises DataError as `prompt`."""
+        values = {**options, **self._special, "messages": list(messages), "tools": None if tools is None else [*tools]}
+        return self._process.render(values)
 
     def close(self) -> None:
         self._process.close()
-
-    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
-        values = {**options, **self._special, "messages": list(messages), "tools": None if tools is None else [*tools]}
-        return self._process.render(values)
 
     def _find_end(self) -> None:
         """What the template writes after an answer. One that refuses the probe ends with the end of the document."""
         conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
         try:
-            after = self._text(conversation, None, add_generation_prompt=False).rpartition(PROBE)[2]
+            after = self.text(conversation, None, add_generation_prompt=False).rpartition(PROBE)[2]
         except DataError:
             return
         mark = END_MARK.match(after)
