@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {},
 }
-SIZES = {"vocab_size": 320, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+VOCABULARY = 300
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|> {{ message.content }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -120,7 +120,7 @@ def save_tokenizer(folder: Path, adds_bos: bool) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=letters)
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], initial_alphabet=letters)
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

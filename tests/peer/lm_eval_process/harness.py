@@ -1,7 +1,7 @@
 """Run by lm_eval's environment: tasks on its own `hf` model, and on ours in several layouts; writes what it logs.
 
-Arguments: JSON with "model" (a folder), "tasks" (names), "include_path", "layouts" (name -> section [parallel], one rank
-for none), "options" (of HarnessOptions), "hf" (arguments of the `hf` model), "output" (a folder).
+Arguments: JSON with "model" (a folder), "tasks" (names), "include_path", "layouts" (name -> section [parallel], one
+rank for none), "options" (of HarnessOptions), "hf" (arguments of the `hf` model), "output" (a folder).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def of_mt(rank: int, world: int, job: dict[str, Any], layout: str) -> None:
     """Writes a result file, with samples beside it."""
     generator = TextGenerator.load(job["model"], device="cpu", settings={"parallel": job["layouts"][layout]})
     if rank > 0:
-        return generator.follow()
+        generator.follow()
+        return
     options = HarnessOptions(
         tasks=tuple(job["tasks"]),
         include_path=Path(job["include_path"]),
