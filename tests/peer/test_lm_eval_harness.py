@@ -27,7 +27,7 @@ LAYOUTS = {
     "dp2": {},
 }
 VOCABULARY = 300
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|> {{ message.content }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"

@@ -169,8 +169,8 @@ def measure_generation(
     content_hash = sha256(task.path.read_bytes()).hexdigest()
     described = {"predictions_hash": content_hash, "tasks": {task.name: dict(task.settings)}}
     with Journal(None if output is None else samples_path(output), described) as journal:
-        done = len(journal.samples(task.name))
-        for done, sample in enumerate(task.samples(None, done), start=done + 1):
+        skip = len(journal.samples(task.name))
+        for done, sample in enumerate(task.samples(None, skip), start=skip + 1):
             journal.add(task.name, sample)
             on_sample(done, len(task))
         result = result_of(task, journal.samples(task.name))
