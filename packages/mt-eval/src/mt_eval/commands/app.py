@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from mt_eval.commands.detoxification import detoxify, toxicity
 from mt_eval.commands.compare import compare
 from mt_eval.commands.contamination import contamination
+from mt_eval.commands.detoxification import detoxify, toxicity
 from mt_eval.commands.generation import generation
 from mt_eval.commands.harness import harness
 from mt_eval.commands.lambada import lambada
