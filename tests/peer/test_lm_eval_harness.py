@@ -20,7 +20,7 @@ PACKAGES = ("lm_eval>=0.4.13,<0.5", "accelerate>=1.0", "transformers>=5.0")
 PROCESS = Path(__file__).parent / "lm_eval_process"
 POSITIONS = 64
 TEXT = "the cat sat on the mat and the dog ran over the hill while the sun went down behind the old house "
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "one": None,
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
@@ -133,10 +133,15 @@ def run_both(folder: Path, include_path: Path, output: Path, **job: Any) -> dict
     """What `hf` computes; files of ours are in `output`."""
     defaults = {"tasks": [f"local_{name}" for name in TASKS], "layouts": {"one": None}, "options": {}, "hf": {}}
     given = {**defaults, "model": str(folder), "include_path": str(include_path), "output": str(output), **job}
+    run_beside(output, str(PROCESS / "harness.py"), json.dumps(given))
+    return json.loads((output / "hf.json").read_text())
+
+
+def run_beside(output: Path, *arguments: str) -> str:
+    """What Python prints with these arguments, in the environment of lm_eval and without a network."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(output / "cache")}
-    python = python_beside_this(*PACKAGES)
     done = subprocess.run(
-        [str(python), str(PROCESS / "harness.py"), json.dumps(given)],
+        [str(python_beside_this(*PACKAGES)), *arguments],
         capture_output=True,
         text=True,
         timeout=500,
@@ -144,7 +149,7 @@ def run_both(folder: Path, include_path: Path, output: Path, **job: Any) -> dict
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((output / "hf.json").read_text())
+    return done.stdout
 
 
 def assert_agrees(expected: Mapping[str, Any], file: Path) -> None:
@@ -203,3 +208,56 @@ def test_chats(models, include_path: Path, tmp_path: Path) -> None:
         run_both(models["llama"], include_path, tmp_path, options=options, tasks=tasks),
         tmp_path / "one.samples.jsonl",
     )
+
+
+def test_the_command_goes_on_after_a_kill(models, include_path: Path, tmp_path: Path) -> None:
+    """Of the answers that are kept one is changed, to show that it is not computed again."""
+    expected = run_both(models["llama"], include_path, tmp_path, tasks=["local_cloze"])
+    requests = tmp_path / "one.requests.jsonl"
+    before = requests.read_text().splitlines(keepends=True)
+    kept = json.loads(before[1])
+    kept["values"]["log_likelihood"] -= 5.0
+    requests.write_text("".join([before[0], json.dumps(kept) + "\n", before[2], before[3][:20]]))
+    given = ["eval", "harness", str(models["llama"]), "--tasks", "local_cloze", "--include-path", str(include_path)]
+    printed = run_beside(
+        tmp_path,
+        "-m",
+        "mt_cli",
+        *given,
+        "--output",
+        str(tmp_path / "one.json"),
+        "--log-samples",
+        "--bootstrap-iters",
+        "0",
+    )
+    assert "|local_cloze|" in printed
+    assert "1 documents were cut" in printed
+    assert len(requests.read_text().splitlines()) == len(before)
+    found = [
+        sample.details["none"]["resps"][0][0][0]
+        for sample in read_journal(tmp_path / "one.samples.jsonl").samples["local_cloze"]
+    ]
+    hf = [document["resps"][0][0][0] for document in expected["samples"]["local_cloze"]]
+    assert found == pytest.approx([hf[0] - 5.0, *hf[1:]], abs=1e-4)
+
+
+BAD = [
+    (["--tasks", "local_clozes"], '--tasks local_clozes (did you mean "local_cloze"?): no task of lm_eval'),
+    (["--tasks", "local_cloze", "--fewshot-as-multiturn"], "--apply-chat-template is needed"),
+    (["--tasks", "local_texts", "--gen-kwargs", "max_gen_toks=64"], "leaves no position for a context"),
+    (["--tasks", "local_texts", "--gen-kwargs", "top_n=1"], 'gen_kwargs: top_n (did you mean "top_p"?) is no option'),
+]
+RUN_EACH = """
+import json, sys
+from mt_cli.main import run
+sys.stderr = sys.stdout
+print([run(one) for one in json.loads(sys.argv[1])])
+"""
+
+
+def test_bad_input(models, include_path: Path, tmp_path: Path) -> None:
+    given = ["eval", "harness", str(models["llama"]), "--include-path", str(include_path)]
+    printed = run_beside(tmp_path, "-c", RUN_EACH, json.dumps([[*given, *arguments] for arguments, _ in BAD]))
+    assert "[2, 2, 2, 2]" in printed
+    for _, message in BAD:
+        assert message in " ".join(printed.split())
