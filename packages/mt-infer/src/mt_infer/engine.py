@@ -20,8 +20,9 @@ from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
 from mt_infer.beams import advance_beams, beam_candidates
+from mt_infer.cache.agreement import agreed_counts, agreed_layout
 from mt_infer.cache.batch import CachedBatch, Chunk
-from mt_infer.cache.layout import CacheLimits, cache_layout
+from mt_infer.cache.layout import CacheLimits, blocks_of_groups, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.memory import cache_bytes
 from mt_infer.requests import BeamGroup, FinishReason, LogProbs, Request, RunningSequence, TokenEvent
@@ -72,11 +73,13 @@ class InferenceEngine:
             options.max_tokens_per_step,
             unread=KEYS if options.batch_invariant else 0,
         )
+        layout = agreed_layout(cache_layout(model, options.cache_dtype), options.cache_dtype, ctx)
         self.manager = CacheManager(
-            cache_layout(model, options.cache_dtype),
+            layout,
             limits,
             ctx.device,
             share_prefixes=options.prefix_caching,
+            counts=agreed_counts(blocks_of_groups(layout, limits), ctx),
         )
         self.scheduler = Scheduler(self.manager)
         self.constraints = Constraints(tokenizer)

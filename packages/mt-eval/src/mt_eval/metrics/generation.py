@@ -64,7 +64,9 @@ class Generation:
         self.path, self.chosen, self.k, self.runner = path, tuple(metrics), tuple(k), runner
         self.reference_key, self.test_key = reference_key, test_key
         self._check_metrics()
-        self.predictions = [_prediction(record.line, record.value) for record in iter_records(path, input_format="jsonl")]
+        self.predictions = [
+            _prediction(record.line, record.value) for record in iter_records(path, input_format="jsonl")
+        ]
         for prediction in self.predictions:
             self._check(prediction)
 

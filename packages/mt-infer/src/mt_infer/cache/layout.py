@@ -35,6 +35,8 @@ class CacheLayout:
     groups: tuple[CacheGroup, ...]
     recurrent: tuple[tuple[KeepsState, SequenceState], ...]
     memory: tuple[tuple[KeepsState, MemoryState], ...]
+    keeps_recurrent_states: bool
+    """Here, or on another rank of the model: prefixes are shared where there are snapshots of them."""
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -61,11 +63,9 @@ def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
         )
         for window in windows
     )
-    return CacheLayout(
-        groups,
-        tuple((module, state) for module, state in states if isinstance(state, SequenceState)),
-        tuple((module, state) for module, state in states if isinstance(state, MemoryState)),
-    )
+    recurrent = tuple((module, state) for module, state in states if isinstance(state, SequenceState))
+    memory = tuple((module, state) for module, state in states if isinstance(state, MemoryState))
+    return CacheLayout(groups, recurrent, memory, bool(recurrent))
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,26 @@ class CacheManager:
     """Gives memory to sequences and takes it back.
 
     Recurrent states cannot be cut off at a block's end: a prefix is shared where a snapshot of them was taken.
+    counts: blocks of each group; default: as many as the memory holds.
     """
 
-    def __init__(self, layout: CacheLayout, limits: CacheLimits, device: torch.device, *, share_prefixes: bool) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        limits: CacheLimits,
+        device: torch.device,
+        *,
+        share_prefixes: bool,
+        counts: Sequence[int] | None = None,
+    ) -> None:
         self.layout, self.limits, self.share_prefixes = layout, limits, share_prefixes
-        counts = blocks_of_groups(layout, limits)
+        counts = counts or blocks_of_groups(layout, limits)
         self.pools = [BlockPool(count) for count in counts]
         self.storages = [
             GroupStorage(group, count, limits.block_size, device)
             for group, count in zip(layout.groups, counts, strict=True)
         ]
-        self.states = StateStorage(layout, limits.max_requests, device) if layout.recurrent else None
+        self.states = StateStorage(layout, limits.max_requests, device) if layout.keeps_recurrent_states else None
         self._snapshots: OrderedDict[Key, list[Tensor]] = OrderedDict()
 
     @property
