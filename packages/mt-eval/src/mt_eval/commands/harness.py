@@ -68,7 +68,7 @@ def harness(
         from mt_eval.harness.evaluation import HarnessOptions, run_harness
 
         options = HarnessOptions(
-            tasks=tuple(tasks.split(",")),
+            tasks=tuple(name.strip() for name in tasks.split(",")),
             num_fewshot=num_fewshot,
             include_path=include_path,
             limit=limit,

@@ -34,12 +34,12 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
 
     Raises ConfigError for a keyword that the engine has not, and for values that it does not take.
     """
-    given = dict(normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS))
+    given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
     is_sampled = given.pop("do_sample")
     asked = given.pop("temperature", 1.0)
     stop = tuple(text for text in given.pop("until") if text)
     max_tokens = given.pop("max_gen_toks")
-    named = {RENAMED.get(name, name): value for name, value in given.items()}
+    named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}
     for name in named:
         if name not in (*SAME_NAME, *RENAMED.values()):
             known = [*OF_HARNESS, *RENAMED, *SAME_NAME]
