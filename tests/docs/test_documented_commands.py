@@ -38,8 +38,8 @@ PARSED = {
 NOT_RUN = {
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
-    r"mt eval (ppl|wikitext103|lambada|toxicity|detoxify) ": "reads texts of the reader's; tests/eval runs them",
-    r"mt eval (classification|ensemble|finetune) ": "reads files of a task; tests/eval has small ones",
+    r"mt eval ": "reads files of the reader's; tests/eval and tests/peer run them",
+    r"mt generate runs/first --input \w+\.jsonl --output (answers|programs|texts)": "reads prompts of the reader's",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",

@@ -81,3 +81,32 @@ def check_tokens(world: int, model: str | dict[str, Any], parallel: dict[str, An
 def test_unequal_stages_make_the_same_decisions(model: dict[str, Any], memory: int) -> None:
     """One layer here and two there, windows here and recurrent states there: the memory holds few sequences."""
     check_tokens(2, model, {PP: 2}, {"cache_memory_gb": memory / 2**30})
+
+
+def scored_with_shared_prefixes(engine: Any) -> list[list[float]]:
+    """Log-probabilities behind a prefix in common, which the second round finds in the cache."""
+    prefix, *rest = prompts(21, 5, 9, 3)
+    scoring = SamplingParameters(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=0, prompt_logprobs_start=21)
+    found = []
+    for _ in range(2):
+        for events in run(engine, [[*prefix, *text] for text in rest], scoring):
+            given = [one.token for event in events for one in event.prompt_logprobs or () if one is not None]
+            found.append([*given[20:], *logprobs_of(events)])
+    return found
+
+
+def scored_on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> list[list[float]] | None:
+    engine = LockstepEngine(engine_of(configuration(model, parallel=parallel), collective=True))
+    if rank:
+        return engine.follow()
+    found = scored_with_shared_prefixes(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("model", "stages"), [("llama", "Ettt|L"), ("hybrid", "Ettttt|tL")])
+def test_stages_that_keep_other_states_share_the_same_prefixes(model: str, stages: str) -> None:
+    """A stage without layers, and one without recurrent states beside one that has them."""
+    found = run_ranks(2, scored_on_rank, model, {PP: 2, "pipeline_model_parallel_layout": stages})[0]
+    for ours, expected in zip(found, scored_with_shared_prefixes(engine_of(configuration(model))), strict=True):
+        assert ours == pytest.approx(expected, abs=1e-5)

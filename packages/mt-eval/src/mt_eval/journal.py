@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,20 +58,41 @@ class Journal:
 
     def _read(self, path: Path, described: Mapping[str, Any]) -> int:
         """The number of bytes in whole lines."""
-        content = path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        lines = content[:end].splitlines()
-        if not lines:
-            return 0
-        if _header(path, lines[0]) != json.loads(json.dumps(described)):
+        recorded = read_journal(path)
+        if recorded.end and recorded.described != json.loads(json.dumps(described)):
             raise DataError(
                 f"{path} has samples of another evaluation (its first line says of which); give another --output, or "
                 "remove it"
             )
-        for number, line in enumerate(lines[1:], start=2):
-            task, sample = parse_sample(path, number, line)
-            self._samples.setdefault(task, []).append(sample)
-        return end
+        self._samples = recorded.samples
+        return recorded.end
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a journal holds. described: what the samples are of. samples: by task. end: bytes in whole lines."""
+
+    described: Mapping[str, Any]
+    samples: dict[str, list[Sample]]
+    end: int
+
+
+def read_journal(path: Path) -> Recorded:
+    """Raises DataError for a file that cannot be read or is no journal."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; mt eval writes it with --output") from error
+    end = content.rfind(b"\n") + 1
+    lines = content[:end].splitlines()
+    if not lines:
+        return Recorded({}, {}, 0)
+    described = _header(path, lines[0])
+    samples: dict[str, list[Sample]] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        task, sample = parse_sample(path, number, line)
+        samples.setdefault(task, []).append(sample)
+    return Recorded(described, samples, end)
 
 
 def parse_sample(path: Path, number: int, line: bytes) -> tuple[str, Sample]:

@@ -11,7 +11,7 @@ from typing import Any
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
 from mt_data.preprocess.readers import iter_records
-from mt_eval.scoring import Continuation, score
+from mt_eval.scoring import Continuation, cut_to, score
 from mt_eval.tasks import Sample, weighted_mean
 from mt_infer.text import TextGenerator
 
@@ -51,7 +51,7 @@ class Lambada:
 
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
         """accuracy: 1 if each token of the word is the likeliest one; log_likelihood of the word."""
-        left = [self._cut(self._continuation(passage)) for passage in self.passages[skip:]]
+        left = [cut_to(self.length, self._continuation(passage)) for passage in self.passages[skip:]]
         scores = score(generator, (continuation for continuation, _ in left))
         for number, ((_, truncated), scored) in enumerate(zip(left, scores, strict=True), start=skip + 1):
             values = {"accuracy": float(all(scored.is_greedy)), "log_likelihood": sum(scored.logprobs)}
@@ -67,13 +67,6 @@ class Lambada:
         word = passage.split()[-1]
         context = self.tokenizer.encode(passage[: passage.rindex(word)].strip())
         return Continuation([*context, *self.tokenizer.encode(f" {word}")], len(context))
-
-    def _cut(self, continuation: Continuation) -> tuple[Continuation, bool]:
-        """The end that the model takes, and whether there was more."""
-        surplus = len(continuation.tokens) - (self.length + 1)
-        if surplus <= 0:
-            return continuation, False
-        return Continuation(continuation.tokens[surplus:], continuation.first - surplus), True
 
 
 def _passages(path: Path) -> Iterator[str]:

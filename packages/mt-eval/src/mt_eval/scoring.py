@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
 
 from mt_core.errors import ConfigError
+from mt_eval.completing import complete
 from mt_infer.completions import Completion
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
@@ -41,23 +42,18 @@ def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> It
     for continuations that are too long or have tokens that the model lacks.
     """
     require_decoder(generator)
-    most = 2 * generator.config.inference.max_requests
-    waiting = iter(continuations)
-    running: dict[int, Completion] = {}
-    order: deque[tuple[int, Continuation]] = deque()
-    while True:
-        while len(order) < most and (continuation := next(waiting, None)) is not None:
-            number = generator.submit(continuation.tokens[:-1], _scoring(continuation))
-            running[number] = Completion()
-            order.append((number, continuation))
-        while order and running[order[0][0]].finish is not None:
-            number, continuation = order.popleft()
-            yield _scored(continuation, running.pop(number))
-        if not order:
-            return
-        if running[order[0][0]].finish is None:
-            for event in generator.step():
-                running[event.request].add(event)
+    first, second = tee(continuations)
+    requests = ((one.tokens[:-1], _scoring(one)) for one in first)
+    for done, continuation in zip(complete(generator, requests), second, strict=True):
+        yield _scored(continuation, done)
+
+
+def cut_to(length: int, continuation: Continuation) -> tuple[Continuation, bool]:
+    """The last tokens, of which a model with so many positions takes all but the last; and whether there were more."""
+    surplus = len(continuation.tokens) - (length + 1)
+    if surplus <= 0:
+        return continuation, False
+    return Continuation(continuation.tokens[surplus:], continuation.first - surplus), True
 
 
 def require_decoder(generator: TextGenerator) -> None:

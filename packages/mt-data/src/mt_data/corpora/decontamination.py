@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
 from mt_data.corpora.cutting import covered_share, cut_pieces
@@ -86,14 +87,16 @@ def prepare_table(
     }
     if options.max_documents is not None:
         save_grams(run.work / "all", grams)
-        frequent = _document_counts(sources, count, options, run)
+        frequent = document_counts(sources, count, run)
         grams = without_frequent(grams, frequent, options.max_documents)
         notes[f"n-grams ignored as in over {options.max_documents} documents"] = count - sum(map(len, grams.values()))
     save_grams(run.work / "rare", grams)
     return notes
 
 
-def _document_counts(sources: Sequence[Path], count: int, options: OverlapOptions, run: RunOptions) -> Any:
+def document_counts(sources: Sequence[Path], count: int, run: RunOptions) -> NDArray[np.int64]:
+    """In how many documents each n-gram is: int64 [count], by the numbers of `GramTable`. The table is in the folder
+    "all" of `run.work`. The caller holds the output folder."""
     table = hashlib.blake2b(digest_size=16)
     for path in sorted((run.work / "all").glob("*.grams")):
         table.update(path.read_bytes())

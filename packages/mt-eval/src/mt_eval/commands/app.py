@@ -5,7 +5,11 @@ from __future__ import annotations
 import typer
 
 from mt_eval.commands.classification import classification, ensemble, finetune
+from mt_eval.commands.compare import compare
+from mt_eval.commands.contamination import contamination
 from mt_eval.commands.detoxification import detoxify, toxicity
+from mt_eval.commands.generation import generation
+from mt_eval.commands.harness import harness
 from mt_eval.commands.lambada import lambada
 from mt_eval.commands.perplexity import ppl, wikitext103
 
@@ -18,3 +22,7 @@ app.command()(ensemble)
 app.command()(finetune)
 app.command()(toxicity)
 app.command()(detoxify)
+app.command()(harness)
+app.command()(generation)
+app.command()(compare)
+app.command()(contamination)

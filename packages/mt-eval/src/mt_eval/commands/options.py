@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mt_core.commands import need
-from mt_core.errors import ConfigError
+from mt_core.commands import listed, need
+from mt_core.errors import ConfigError, PluginError
 from mt_core.paths import as_path
 from mt_infer.commands.layout import engine_settings, on_ranks
 
@@ -54,10 +55,8 @@ def run_tasks(
     def use(generator: TextGenerator) -> None:
         from mt_eval.running import evaluate
 
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         tasks = build(generator)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             rows = {id(task): bar.add_task(task.name, total=len(task)) for task in tasks}
             evaluation = evaluate(
                 generator,
@@ -85,6 +84,20 @@ def _named(entry: str) -> tuple[str, str]:
     if equals and name:
         return name, file
     return Path(entry).name.partition(".")[0] or entry, entry
+
+
+def progress_bar() -> Progress:
+    """On standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def need_extra(extra: str, *modules: str, command: str) -> None:
+    """Raises PluginError without the packages of an extra of mt-eval."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise PluginError(f'{command} needs {listed(missing)}; pip install "mt-eval[{extra}]"')
 
 
 def window_length(generator: TextGenerator, seq_length: int | None) -> int:

@@ -60,12 +60,13 @@ class ChatFormat:
 
         Raises DataError when the template refuses the messages, or takes too long.
         """
-        return self._render(messages, tools, add_generation_prompt=True, **(options or {}))
+        return self.render(messages, tools, add_generation_prompt=True, **(options or {}))
 
     def close(self) -> None:
         self._process.close()
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
+        """The template's text. Raises DataError as `text`."""
         form = as_parts if self._takes_parts else as_text
         formed = [{**message, "content": form(message.get("content"))} for message in messages]
         values = {**options, **self._special, "messages": formed, "tools": None if tools is None else [*tools]}
@@ -87,7 +88,7 @@ class ChatFormat:
         texts, or refuses them, is tried with parts."""
         for self._takes_parts in (False, True):
             try:
-                written = self._render(CONVERSATION, None, add_generation_prompt=False)
+                written = self.render(CONVERSATION, None, add_generation_prompt=False)
             except DataError:
                 continue
             if PROBE in written:

@@ -1,0 +1,109 @@
+"""Which samples of a task a training set contains, by the n-grams of mt data decontaminate.
+
+Source: Brown et al. 2020 (GPT-3), appendix C: a sample is contaminated if it shares an n-gram with a training document.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_data.corpora.decontamination import document_counts
+from mt_data.corpora.ngram_table import GramTable, collect_grams, eval_texts, save_grams
+from mt_data.corpora.overlap_options import OverlapOptions
+from mt_data.corpora.running import RunOptions
+from mt_data.corpora.state import locked
+from mt_data.corpora.words import normalized_words
+from mt_data.preprocess.readers import expand_globs, iter_records
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of a sample: its n-grams, and those that are in training documents, with the words of the first one."""
+
+    name: str
+    ngrams: int
+    shared: int
+    words: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "share": self.shared / self.ngrams, "ngrams": self.ngrams, "words": self.words}
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """samples: lines of the task file. too_short: those of too few words to be searched for. contaminated: the others
+    that share an n-gram with the training set."""
+
+    samples: int
+    too_short: int
+    contaminated: list[Overlap]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "too_short": self.too_short,
+            "contaminated": len(self.contaminated),
+            "overlaps": [one.to_dict() for one in self.contaminated],
+        }
+
+
+def find_contamination(
+    task: Path, keys: Sequence[str], train: Iterable[str | Path], options: OverlapOptions, run: RunOptions
+) -> Contamination:
+    """task: JSON lines or Parquet, with texts under `keys`. train: files of documents (globs). options: of the n-grams.
+    run: how training files are read; its output folder is for what a killed run goes on from, and is removed.
+
+    Raises DataError for records without the keys, and when no sample has enough words.
+    """
+    sources = expand_globs(train)
+    found = collect_grams([task], keys, options.ngram, options.min_ngram)
+    with locked(run.output):
+        save_grams(run.work / "all", found.grams)
+        counts = document_counts(sources, GramTable(found.grams).count, run)
+    shutil.rmtree(run.output)
+    is_shared = (counts > 0) & (counts <= (options.max_documents or np.inf))
+    return _contamination(task, keys, GramTable(found.grams), is_shared, options)
+
+
+def _contamination(
+    task: Path, keys: Sequence[str], table: GramTable, is_shared: NDArray[np.bool_], options: OverlapOptions
+) -> Contamination:
+    """is_shared: bool, by the numbers of the table's n-grams."""
+    samples = too_short = 0
+    contaminated = []
+    for record in iter_records(task):
+        name = f"line {record.line}"
+        found = [_overlap(name, text, table, is_shared, options) for text in eval_texts(record, keys)]
+        searched = [one for one in found if one is not None]
+        shared = [one for one in searched if one.shared]
+        samples += 1
+        too_short += not searched
+        if shared:
+            ngrams, hits = (sum(getattr(one, of) for one in searched) for of in ("ngrams", "shared"))
+            contaminated.append(Overlap(name, ngrams, hits, shared[0].words))
+    return Contamination(samples, too_short, contaminated)
+
+
+def _overlap(
+    name: str, text: str, table: GramTable, is_shared: NDArray[np.bool_], options: OverlapOptions
+) -> Overlap | None:
+    """None for a text of too few words. One shorter than an n-gram counts as one."""
+    words = normalized_words(text)
+    length = min(options.ngram, len(words))
+    if length < options.min_ngram:
+        return None
+    starts = [
+        start
+        for n, positions, numbers in table.matches(words)
+        if n == length
+        for start in positions[is_shared[numbers]].tolist()
+    ]
+    first = " ".join(words[min(starts) : min(starts) + length]) if starts else ""
+    return Overlap(name, len(words) - length + 1, len(starts), first)

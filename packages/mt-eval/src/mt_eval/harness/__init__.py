@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness (the package lm_eval) on models of mt."""

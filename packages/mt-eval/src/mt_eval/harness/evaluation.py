@@ -1,0 +1,169 @@
+"""Runs tasks of lm_eval on a model, resumed where a killed run was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable
+
+from mt_core.errors import ConfigError, did_you_mean
+from mt_core.paths import write_whole
+from mt_eval.harness.language_model import HarnessModel, OnAnswer
+from mt_eval.harness.samples import samples_of
+from mt_eval.journal import Journal
+from mt_eval.provenance import describe_model, describe_run
+from mt_eval.results import samples_path
+from mt_infer.chat.chat_format import load_chat_format
+from mt_infer.text import TextGenerator
+
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """As lm_eval's. tasks: names of tasks and groups, with * for any letters. include_path: a folder with more of them.
+    limit: documents of a task, below 1 a share of them. chat_template: a built-in name or a file; `apply_chat_template`
+    alone takes the tokenizer's. fewshot_as_multiturn: examples as messages of their own; default: where there is a chat
+    template. seed: of examples, of metrics and of texts that are sampled; default: lm_eval's own."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None = None
+    include_path: Path | None = None
+    limit: float | None = None
+    apply_chat_template: bool = False
+    chat_template: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: str | None = None
+    gen_kwargs: str | None = None
+    log_samples: bool = False
+    seed: int | None = None
+    add_bos: bool | None = None
+    bootstrap_iters: int = 100_000
+    confirm_run_unsafe_code: bool = False
+
+    @property
+    def has_chat(self) -> bool:
+        return self.apply_chat_template or self.chat_template is not None
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        return {} if self.seed is None else dict.fromkeys(SEEDS, self.seed)
+
+
+def run_harness(
+    generator: TextGenerator,
+    checkpoint: str | Path,
+    options: HarnessOptions,
+    *,
+    output: Path | None = None,
+    on_answer: OnAnswer = lambda kind, done, total: None,
+) -> dict[str, Any]:
+    """lm_eval's results, with "provenance" and "n-truncated" (task -> documents of which the model was given a part).
+    On rank 0, while other ranks `follow`.
+
+    output: the result file. Samples are written beside it as those of other evaluations, and answers of the model as
+    soon as they are there, so that a killed run goes on. Raises ConfigError for tasks that do not exist, and DataError
+    for an output of another evaluation.
+    """
+    manager = TaskManager(include_path=None if options.include_path is None else str(options.include_path))
+    tasks = _matched(manager, options.tasks)
+    chat = _chat_format(generator, options)
+    model = describe_model(checkpoint, generator.config)
+    described = {"model": model, "requests": _decisive(options, None if chat is None else chat.source)}
+    requests = None if output is None else output.with_suffix(".requests.jsonl")
+    with Journal(requests, described) as journal:
+        language_model = HarnessModel(
+            generator, journal, chat=chat, add_bos=options.add_bos, seed=options.seed or 0, on_answer=on_answer
+        )
+        try:
+            results = _simple_evaluate(language_model, manager, tasks, options)
+        finally:
+            if chat is not None:
+                chat.close()
+    run = describe_run(str(generator.engine.engine.ctx.device))
+    logged = results.pop("samples")
+    results["n-truncated"] = {task: len(language_model.truncated[task]) for task in logged}
+    results["provenance"] = {**model, **run, **described["requests"], "system_instruction": options.system_instruction}
+    if output is not None:
+        _write_samples(samples_path(output), model, logged, results, options.log_samples)
+        content = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+        write_whole(output, (content + "\n").encode())
+    return results
+
+
+def _matched(manager: TaskManager, patterns: Sequence[str]) -> list[str]:
+    """Names of tasks. Raises ConfigError for a name or pattern without one."""
+    for pattern in patterns:
+        if not manager.match_tasks([pattern]):
+            hint = did_you_mean(pattern, manager.all_tasks)
+            raise ConfigError(
+                f"--tasks {pattern}{hint}: no task of lm_eval, and none in the folder of --include-path (lm_eval ls "
+                "tasks lists its own)"
+            )
+    return manager.match_tasks(list(patterns))
+
+
+def _chat_format(generator: TextGenerator, options: HarnessOptions) -> Any:
+    if not options.has_chat:
+        if options.fewshot_as_multiturn:
+            raise ConfigError("--fewshot-as-multiturn makes messages, for which --apply-chat-template is needed")
+        return None
+    found = load_chat_format(options.chat_template, generator.tokenizer, generator.config.data)
+    if found is None:
+        raise ConfigError("--apply-chat-template: the model has none; name one with --chat-template (a name or a file)")
+    return found
+
+
+def _decisive(options: HarnessOptions, chat_template: str | None) -> dict[str, Any]:
+    """What decides an answer beside the request."""
+    digest = None if chat_template is None else sha256(chat_template.encode()).hexdigest()
+    return {"chat_template_hash": digest, "add_bos": options.add_bos, "seed": options.seed}
+
+
+def _simple_evaluate(
+    model: HarnessModel, manager: TaskManager, tasks: list[str], options: HarnessOptions
+) -> dict[str, Any]:
+    is_multiturn = options.has_chat if options.fewshot_as_multiturn is None else options.fewshot_as_multiturn
+    evaluate = partial(lm_eval.simple_evaluate, **options.seeds)
+    return evaluate(
+        model=model,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        bootstrap_iters=options.bootstrap_iters,
+        system_instruction=options.system_instruction,
+        apply_chat_template=options.has_chat,
+        fewshot_as_multiturn=is_multiturn,
+        gen_kwargs=options.gen_kwargs,
+        confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+    )
+
+
+def _write_samples(
+    path: Path,
+    model: Mapping[str, Any],
+    logged: Mapping[str, Sequence[Mapping[str, Any]]],
+    results: Mapping[str, Any],
+    with_details: bool,
+) -> None:
+    """In place of those of an earlier run: answers are what it goes on from."""
+    path.unlink(missing_ok=True)
+    settings = {task: _settings(task, documents, results) for task, documents in logged.items()}
+    with Journal(path, {"model": model, "tasks": settings}) as journal:
+        for task, documents in logged.items():
+            for sample in samples_of(documents, with_details):
+                journal.add(task, sample)
+
+
+def _settings(task: str, documents: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict[str, Any]:
+    digest = sha256("".join(document["doc_hash"] for document in documents).encode()).hexdigest()
+    return {"task": "harness", "data_hash": digest, "num_fewshot": results["n-shot"].get(task)}

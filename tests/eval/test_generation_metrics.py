@@ -1,0 +1,132 @@
+"""Metrics of generated texts against values of their papers, the packages' own command, and brute force."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from mt_cli.main import run
+from mt_core.errors import ConfigError, DataError
+from mt_eval.metrics.answers import exact_match, f1
+from mt_eval.metrics.code_execution import Limits, ProgramRunner
+from mt_eval.metrics.generation import Generation, measure_generation
+from mt_eval.metrics.pass_at_k import pass_at_k
+
+
+def write(path: Path, lines: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def line(*texts: str, **keys: object) -> dict[str, object]:
+    return {**keys, "completions": [{"text": text} for text in texts]}
+
+
+def test_short_answers() -> None:
+    assert exact_match("The  Eiffel-Tower!", ["a tower", "eiffeltower"]) == 1.0
+    assert exact_match("Eiffel", ["Eiffel Tower"]) == 0.0
+    # Shared: "cat", "sat" once each, of 3 and 4 words.
+    assert f1("the cat cat sat", ["dog", "A cat sat down here."]) == pytest.approx(2 * 2 / (3 + 4))
+    assert f1("the", ["an"]) == 1.0
+    assert f1("word", ["an"]) == 0.0
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one() -> None:
+    for correct in range(6):
+        outcomes = [True] * correct + [False] * (5 - correct)
+        for k in range(1, 6):
+            subsets = list(combinations(outcomes, k))
+            assert pass_at_k(5, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_bleu_and_rouge_of_a_file(tmp_path: Path) -> None:
+    """Of a text that is its reference: the most. Unigram precision 3/4 and brevity: worked out by hand."""
+    lines = [
+        line("the cat sat on the mat", references="the cat sat on the mat"),
+        line("a b c d", "a b c d", references=["x y", "a b c e f"]),
+        {"references": "x", "error": "line 3: too long"},
+    ]
+    task = Generation(write(tmp_path / "p.jsonl", lines), ["bleu", "rouge", "f1"])
+    found = measure_generation(task, tmp_path / "r.json").tasks["generation"]
+    assert (found.samples, found.not_scored) == (2, 1)
+    # rouge1 of the second: 3 shared of 4 and 5 words; rouge2: 2 of 3 and 4.
+    assert found.metrics["rouge1"] == pytest.approx((1 + 2 * 3 / 9) / 2)
+    assert found.metrics["rouge2"] == pytest.approx((1 + 2 * 2 / 7) / 2)
+    # n-grams that match, of 6+4+4, 5+3+3, 4+2+2, 3+1+1; 14 words against closest references of 6 + 5 + 5.
+    precisions = (12 / 14) * (9 / 11) * (6 / 8) * (3 / 5)
+    assert found.metrics["bleu"] == pytest.approx(100 * precisions**0.25 * 2.718281828 ** (1 - 16 / 14), rel=1e-4)
+
+
+def test_programs_are_run_with_limits(tmp_path: Path) -> None:
+    secret = tmp_path / "kept"
+    secret.write_text("here")
+    runner = ProgramRunner(Limits(seconds=5, memory_mb=300))
+    assert runner.failure("assert 1 + 1 == 2\nopen('own', 'w').write('x')") is None
+    assert runner.failure("assert 1 + 1 == 3") == "AssertionError"
+    assert runner.failure("import os; os._exit(0)") == "ended with status 0"
+    assert "MemoryError" in str(runner.failure("x = bytearray(1 << 30)"))
+    assert "SyntaxError" in str(runner.failure("def f(:"))
+    if runner.isolates:
+        reach = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
+        assert "unreachable" in str(runner.failure(reach))
+
+
+def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    runner = ProgramRunner(Limits(seconds=1))
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
+    assert runner.failure(program) == "did not end within 1 s"
+    assert not mark.exists()
+
+
+def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:
+    """A HumanEval-shaped line: prompt + text + test, of which `check` is called."""
+    given = {"prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3\n", "entry_point": "add"}
+    lines = [
+        line("    return a + b\n", "    return a - b\n", "    return 3\n", **given),
+        line("    return 0\n" * 1, **given),
+    ]
+    lines[1]["completions"] = [{"text": "    return a\n"}] * 3
+    path, output = write(tmp_path / "p.jsonl", lines), tmp_path / "r.json"
+    task = Generation(path, ["pass@k"], k=(1, 2), runner=ProgramRunner(Limits()))
+    found = measure_generation(task, output).tasks["generation"]
+    assert found.metrics == pytest.approx({"pass@1": (2 / 3 + 0) / 2, "pass@2": (1 + 0) / 2})
+    samples = output.with_suffix(".samples.jsonl")
+    whole = samples.read_text()
+    samples.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"task": "gen')
+    done: list[int] = []
+    assert measure_generation(task, output, lambda one, total: done.append(one)).tasks["generation"] == found
+    assert (done, samples.read_text()) == ([2], whole)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "p.jsonl", [line("Paris.", answer=["paris"]), line("Rome", answer=["Bern"])])
+    given = ["eval", "generation", str(path), "--metric", "exact_match", "--reference-key", "answer"]
+    assert run([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"]["generation"]["metrics"] == {"exact_match": 0.5}
+    assert run(["eval", "generation", str(path), "--metric", "pass@k"]) == 2
+    assert "--allow-code-execution" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "metrics", "error", "message"),
+    [
+        ([line("x", references="y")], ["rogue"], ConfigError, "it can be exact_match"),
+        ([line("x", answer="y")], ["f1"], DataError, r'no list of texts under "references"; its keys are answer'),
+        ([line("x", references=[1])], ["f1"], DataError, "line 1: no text"),
+        ([line("x")], ["pass@k"], DataError, 'no program under "test"'),
+        ([line("x", test="")], ["pass@k"], DataError, r"has 1 texts; pass@2 needs as many"),
+        ([{"references": "y", "text": "x"}], ["f1"], DataError, 'no "completions"'),
+        ([], ["f1"], DataError, "no sample could be scored"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path, lines: list[dict[str, object]], metrics: list[str], error: type[Exception], message: str
+) -> None:
+    path = write(tmp_path / "p.jsonl", lines)
+    with pytest.raises(error, match=message):
+        measure_generation(Generation(path, metrics, k=(1, 2), runner=ProgramRunner(Limits())))
