@@ -75,7 +75,7 @@ def named_files(entries: Sequence[str]) -> dict[str, str]:
     named = [_named(entry) for entry in entries]
     if len(dict(named)) < len(named):
         names = ", ".join(name for name, _ in named)
-        raise ConfigError(f"--data: two of them have one name, of {names}; give them as NAME=FILE")
+        raise ConfigError(f"--data: two texts have one name, of {names}; give them as NAME=FILE")
     return dict(named)
 
 
