@@ -11,7 +11,6 @@ from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_images
 
 Part = Literal["vision_model", "vision_projection", "language_model"]
@@ -88,6 +87,15 @@ class LlavaConfig(ModelConfig):
         return self.language_model.model_copy(update=shared)
 
     @property
+    def stacked_layers(self) -> int | None:
+        """The decoder's. The tower is a part of the first stage."""
+        return self.language_model.stacked_layers
+
+    @property
+    def pipeline_layout(self) -> str | None:
+        return self.language_model.pipeline_layout
+
+    @property
     def feature_states(self) -> list[int]:
         """vision_feature_layers counted from 0."""
         states = self.vision_model.num_layers + 1
@@ -112,7 +120,11 @@ def check_llava(config: Config) -> None:
     """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
     model = config.model
     assert isinstance(model, LlavaConfig)
-    refuse_divided_sequences_and_layers(config)
+    if (size := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.family=llava puts the features of an "
+            "image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long sequences"
+        )
     check_encoder(model.vision_model, config, "model.vision_model")
     check_images(model.vision_model, config, "model.vision_model")
     _check_features(model)

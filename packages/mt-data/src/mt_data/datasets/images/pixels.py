@@ -7,49 +7,72 @@ Pillow and torchvision call bicubic with antialiasing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_data.datasets.images.config import ImageDataConfig, Resize
+from mt_data.datasets.images.image_file import ImageFile
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SUPPORT = 2.0
 """Radius of the cubic filter in pixels."""
 
 
-def read_image(path: Path) -> NDArray[np.uint8]:
+def read_image(file: ImageFile) -> NDArray[np.uint8]:
     """uint8 [height, width, 3]. Raises DataError for a file that is no image, or one that needs Pillow without it."""
-    return _read_array(path) if path.suffix == ".npy" else _decode(path)
+    if file.suffix == ".npy":
+        return _array_of(file)
+    with _opened(file) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def _read_array(path: Path) -> NDArray[np.uint8]:
+def image_size(file: ImageFile) -> tuple[int, int]:
+    """Height and width in pixels, from the head of the file. Raises as `read_image` does, where the head is damaged."""
+    if file.suffix == ".npy":
+        height, width, _ = _array_of(file).shape
+        return height, width
+    with _opened(file) as image:
+        return image.height, image.width
+
+
+def _array_of(file: ImageFile) -> NDArray[np.uint8]:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as an array: {error}") from error
+        array = np.load(BytesIO(file.read()), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{file} cannot be read as an array: {error}") from error
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         raise DataError(
-            f"{path} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
+            f"{file} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
         )
     return array
 
 
-def _decode(path: Path) -> NDArray[np.uint8]:
+@contextmanager
+def _opened(file: ImageFile) -> Iterator[Image]:
     try:
         from PIL import Image
+        from PIL.ContainerIO import ContainerIO
     except ImportError as error:
         raise DataError(
-            f"{path}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
+            f"{file}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
             ".npy files of uint8 [height, width, 3] need nothing"
         ) from error
     try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
+        with file.path.open("rb") as whole:
+            part: Any = ContainerIO(whole, file.offset, file.size) if file.member else whole
+            with Image.open(part) as image:
+                yield image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}") from error
+        raise DataError(f"{file} cannot be read as an image: {error}") from error
 
 
 def fit(image: NDArray[np.uint8], height: int, width: int, how: Resize) -> NDArray[np.uint8]:
