@@ -11,9 +11,12 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.images.config import ImageDataConfig, Resize
-from mt_data.datasets.images.pixels import as_input, fit, read_image
+from mt_data.datasets.images.config import ImageDataConfig
+from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.image_text import ImageTextDataConfig
+from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.records import MARK
+from mt_data.datasets.images.tiles import Tiling
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -41,8 +44,14 @@ class PromptEncoder:
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
-            return self._with_images(prompt, len(inputs[IMAGES])), inputs
+            return self._tokens_with_images(prompt, [1] * len(inputs[IMAGES])), inputs
         return self.tokens(prompt), inputs
+
+    def with_images(self, prompt: str, images: Sequence[Tensor]) -> tuple[list[int], dict[str, Tensor]]:
+        """Ids and inputs for a text with images, of each its views [V, 3, img_h, img_w] (`read_images`). Each "<image>"
+        stands for one of the images, which else come first. Raises ConfigError when there are not as many."""
+        views = [len(image) for image in images]
+        return self._tokens_with_images(prompt, views), {IMAGES: torch.cat(list(images))} if images else {}
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
@@ -72,15 +81,19 @@ class PromptEncoder:
             raise ConfigError("the tokenizer has neither bos nor pad, with one of which a decoder's text begins")
         return start
 
-    def _with_images(self, prompt: str, images: int) -> list[int]:
+    def _tokens_with_images(self, prompt: str, views: Sequence[int]) -> list[int]:
+        """views: of each image."""
         marks = prompt.count(MARK)
-        if marks not in (0, images):
-            raise ConfigError(f"the prompt has {MARK} {marks} times, and there are {images} images; they go in order")
-        pieces = prompt.split(MARK) if marks else [""] * images + [prompt]
-        image = [self.model.image_token_index] * self.model.image_seq_length
+        if marks not in (0, len(views)):
+            raise ConfigError(
+                f"the prompt has {MARK} {marks} times, and there are {len(views)} images; they go in order"
+            )
+        pieces = prompt.split(MARK) if marks else [""] * len(views) + [prompt]
+        lengths = [0, *(count * self.model.image_seq_length for count in views)]
         ids: list[int] = []
-        for number, piece in enumerate(pieces):
-            ids += (image if number else []) + list(self.tokenizer.encode(piece) if piece else ())
+        for piece, length in zip(pieces, lengths, strict=True):
+            ids += [self.model.image_token_index] * length if length else []
+            ids += self.tokenizer.encode(piece) if piece else ()
         return ids
 
 
@@ -98,16 +111,21 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def read_images(paths: Sequence[Path], model: Any, data: Any) -> Tensor:
-    """[N, 3, img_h, img_w] as the model's tower takes them. model, data: sections of its configuration.
+def read_images(files: Sequence[ImageFile], model: Any, data: Any) -> list[Tensor]:
+    """The views [V, 3, img_h, img_w] of each image, as the model's tower takes them. model, data: sections of its
+    configuration.
 
-    Colours are scaled as in training; of a checkpoint without data sets of images, as the tower's kind was trained.
-    Raises DataError for files that are no images.
+    Images are cut, and colours scaled, as in training; of a checkpoint without data sets of images there is one view,
+    with the colours that the tower's kind was trained with. Raises DataError for files that are no images.
     """
     config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
-    resize: Resize = getattr(data, "resize", "crop")
-    arrays = [as_input(fit(read_image(path), config.img_h, config.img_w, resize), config) for path in paths]
-    return torch.stack([torch.from_numpy(array) for array in arrays])
+    tiling = data.tiling if isinstance(data, ImageTextDataConfig) else Tiling(config.img_h, config.img_w)
+    found = []
+    for file in files:
+        image = read_image(file)
+        views = tiling.views(image, tiling.grid(*image.shape[:2]))
+        found.append(torch.stack([torch.from_numpy(as_input(view, config)) for view in views]))
+    return found
 
 
 def published_colours(tower: Any) -> ImageDataConfig:

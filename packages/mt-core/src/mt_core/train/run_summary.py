@@ -35,8 +35,9 @@ def run_summary(run: Run) -> Iterator[str]:
         yield str(fp8)
     if run.resumed_from is not None:
         yield f"resumed from {run.resumed_from} (step {run.state.iteration})"
-    elif run.config.checkpoint.load is not None:
-        yield f"weights from {run.config.checkpoint.load}, new optimizer"
+    elif (start := run.config.checkpoint.start) is not None:
+        sources = start if isinstance(start, str) else ", ".join(f"{path} ({part})" for part, path in start.items())
+        yield f"weights from {sources}, new optimizer"
         if run.not_loaded:
             yield f"with their initial values: {', '.join(run.not_loaded)}"
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_parts import open_start
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data import building
@@ -86,7 +87,7 @@ class Trainer:
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
         self.not_loaded: list[str] = []
-        """Parameters that checkpoint.load left at their initial values."""
+        """Parameters that checkpoint.load or load_parts left at their initial values."""
         self._last_saved = self._last_evaluated = self._last_measured = -1
         self._stop_reason: str | None = None
         self._pending: StepRecord | None = None
@@ -314,8 +315,8 @@ class Trainer:
     def _restore(self) -> None:
         if self.resumed_from is not None:
             self._resume(self.resumed_from)
-        elif self.config.checkpoint.load is not None:
-            reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
+        elif (start := self.config.checkpoint.start) is not None:
+            reader = open_start(start, self.host)
             self.not_loaded = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config.checkpoint)
 
     def _resume(self, path: Path) -> None:

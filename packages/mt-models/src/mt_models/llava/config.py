@@ -18,9 +18,11 @@ ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 
 def tower_section(value: Any) -> Any:
-    """The tower's table in its type."""
+    """The tower's table in its type; or that of a whole model of the family vision, whose tower is taken."""
     if not isinstance(value, Mapping):
         return value
+    if value.get("family") == "vision":
+        value = {key: value[key] for key in VisionEncoderConfig.model_fields if key in value}
     return validated("model.vision_model", VisionEncoderConfig, value)
 
 
@@ -68,6 +70,16 @@ class LlavaConfig(ModelConfig):
     """Biases in the projection."""
     freeze: list[Part] = Field(default_factory=list)
     """Parts that are not trained: vision_model, vision_projection, language_model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vocabulary_of_decoder(cls, values: Any) -> Any:
+        """The decoder's table may name the vocabulary in place of the model's, as that of a checkpoint does."""
+        decoder = values.get("language_model") if isinstance(values, Mapping) else None
+        if not isinstance(decoder, Mapping):
+            return values
+        shared = {key: decoder[key] for key in ("vocab_size", "make_vocab_size_divisible_by") if decoder.get(key)}
+        return {**shared, **values}
 
     @model_validator(mode="after")
     def _one_vocabulary(self) -> LlavaConfig:

@@ -139,7 +139,7 @@ class UnusableRecords:
 def encode_files(
     paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, shape: ViewShape, limit: int
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of EncodedRecords. Raises DataError for more than `limit` unusable records, and without a usable one."""
+    """The arrays of EncodedRecords. Raises DataError for more than `limit` unusable records, or no usable one."""
     gathered, unusable = _Gathered(shape), UnusableRecords(limit)
     with index_progress("records of images and texts", len(paths)) as update:
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
