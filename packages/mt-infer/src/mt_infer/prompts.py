@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig
@@ -16,7 +17,6 @@ from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.records import MARK
-from mt_data.datasets.images.tiles import Tiling
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -111,24 +111,29 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def read_images(files: Sequence[ImageFile], model: Any, data: Any) -> list[Tensor]:
-    """The views [V, 3, img_h, img_w] of each image, as the model's tower takes them. model, data: sections of its
-    configuration.
-
-    Images are cut, and colours scaled, as in training; of a checkpoint without data sets of images there is one view,
-    with the colours that the tower's kind was trained with. Raises DataError for files that are no images.
+def image_data(config: Config) -> ImageTextDataConfig:
+    """How a model's images are read: as in training, where that was on images with texts; else each is one view, with
+    the colours of the data set of images, or of a checkpoint without one those that the tower's kind was trained with.
     """
-    config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
-    tiling = data.tiling if isinstance(data, ImageTextDataConfig) else Tiling(config.img_h, config.img_w)
-    found = []
+    model: Any = config.model
+    data = config.data
+    if isinstance(data, ImageTextDataConfig):
+        return data
+    tower = model.vision_model
+    keys = {"img_h": tower.img_h, "img_w": tower.img_w}
+    if isinstance(data, ImageDataConfig):
+        keys |= {"image_mean": data.image_mean, "image_std": data.image_std}
+    elif tower.has_class_token:
+        keys |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    keys |= {"image_token_index": model.image_token_index, "image_seq_length": model.image_seq_length}
+    return ImageTextDataConfig.model_validate(keys)
+
+
+def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[Tensor]:
+    """The views [V, 3, img_h, img_w] of each image. Raises DataError for files that are no images."""
+    tiling, found = data.tiling, []
     for file in files:
         image = read_image(file)
         views = tiling.views(image, tiling.grid(*image.shape[:2]))
-        found.append(torch.stack([torch.from_numpy(as_input(view, config)) for view in views]))
+        found.append(torch.stack([torch.from_numpy(as_input(view, data)) for view in views]))
     return found
-
-
-def published_colours(tower: Any) -> ImageDataConfig:
-    """CLIP's mean and deviation; SigLIP's, which are 0.5, where the tower has no class token."""
-    colours = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if tower.has_class_token else {}
-    return ImageDataConfig.model_validate({"img_h": tower.img_h, "img_w": tower.img_w, **colours})

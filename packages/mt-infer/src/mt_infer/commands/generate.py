@@ -174,17 +174,16 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
 def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
     """Raises ConfigError for images that the model does not take."""
     from mt_data.datasets.images.image_file import ImageFile
-    from mt_infer.prompts import IMAGES, deal_images, read_images
+    from mt_infer.prompts import IMAGES, deal_images, image_data, read_images
 
     if not images:
         return [Request(text, text, {}) for text in texts]
     if IMAGES not in generator.prompts.conditioned_by:
         family = generator.config.model.family
         raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
-    config = generator.config
-    found = []
+    data, found = image_data(generator.config), []
     for text, own in zip(texts, deal_images(texts, images), strict=True):
-        views = read_images([ImageFile(path) for path in own], config.model, config.data)
+        views = read_images([ImageFile(path) for path in own], data)
         found.append(Request(text, *(generator.prompts.with_images(text, views) if own else (text, {}))))
     return found
 

@@ -42,6 +42,14 @@ class ImageText:
     answers: tuple[str, ...] = ()
 
     @property
+    def references(self) -> list[str]:
+        """What an answer is compared with: the answers to the question, the last answer of the conversation, or the
+        text behind the last image."""
+        if isinstance(self.text, str):
+            return [self.text.rpartition(MARK)[2].strip()]
+        return list(self.answers) or [self.text.messages[self.text.turns_of("assistant")[-1]]["content"]]
+
+    @property
     def where(self) -> str:
         return place(self.file, self.number)
 

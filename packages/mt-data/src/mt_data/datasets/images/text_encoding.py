@@ -39,6 +39,14 @@ class ImageTextEncoder:
             return self._conversation(pair.text, len(pair.images))
         return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)])
 
+    def prompt(self, pair: ImageText) -> EncodedText:
+        """What is to be continued by the last answer of a conversation; of a text, what is before its last part. The
+        tokens are those of training."""
+        text = self(pair)
+        last = len(text.counted) - 1 - text.counted[::-1].index(True)
+        first = next((place for place in range(last, -1, -1) if not text.counted[place]), -1) + 1
+        return EncodedText(text.tokens[:first], text.counted[:first])
+
     def _conversation(self, conversation: Conversation, images: int) -> EncodedText:
         text, answers = answer_spans(conversation, self.template)
         if not answers:
