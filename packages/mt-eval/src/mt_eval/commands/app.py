@@ -7,6 +7,7 @@ import typer
 from mt_eval.commands.detoxification import detoxify, toxicity
 from mt_eval.commands.lambada import lambada
 from mt_eval.commands.perplexity import ppl, wikitext103
+from mt_eval.commands.vqa import vqa
 
 app = typer.Typer(no_args_is_help=True, help="Measure a trained model.")
 app.command()(ppl)
@@ -14,3 +15,4 @@ app.command()(wikitext103)
 app.command()(lambada)
 app.command()(toxicity)
 app.command()(detoxify)
+app.command()(vqa)
