@@ -118,7 +118,7 @@ class EncodedRecords:
 
 
 class UnusableRecords:
-    """Records that are left out: reported and counted, and at most `limit` of them."""
+    """Records that cannot be used: reported and counted, and at most `limit` of them."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -126,6 +126,8 @@ class UnusableRecords:
 
     def add(self, file: int, number: int, error: DataError) -> None:
         """Raises DataError when there are more than the limit."""
+        if (file, number) in self.found:
+            return
         self.found.add((file, number))
         if len(self.found) > self.limit:
             raise DataError(
@@ -133,7 +135,7 @@ class UnusableRecords:
                 f"(this is number {len(self.found)})"
             ) from error
         if len(self.found) <= SHOWN:
-            log.warning("left out (%d of at most %d unusable records): %s", len(self.found), self.limit, error)
+            log.warning("unusable record %d of at most %d: %s", len(self.found), self.limit, error)
 
 
 def encode_files(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from mt_core.errors import DataError
 
@@ -27,14 +28,21 @@ class ImageFile:
     def __str__(self) -> str:
         return f"{self.path}, member {self.member}" if self.member else str(self.path)
 
-    def read(self) -> bytes:
-        """Raises DataError for a file that is missing, cannot be read, or ends before the member does."""
+    def open(self) -> BinaryIO:
+        """The whole of `path`. Raises DataError for a file that is missing or cannot be opened."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
+            return self.path.open("rb")
         except OSError as error:
             raise DataError(f"{self} cannot be read: {error.strerror or error}") from error
+
+    def read(self) -> bytes:
+        """Raises DataError for a file that cannot be read, or ends before the member does."""
+        with self.open() as file:
+            try:
+                file.seek(self.offset)
+                data = file.read(self.size)
+            except OSError as error:
+                raise DataError(f"{self} cannot be read: {error.strerror or error}") from error
         if self.member and len(data) != self.size:
             raise DataError(f"{self} has {len(data)} of its {self.size} bytes; the archive is cut short")
         return data

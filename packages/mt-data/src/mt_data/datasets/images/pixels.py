@@ -59,7 +59,7 @@ def _array_of(file: ImageFile) -> NDArray[np.uint8]:
 @contextmanager
 def _opened(file: ImageFile) -> Iterator[Image]:
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
         from PIL.ContainerIO import ContainerIO
     except ImportError as error:
         raise DataError(
@@ -67,10 +67,12 @@ def _opened(file: ImageFile) -> Iterator[Image]:
             ".npy files of uint8 [height, width, 3] need nothing"
         ) from error
     try:
-        with file.path.open("rb") as whole:
+        with file.open() as whole:
             part: Any = ContainerIO(whole, file.offset, file.size) if file.member else whole
             with Image.open(part) as image:
                 yield image
+    except UnidentifiedImageError as error:
+        raise DataError(f"{file} cannot be read as an image: its format is not known") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as an image: {error}") from error
 
