@@ -93,7 +93,8 @@ def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Me
     A run that resumes from its own checkpoints no longer needs this one, and the data of a run are prepared without
     torch; training itself stops when the checkpoint is missing.
     """
-    if all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
+    has_parts = isinstance(load, str) or load.keys() <= chosen.get("model", {}).keys()
+    if has_parts and all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
         paths = [load] if isinstance(load, str) else load.values()
         return find_spec("torch") is None or not all(as_path(path).exists() for path in paths)
     return False

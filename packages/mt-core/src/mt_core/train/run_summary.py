@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mt_core.nn.fp8.use import fp8_report
+from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
 from mt_core.train.callbacks import Run
 from mt_core.train.checkpoint.state import shapes_of_all_stages
@@ -43,12 +44,18 @@ def run_summary(run: Run) -> Iterator[str]:
 
 
 def _model(run: Run) -> str:
-    shapes = shapes_of_all_stages(run.engine.layouts, run.ctx)
-    count = sum(math.prod(shape) for shape in shapes.values())
+    count = _number_of_elements(run, run.engine.layouts)
+    trained = _number_of_elements(run, {name: layout for name, layout in run.engine.layouts.items() if layout.trained})
+    frozen = "" if trained == count else f" ({trained:,} of them trained)"
     threads = f" with {torch.get_num_threads()} threads" if run.engine.device.type == "cpu" else ""
     ranks = "".join(
         f", {what} over {run.ctx.axis(name).size}" for name, what in AXES.items() if run.ctx.axis(name).size > 1
     )
-    what = f"{run.config.model.family}: {count:,} parameters in {run.config.precision.dtype}"
+    what = f"{run.config.model.family}: {count:,} parameters{frozen} in {run.config.precision.dtype}"
     backend = getattr(run.config.model, "attention_backend", "of the model")
     return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, loss {run.config.train.loss}"
+
+
+def _number_of_elements(run: Run, layouts: Mapping[str, ParameterLayout]) -> int:
+    """Over all stages."""
+    return sum(math.prod(shape) for shape in shapes_of_all_stages(layouts, run.ctx).values())
