@@ -44,7 +44,7 @@ num_threads = 1
 [lr_schedule]
 lr_decay_style = "constant"
 [logging]
-progress = "none"
+progress = "plain"
 """
 TOWERS = {
     "CLIP": ("CLIPModel", "CLIPConfig", "CLIPVisionModel", ""),
