@@ -39,6 +39,7 @@ NOT_RUN = {
     r"mt launch ": "needs a script; tests/accelerate/test_same_as_mt_train.py runs one",
     r"mt eval (ppl|wikitext103|lambada|toxicity|detoxify) ": "reads texts of the reader's; tests/eval runs them",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
+    r"mt eval vqa runs/llava": "needs a trained run; tests/eval/test_vqa.py makes one",
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
@@ -48,6 +49,7 @@ NOT_RUN = {
     r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
 }
 PAGES_RUN_ELSEWHERE = {
+    "docs/multimodal.md": "tests/eval/test_vqa.py",
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",

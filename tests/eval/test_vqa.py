@@ -3,80 +3,55 @@
 from __future__ import annotations
 
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.data.images.shape_shards import write_questions
+from tests.docs.blocks import ROOT, blocks, mt_commands
 
 from mt_cli import main
 from mt_eval.vqa.answers import exact_match, normalized, vqa_accuracy
 
-RECIPE = """
-[model]
-family = "llava"
-image_token_index = 261
-vision_feature_layers = [-1]
-[model.vision_model]
-num_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-img_h = 16
-img_w = 16
-patch_dim = 8
-add_pooler = false
-[model.language_model]
-family = "llama"
-num_layers = 2
-hidden_size = 48
-num_attention_heads = 2
-max_position_embeddings = 64
-[data]
-dataset_type = "image_text"
-train_data_path = ["{folder}/train-*.tar"]
-seq_length = 48
-img_h = 16
-img_w = 16
-image_token_index = 261
-image_seq_length = 4
-[train]
-micro_batch_size = 64
-train_iters = 300
-num_threads = 1
-[optimizer]
-lr = 3e-3
-min_lr = 5e-4
-[lr_schedule]
-lr_decay_style = "cosine"
-lr_warmup_iters = 20
-[checkpoint]
-save_interval = 1000
-[logging]
-progress = "none"
-"""
+PAGE = [block for block in blocks() if block.page == "docs/multimodal.md"]
+QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Shards of drawn shapes, and `run`, which was trained on them."""
+    """Shards of shapes that docs/multimodal.md draws, and `runs/shapes`, which its recipe trained on them."""
     folder = tmp_path_factory.mktemp("shapes")
-    for number in range(4):
-        write_questions(folder / f"train-{number}.tar", 500, seed=number)
-    write_questions(folder / "valid.tar", 200, seed=99)
-    (folder / "recipe.toml").write_text(RECIPE.format(folder=folder))
-    assert main.run(["train", str(folder / "recipe.toml"), "--run-dir", str(folder / "run")]) == 0
+    (folder / "examples").symlink_to(ROOT / "examples")
+    drawing = next(block.text for block in PAGE if "def write_shard" in block.text)
+    with chdir(folder):
+        exec(compile(drawing, "docs/multimodal.md", "exec"), {})
+        assert main.run([*words("mt train"), *QUIET]) == 0
     return folder
+
+
+def words(beginning: str) -> list[str]:
+    """The words after `mt` of the page's command that begins so."""
+    return next(
+        command.words for command in mt_commands() if command.block in PAGE and command.text.startswith(beginning)
+    )
 
 
 @pytest.mark.slow
 def test_a_model_trained_on_shards_names_shapes_and_colours(folder: Path, capsys) -> None:
     """Above 95 % of shapes that it has not seen; one that ignores the image is right in 1 of 12 at most."""
-    command = ["eval", "vqa", str(folder / "run"), "--data", str(folder / "valid.tar")]
-    assert main.run([*command, "--json"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
+    with chdir(folder):
+        assert main.run([*words("mt eval vqa"), "--json"]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
+        sheet = next(block.text for block in PAGE if "A sheet of answers" in block.text)
+        exec(compile(sheet, "docs/multimodal.md", "exec"), {})
+        # Bash reads $'...' so.
+        asked = [word.removeprefix("$").replace("\\n", "\n") for word in words("mt generate")]
+        assert main.run(asked) == 0
     assert result["samples"] == 200
     assert result["metrics"]["exact_match"] > 0.95
     assert result["metrics"]["vqa_accuracy"] == result["metrics"]["exact_match"]
+    assert (folder / "runs" / "shapes" / "answers.png").is_file()
+    assert "Assistant: blue triangle" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -91,7 +66,7 @@ def test_a_killed_evaluation_goes_on_and_damaged_images_are_named(folder: Path, 
     Image.new("RGB", (16, 16), (220, 40, 40)).save(images / "a.png")
     (images / "b.png").write_bytes(b"no image")
     output = tmp_path / "result.json"
-    command = ["eval", "vqa", str(folder / "run"), "--data", str(tmp_path / "questions.jsonl")]
+    command = ["eval", "vqa", str(folder / "runs" / "shapes"), "--data", str(tmp_path / "questions.jsonl")]
     command += ["--image-folder", str(images), "--max-tokens", "16", "--output", str(output)]
     assert main.run(command) == 0
     assert "1 samples could not be scored" in " ".join(capsys.readouterr().out.split())

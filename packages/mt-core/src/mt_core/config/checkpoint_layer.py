@@ -115,7 +115,7 @@ def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, 
     reader = open_start(load, host)
     config = reader.metadata["config"]
     stored = {name: dict(config[name]) for name in FROM_CHECKPOINT if config.get(name)}
-    keeper = reader.of_tokenizer if isinstance(reader, CheckpointParts) else reader
+    keeper: Any = reader.of_tokenizer if isinstance(reader, CheckpointParts) else reader
     if "tokenizer" in stored and isinstance(keeper, KeepsFiles):
         stored["tokenizer"] = _with_own_files(stored["tokenizer"], keeper, host)
     return stored

@@ -185,8 +185,8 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
         sizes = {key: data[key] for key in ("img_h", "img_w")} | {
             "image_token_index": tree["model"]["image_token_index"]
         }
-        tower = host.models.get(config.model.family, key="model.family").config_type.load()
-        features = tower.model_validate(tree["model"]).image_seq_length
+        family: Any = host.models.get(config.model.family, key="model.family").config_type.load()
+        features = family.model_validate(tree["model"]).image_seq_length
         tree["data"] = {"dataset_type": FAKE_IMAGE_TEXTS, **sizes, "image_seq_length": features}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:

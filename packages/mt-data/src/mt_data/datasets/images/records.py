@@ -154,8 +154,9 @@ def answers_of(value: Mapping[str, Any], where: str) -> list[str]:
     if "answers" not in value:
         return [text_of(value, "answer", where)]
     given = value["answers"]
-    found = [entry.get("answer") if isinstance(entry, dict) else entry for entry in given if entry]
-    if not isinstance(given, list) or not found or not all(isinstance(answer, str) for answer in found):
+    entries = given if isinstance(given, list) else []
+    found: list[Any] = [entry.get("answer") if isinstance(entry, dict) else entry for entry in entries]
+    if not found or not all(isinstance(answer, str) for answer in found):
         raise DataError(f'{where}: expected a list of texts under "answers", found {given!r:.200}')
     return found
 
