@@ -37,9 +37,8 @@ PARSED = {
 NOT_RUN = {
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_same_as_mt_train.py runs one",
-    r"mt eval (ppl|wikitext103|lambada|toxicity|detoxify) ": "reads texts of the reader's; tests/eval runs them",
+    r"mt eval (ppl|wikitext103|lambada|toxicity|detoxify|vqa) ": "reads texts of the reader's; tests/eval runs them",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
-    r"mt eval vqa runs/llava": "needs a trained run; tests/eval/test_vqa.py makes one",
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
