@@ -84,7 +84,7 @@ def test_images_are_dealt_to_prompts_in_order() -> None:
     [
         (["--prompt", "a <image>", "--prompt", "b", *["--image", "0.npy"] * 2], "<image> 1 times, and .* 2 images"),
         (["--prompt", "<image><image>", "--image", "0.npy"], "<image> 2 times, and there are 1 images"),
-        (["--prompt", "x", "--image", "none.npy"], "none.npy cannot be read as an array"),
+        (["--prompt", "x", "--image", "none.npy"], "none.npy cannot be read: No such file"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(llava: Path, tmp_path: Path, monkeypatch, capsys, arguments, words) -> None:
