@@ -19,7 +19,10 @@ from mt_core.data.loader import BatchReader
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
+from mt_data.datasets.images.records import read_image_texts
+from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 TOKENIZER = ByteLevelTokenizer()
@@ -188,6 +191,29 @@ def test_packed_records_do_not_see_one_another(tmp_path: Path) -> None:
         assert not sample["loss_mask"][segments == members].any()  # padding
     assert set(found) == set(texts.values())
     assert all(np.array_equal(found[texts[name]], pixels(image)) for name, image in images.items())
+
+
+def test_a_prompt_has_the_tokens_before_the_last_answer(tmp_path: Path) -> None:
+    turns = [("human", "What?"), ("gpt", "A cat."), ("human", "Big?"), ("gpt", "No.")]
+    lines = [
+        ({"conversations": [{"from": who, "value": text} for who, text in turns]}, "No."),
+        ({"question": "What?", "answers": ["x", "yes", "yes"]}, "yes"),
+        ({"caption": "a cat"}, "a cat"),
+    ]
+    save(tmp_path, "x.png", 0)
+    path = write_lines(tmp_path, *({"image": "x.png", **line} for line, _ in lines))
+    data = build(path)
+    encoder = ImageTextEncoder(TOKENIZER, load_chat_template("plain", None, TOKENIZER), data.shape.image)
+    records = list(read_image_texts(path, tmp_path, lambda number, error: pytest.fail(str(error))))
+    prompts = [shown(encoder.prompt(record).tokens) for record in records]
+    assert prompts == [
+        "User: ###\nWhat?\n\nAssistant: A cat.$\n\nUser: Big?\n\nAssistant:",
+        "User: ###\nWhat?\n\nAssistant:",
+        "###",
+    ]
+    for record, prompt, (_, answer) in zip(records, prompts, lines, strict=True):
+        assert answer in record.references
+        assert f"{prompt} {answer}$".replace("### ", "###") == shown(encoder(record).tokens)
 
 
 # -- damaged data ------------------------------------------------------------------------------------

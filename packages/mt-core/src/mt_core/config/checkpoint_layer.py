@@ -115,17 +115,16 @@ def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, 
     reader = open_start(load, host)
     config = reader.metadata["config"]
     stored = {name: dict(config[name]) for name in FROM_CHECKPOINT if config.get(name)}
-    keeper: Any = reader.of_tokenizer if isinstance(reader, CheckpointParts) else reader
-    if "tokenizer" in stored and isinstance(keeper, KeepsFiles):
+    keeper = reader.of_tokenizer if isinstance(reader, CheckpointParts) else reader
+    if "tokenizer" in stored and keeper is not None:
         stored["tokenizer"] = _with_own_files(stored["tokenizer"], keeper, host)
     return stored
 
 
 def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
     """The section with paths to the files that travelled with the checkpoint: the original ones may be gone."""
-    assert isinstance(reader, KeepsFiles)
     spec = host.tokenizers.get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
-    if spec.materialize is None or not reader.files():
+    if not isinstance(reader, KeepsFiles) or spec.materialize is None or not reader.files():
         return tokenizer
     merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])
     config = build_sections(["tokenizer"], merged, host, Problems())["tokenizer"]
