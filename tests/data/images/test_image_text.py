@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
+from rich.console import Console
 from tests.data.images.shape_shards import draw_shape, write_questions
 
 from mt_core.data.loader import BatchReader
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
+from mt_data.datasets.display import render_sample
 from mt_data.datasets.images.records import read_image_texts
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid, Tiling
@@ -133,6 +135,14 @@ def test_a_shard_that_changed_is_another_content(shards: Path, tmp_path: Path) -
     assert build(tmp_path / "copy" / "*.tar").fingerprint() == first
     write_questions(tmp_path / "copy" / "shapes-1.tar", 7, seed=9)
     assert build(tmp_path / "copy" / "*.tar").fingerprint() != first
+
+
+def test_a_sample_can_be_shown(shards: Path) -> None:
+    """The image token is behind the vocabulary."""
+    fields = load_plugins().datasets.get("image_text").sample
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_sample(build(shards / "shapes-0.tar")[0], fields, TOKENIZER, 64))
+    assert "What?" in console.export_text()
 
 
 # -- views -------------------------------------------------------------------------------------------
@@ -301,3 +311,16 @@ def test_the_index_is_built_once(shards: Path, tmp_path: Path, caplog) -> None:
     assert first.fingerprint() == again.fingerprint()
     assert all(np.array_equal(first[n]["images"], again[n]["images"]) for n in range(7))
     assert len(list((tmp_path / "cache" / "mt").iterdir())) == 1
+
+
+def test_all_unusable_records_count_together(tmp_path: Path) -> None:
+    """Malformed, without room, damaged when decoded: one limit."""
+    save(tmp_path, "x.png", 0)
+    noise = io.BytesIO()
+    Image.fromarray(np.random.RandomState(0).randint(0, 256, (16, 16, 3)).astype(np.uint8)).save(noise, "png")
+    (tmp_path / "cut.png").write_bytes(noise.getvalue()[:400])
+    lines = [{"image": "x.png", "text": "fine"}, {"image": "x.png"}, {"image": ["x.png"] * 2, "text": "two"}]
+    path = write_lines(tmp_path, *lines, {"image": "cut.png", "text": "cut"})
+    data = build(path, max_unusable_records=2)
+    with pytest.raises(DataError, match=r"line 4: .*this is number 3"):
+        [data[index] for index in range(len(data))]

@@ -118,11 +118,14 @@ class EncodedRecords:
 
 
 class UnusableRecords:
-    """Records that cannot be used: reported and counted, and at most `limit` of them."""
+    """Records that cannot be used: reported and counted, and at most `limit` of them. found: int64 [n, 2], file and
+    number of those that were found before."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, found: NDArray[np.int64] | None = None) -> None:
         self.limit = limit
         self.found: set[tuple[int, int]] = set()
+        if found is not None:
+            self.found.update((file, number) for file, number in found.tolist())
 
     def add(self, file: int, number: int, error: DataError) -> None:
         """Raises DataError when there are more than the limit."""

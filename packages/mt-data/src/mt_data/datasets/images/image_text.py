@@ -104,11 +104,12 @@ class ImageTextDataset:
         order: NDArray[np.int64],
         shape: SampleShape,
         config: ImageTextDataConfig,
+        unusable: UnusableRecords,
     ) -> None:
         self.records, self.selection, self.packing, self.order = records, selection, packing, order
         self.shape, self.config, self.tiling = shape, config, config.tiling
         self.max_images = max_images(config, shape)
-        self.unusable = _unusable(records, config)
+        self.unusable = unusable
 
     def __len__(self) -> int:
         return len(self.order)
@@ -179,13 +180,14 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
         views = ViewShape(config.tiling, config.image_seq_length)
         build = partial(encode_files, paths, folders, encoder, views, config.max_unusable_records)
         records = EncodedRecords(**source.cache.get(key, build), paths=paths, folders=folders)
-        selection = select(records, source.elements(len(records), "records"), config, shape)
+        unusable = UnusableRecords(config.max_unusable_records, records.unusable)
+        selection = select(records, source.elements(len(records), "records"), config, shape, unusable)
         if config.packing:
             packing = pack_best_fit(selection.positions, shape.length)
         else:
             packing = pack_singly(len(selection.numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
-        dataset = ImageTextDataset(records, selection, packing, order, shape, config)
+        dataset = ImageTextDataset(records, selection, packing, order, shape, config, unusable)
         _report(dataset, source.name)
         return dataset
 
@@ -199,7 +201,13 @@ def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     return config.max_images or config.views_of_image
 
 
-def select(records: EncodedRecords, within: range, config: ImageTextDataConfig, shape: SampleShape) -> Selection:
+def select(
+    records: EncodedRecords,
+    within: range,
+    config: ImageTextDataConfig,
+    shape: SampleShape,
+    unusable: UnusableRecords,
+) -> Selection:
     """The records `within` whose images fit, and that leave something to learn after the cut to seq_length.
 
     Raises DataError for more records whose images do not fit than data.max_unusable_records allows, for one that is
@@ -214,7 +222,7 @@ def select(records: EncodedRecords, within: range, config: ImageTextDataConfig, 
             f"{records.where(int(numbers[first]))} has {int(positions[first])} positions, more than data.seq_length="
             f'{shape.length}; make data.seq_length larger, or cut such texts with data.on_too_long="truncate"'
         )
-    fits = _require_room(records, numbers, config, shape)
+    fits = _with_room(records, numbers, max_images(config, shape), shape, unusable)
     learnt = fits & (records.first_label[numbers] <= np.minimum(positions, shape.length))
     if not learnt.any():
         raise DataError(
@@ -225,11 +233,10 @@ def select(records: EncodedRecords, within: range, config: ImageTextDataConfig, 
     return Selection(numbers[learnt], kept, int((too_long & learnt).sum()), int((fits & ~learnt).sum()))
 
 
-def _require_room(
-    records: EncodedRecords, numbers: NDArray[np.int64], config: ImageTextDataConfig, shape: SampleShape
+def _with_room(
+    records: EncodedRecords, numbers: NDArray[np.int64], room: int, shape: SampleShape, unusable: UnusableRecords
 ) -> NDArray[np.bool_]:
     """Which records have room for their images; those that have none are unusable."""
-    unusable, room = _unusable(records, config), max_images(config, shape)
     ends, views = records.images_end[numbers], records.views[numbers]
     fits = (ends <= shape.length) & (views <= room)
     for place in np.flatnonzero(~fits).tolist():
@@ -243,15 +250,9 @@ def _require_room(
     return fits
 
 
-def _unusable(records: EncodedRecords, config: ImageTextDataConfig) -> UnusableRecords:
-    unusable = UnusableRecords(config.max_unusable_records)
-    unusable.found.update(map(tuple, records.unusable.tolist()))
-    return unusable
-
-
 def _report(dataset: ImageTextDataset, name: str) -> None:
     selection, packs = dataset.selection, len(dataset.packing)
-    kept, left_out = len(selection.numbers), len(dataset.records.unusable)
+    kept, left_out = len(selection.numbers), len(dataset.unusable.found)
     is_incomplete = left_out or selection.cut or selection.without_label
     log.log(
         logging.WARNING if is_incomplete else logging.INFO,
