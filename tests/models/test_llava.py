@@ -259,7 +259,7 @@ def test_images_beyond_the_tokens_of_a_row_are_padding(host) -> None:
     padded = torch.full((3, 2, 3, 11, 11), torch.nan)
     padded[0, 0], padded[1] = images[0], images[1:]
     assert torch.equal(model(tokens, padded), model(tokens, images))
-    with pytest.raises(DataError, match=r"rows .* have \[4, 8, 0\] image tokens .* room for 1 images of 4 features"):
+    with pytest.raises(DataError, match=r"rows .* have \[4, 8, 0\] image tokens .* at most 1 images of 4 features"):
         model(tokens, padded[:, :1])
     with pytest.raises(DataError, match=r"have \[4, 7, 0\] image tokens"):
         model(tokens.index_fill(1, torch.tensor([12]), 5), padded)

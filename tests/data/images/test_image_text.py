@@ -314,7 +314,7 @@ def test_the_index_is_built_once(shards: Path, tmp_path: Path, caplog) -> None:
 
 
 def test_all_unusable_records_count_together(tmp_path: Path) -> None:
-    """Malformed, without room, damaged when decoded: one limit."""
+    """Malformed, with too many images, damaged when decoded: one limit."""
     save(tmp_path, "x.png", 0)
     noise = io.BytesIO()
     Image.fromarray(np.random.RandomState(0).randint(0, 256, (16, 16, 3)).astype(np.uint8)).save(noise, "png")

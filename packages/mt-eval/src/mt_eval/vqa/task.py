@@ -86,8 +86,8 @@ class VisualQuestions:
         return len(self.records)
 
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
-        """exact_match and vqa_accuracy of each generated answer. A record whose images cannot be decoded, or for which
-        the model has no room, is a sample with an error."""
+        """exact_match and vqa_accuracy of each generated answer. A record whose images cannot be decoded, or that is
+        too long for the model, is a sample with an error."""
         for start in range(skip, len(self.records), BATCH):
             requests = [self._request(record, generator) for record in self.records[start : start + BATCH]]
             usable = [request for request in requests if request.error is None]

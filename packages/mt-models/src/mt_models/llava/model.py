@@ -118,15 +118,15 @@ class LlavaModel(Model):
             return self.features(images[:1]).flatten(0, 1)[:0]
         return self.features(images.index_select(0, real.to(images.device))).flatten(0, 1)
 
-    def _real_images(self, places: Tensor, room: int) -> Tensor:
-        """Numbers, counted over the batch of `room` images a row, of the images that have image tokens."""
+    def _real_images(self, places: Tensor, capacity: int) -> Tensor:
+        """Numbers, counted over the batch of `capacity` images a row, of the images that have image tokens."""
         counts, length = places.sum(1), self.config.image_seq_length
-        if (counts % length).any() or (counts > room * length).any():
+        if (counts % length).any() or (counts > capacity * length).any():
             raise DataError(
                 f"the rows of the batch have {counts.tolist()} image tokens (id {self.config.image_token_index}), "
-                f"and room for {room} images of {length} features each; write the image token once for each feature"
+                f"and at most {capacity} images of {length} features each; write the image token once for each feature"
             )
-        real = torch.arange(room, device=places.device) < (counts // length)[:, None]
+        real = torch.arange(capacity, device=places.device) < (counts // length)[:, None]
         return real.flatten().nonzero().squeeze(1)
 
     conditioned_by: ClassVar[tuple[str, ...]] = ("images",)

@@ -58,7 +58,7 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     packing: bool = False
     """Several records in a sample, which do not see one another; false puts one in each."""
     max_images: PositiveInt | None = used_when(None, packing=False)
-    """Views (images, or tiles of them) that a sample has room for. Default: those of one image."""
+    """Views (images, or tiles of them) of a sample, at most. Default: those of one image."""
     chat_template: str = "plain"
     """How a conversation becomes text: `tokenizer` (the one it brings along), chatml, llama3 or plain."""
     chat_template_file: str | None = None
@@ -68,7 +68,7 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     on_too_long: Literal["truncate", "error"] = "truncate"
     """A text longer than seq_length is cut at its end, or is an error. An image is never cut."""
     max_unusable_records: NonNegativeInt = 0
-    """Records that may be left out, with a warning, because they are malformed, have no room for their images, or an
+    """Records that may be left out, with a warning, because they are malformed, their images do not fit, or an
     image is damaged; one more is an error. One whose image turns out damaged only when it is decoded stays in its
     sample without counting in the loss."""
 
@@ -195,7 +195,7 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
 
 
 def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
-    """Views that a sample has room for."""
+    """Views of a sample, at most."""
     if config.packing:
         return shape.length // shape.image_length
     return config.max_images or config.views_of_image
@@ -222,7 +222,7 @@ def select(
             f"{records.where(int(numbers[first]))} has {int(positions[first])} positions, more than data.seq_length="
             f'{shape.length}; make data.seq_length larger, or cut such texts with data.on_too_long="truncate"'
         )
-    fits = _with_room(records, numbers, max_images(config, shape), shape, unusable)
+    fits = _with_fitting_images(records, numbers, max_images(config, shape), shape, unusable)
     learnt = fits & (records.first_label[numbers] <= np.minimum(positions, shape.length))
     if not learnt.any():
         raise DataError(
@@ -233,17 +233,17 @@ def select(
     return Selection(numbers[learnt], kept, int((too_long & learnt).sum()), int((fits & ~learnt).sum()))
 
 
-def _with_room(
-    records: EncodedRecords, numbers: NDArray[np.int64], room: int, shape: SampleShape, unusable: UnusableRecords
+def _with_fitting_images(
+    records: EncodedRecords, numbers: NDArray[np.int64], most: int, shape: SampleShape, unusable: UnusableRecords
 ) -> NDArray[np.bool_]:
-    """Which records have room for their images; those that have none are unusable."""
+    """Which records have images that fit into a sample; the others are unusable."""
     ends, views = records.images_end[numbers], records.views[numbers]
-    fits = (ends <= shape.length) & (views <= room)
+    fits = (ends <= shape.length) & (views <= most)
     for place in np.flatnonzero(~fits).tolist():
         if ends[place] > shape.length:
             reason = f"the images end at position {ends[place]}, behind data.seq_length={shape.length}"
         else:
-            reason = f"the images have {views[place]} views, more than data.max_images={room}"
+            reason = f"the images have {views[place]} views, more than data.max_images={most}"
         record = int(numbers[place])
         error = DataError(f"{records.where(record)}: {reason}; an image is never cut, make it larger")
         unusable.add(int(records.file[record]), int(records.number[record]), error)

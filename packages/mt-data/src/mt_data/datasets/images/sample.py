@@ -89,13 +89,13 @@ class SampleShape:
 
         What goes beyond the length is cut.
         """
-        room = self.length - start + 1
-        ids = np.where(tokens < 0, self.image_token, tokens)[:room]
+        left = self.length - start + 1
+        ids = np.where(tokens < 0, self.image_token, tokens)[:left]
         end = start + len(ids) - 1
         sample["tokens"][start:end] = ids[:-1]
         # The image token need not be in the vocabulary; it is never predicted.
         sample["labels"][start:end] = np.where(ids[1:] == self.image_token, self.filler, ids[1:])
-        sample["loss_mask"][start:end] = counted[1:room]
+        sample["loss_mask"][start:end] = counted[1:left]
         sample["position_ids"][start:] = np.arange(self.length - start)
         if "segment_ids" in sample:
             sample["segment_ids"][start:end] = segment
