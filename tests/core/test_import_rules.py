@@ -123,6 +123,7 @@ ORDER = (
     {"hookspecs"},
     {"plugins"},
     {"checkpoint_lookup", "commands"},
+    {"checkpoint_parts"},
     {"config", "name_map", "config_map", "megatron_map", "hf_config"},
     {"data"},
     {"parallel"},

@@ -50,6 +50,7 @@ NOT_RUN = {
     r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
 }
 PAGES_RUN_ELSEWHERE = {
+    "docs/multimodal.md": "tests/eval/test_vqa.py",
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",

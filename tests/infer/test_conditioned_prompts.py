@@ -17,9 +17,13 @@ from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import SplitRequest
 from mt_core.train import build
+from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
 from mt_data.datasets.images.shapes import draw
-from mt_infer.prompts import PromptEncoder, deal_images
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.prompts import IMAGES, PromptEncoder, deal_images, read_images
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -81,8 +85,8 @@ def test_a_text_with_images_begins_once() -> None:
 
     model = SimpleNamespace(image_token_index=300, image_seq_length=2)
     encoder = PromptEncoder(BeginsTexts(), model, ["images"])
-    assert encoder.with_images("a<image>b", 1) == [258, ord("a"), 300, 300, ord("b")]
-    assert encoder.with_images("b", 1) == [258, 300, 300, ord("b")]
+    assert encoder.with_images("a<image>b", [1]) == [258, ord("a"), 300, 300, ord("b")]
+    assert encoder.with_images("b", [1]) == [258, 300, 300, ord("b")]
 
 
 def test_images_are_dealt_to_prompts_in_order() -> None:
@@ -96,7 +100,7 @@ def test_images_are_dealt_to_prompts_in_order() -> None:
     [
         (["--prompt", "a <image>", "--prompt", "b", *["--image", "0.npy"] * 2], "<image> 1 times, and .* 2 images"),
         (["--prompt", "<image><image>", "--image", "0.npy"], "<image> 2 times, and there are 1 images"),
-        (["--prompt", "x", "--image", "none.npy"], "none.npy cannot be read as an array"),
+        (["--prompt", "x", "--image", "none.npy"], "none.npy cannot be read: No such file"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(llava: Path, tmp_path: Path, monkeypatch, capsys, arguments, words) -> None:
@@ -155,3 +159,22 @@ def test_a_decoder_ends_with_eos() -> None:
     generator.tokenizer.special = type(generator.tokenizer.special)(pad=256, eos=found.tokens[-1])
     ((ended,),) = generator.generate(["a bridge"], GREEDY)
     assert (ended.tokens, ended.finish) == (found.tokens[: found.tokens.index(found.tokens[-1])], FinishReason.STOP)
+
+
+def test_a_prompt_has_the_tiles_of_training(tmp_path: Path) -> None:
+    """Ids and views of a text with a wide image are those of the data set's sample."""
+    np.save(tmp_path / "wide.npy", np.random.RandomState(0).randint(0, 256, (8, 24, 3)).astype(np.uint8))
+    (tmp_path / "x.jsonl").write_text('{"image": "wide.npy", "text": "a <image> b"}\n')
+    keys = {"img_h": 8, "img_w": 8, "max_num_tiles": 4, "use_thumbnail": True, "image_token_index": 261}
+    data = ImageTextDataConfig.model_validate(
+        {**keys, "image_seq_length": 2, "train_data_path": [str(tmp_path / "x.jsonl")]}
+    )
+    tokenizer = ByteLevelTokenizer()
+    sample = build_image_text(data, tokenizer, SplitRequest("train", 1, 32, seed=1))[0]
+    model = SimpleNamespace(image_token_index=261, image_seq_length=2, vocab_size=None)
+    encoder = PromptEncoder(tokenizer, model, (IMAGES,))
+    views = read_images([ImageFile(tmp_path / "wide.npy")], data)
+    ids = encoder.with_images("a <image> b", [len(one) for one in views])
+    assert ids == sample["tokens"][: len(ids)].tolist()
+    assert ids.count(261) == 4 * 2
+    assert torch.equal(torch.cat(views), torch.from_numpy(sample["images"][:4]))

@@ -24,6 +24,7 @@ from tests.models.vision_reference import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.data.loader import collate
@@ -252,6 +253,31 @@ def test_images_that_do_not_fit_their_tokens_are_refused(host) -> None:
         model(tokens)
 
 
+def test_images_beyond_the_tokens_of_a_row_are_padding(host) -> None:
+    model, _ = make_pair(host, "CLIP and Llama")
+    tokens, images = text_with_images(FEATURES), images_of_text()
+    padded = torch.full((3, 2, 3, 11, 11), torch.nan)
+    padded[0, 0], padded[1] = images[0], images[1:]
+    assert torch.equal(model(tokens, padded), model(tokens, images))
+    with pytest.raises(DataError, match=r"rows .* have \[4, 8, 0\] image tokens .* at most 1 images of 4 features"):
+        model(tokens, padded[:, :1])
+    with pytest.raises(DataError, match=r"have \[4, 7, 0\] image tokens"):
+        model(tokens.index_fill(1, torch.tensor([12]), 5), padded)
+
+
+def test_a_batch_without_images_has_gradients_of_zero_in_the_tower(host) -> None:
+    """Every rank has a gradient of each parameter, whatever its samples are."""
+    model, _ = make_pair(host, "CLIP and Llama")
+    tokens = text_with_images(FEATURES)[2:]
+    logits = model(tokens, torch.zeros(1, 2, 3, 11, 11))
+    assert torch.equal(logits, model(tokens))
+    logits.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(gradient is not None for gradient in gradients.values())
+    seen = {name.partition(".")[0] for name, gradient in gradients.items() if gradient.any()}
+    assert seen == {"language_model"}
+
+
 def test_the_recipe_trains_on_what_its_data_set_gives(host) -> None:
     """Its samples fit the model; untrained, it guesses among the ids of bytes."""
     config = load_config(EXAMPLES / "llava.toml", host=host).config
@@ -394,6 +420,11 @@ def changed(part: str, **keys) -> dict:
 def test_impossible_configurations_name_the_legal_values(host, keys, words) -> None:
     with pytest.raises(ConfigError, match=words):
         config_from(host, SMALL | keys, data={"seq_length": 16})
+
+
+def test_context_parallelism_is_refused_with_the_reason(host) -> None:
+    with as_world(2), pytest.raises(ConfigError, match=r"context_parallel_size=2 divides sequences.*any place"):
+        config_from(host, SMALL, data={"seq_length": 16}, parallel={"context_parallel_size": 2})
 
 
 def test_an_unknown_family_is_named_with_those_that_exist(host) -> None:

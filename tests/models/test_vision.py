@@ -286,7 +286,10 @@ def test_a_sequence_that_ranks_divide_is_refused_by_name(host) -> None:
         ({"patch_size": [16, 14]}, r"patch_size=\[16, 14\] is not supported; patches are square"),
         ({"image_size": "large"}, r"image_size='large' is not supported; it can be a number of pixels"),
         ({"model_type": "dinov2"}, r"model_type='dinov2' is not supported; it can be clip_vision_model, siglip"),
-        ({"model_type": "clip", "architectures": ["CLIPModel"]}, r"architectures='CLIPModel'.*CLIPForImageClass"),
+        (
+            {"model_type": "clip", "architectures": ["CLIPTextModel"]},
+            r"architectures='CLIPTextModel'.*CLIPForImageClass",
+        ),
     ],
 )
 def test_a_hugging_face_configuration_that_cannot_be_read(fields, words) -> None:

@@ -78,6 +78,13 @@ def test_a_slower_example_is_the_same_on_two_processes(name: str, layout: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [[TP], [PP, 'model.freeze=["vision_model", "language_model"]']], ids=str)
+def test_images_are_the_same_on_two_processes(settings: list[str]) -> None:
+    """Whole, and in LLaVA's first stage, where only the projection is trained."""
+    require_same(example("llava", *settings))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESET_LAYOUTS)
 def test_a_preset_is_the_same_on_two_processes(name: str) -> None:
     require_same(preset(name, PRESET_LAYOUTS[name]))

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -131,7 +132,8 @@ class GroupedQKV(Rule):
 
 
 class NameMap:
-    """Rules expanded for a model with `num_layers` layers; `ignored` names external tensors that hold no weight."""
+    """Rules expanded for a model with `num_layers` layers; `ignored` names external tensors that hold no weight
+    of it; * stands for anything."""
 
     def __init__(self, rules: Iterable[Rule], num_layers: int, ignored: Iterable[str] = ()) -> None:
         self.rules = [
@@ -140,6 +142,7 @@ class NameMap:
             for expanded in ([rule.for_layer(i) for i in range(num_layers)] if "{i}" in rule.ours else [rule])
         ]
         self.ignored = frozenset(ignored)
+        self._patterns = [name for name in self.ignored if "*" in name]
         self._by_ours = {rule.ours: rule for rule in self.rules}
 
     def reading(self, names: Iterable[str]) -> NameMap:
@@ -149,7 +152,7 @@ class NameMap:
 
     def check(self, ours: Iterable[str], theirs: Iterable[str]) -> None:
         """Raise CheckpointError unless the rules take each external tensor once and give each parameter once."""
-        wanted, given = set(ours), set(theirs) - self.ignored
+        wanted, given = set(ours), {name for name in theirs if not self._is_ignored(name)}
         sources = [name for rule in self.rules for name in rule.sources]
         problems = [f"{name} is missing in the checkpoint" for name in sources if name not in given]
         problems += [f"{name} is in the checkpoint but unknown" for name in sorted(given - set(sources))]
@@ -160,6 +163,9 @@ class NameMap:
         if problems:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"the tensors do not fit the model: {'; '.join(problems[:8])}{more}")
+
+    def _is_ignored(self, name: str) -> bool:
+        return name in self.ignored or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def import_value(self, read: Read) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, tensor) one by one; `read` gives an external tensor by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.images.config import ImageDataConfig, Resize
-from mt_data.datasets.images.pixels import as_input, fit
+from mt_data.datasets.images.config import ImageDataConfig
+from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.image_text import ImageTextDataConfig
+from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.text_files import Encode, bare_encoder
 
@@ -48,7 +51,7 @@ class PromptEncoder:
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
-            return self.with_images(prompt, len(inputs[IMAGES])), inputs
+            return self.with_images(prompt, [1] * len(inputs[IMAGES])), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -79,18 +82,21 @@ class PromptEncoder:
             raise ConfigError("the tokenizer has neither bos nor pad, with one of which a decoder's text begins")
         return start
 
-    def with_images(self, prompt: str, images: int, encode: Encode | None = None) -> list[int]:
-        """Ids of a text with as many images. encode: of a text that has its first ids, such as BOS; None: the
-        tokenizer adds them, once. Raises ConfigError for another number of marks."""
+    def with_images(self, prompt: str, views: Sequence[int], encode: Encode | None = None) -> list[int]:
+        """Ids of a text with images, of each so many views (`views_of`). Each "<image>" stands for one of the images,
+        which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds them,
+        once. Raises ConfigError for another number of marks."""
         marks = prompt.count(MARK)
-        if marks not in (0, images):
-            raise ConfigError(f"the prompt has {MARK} {marks} times, and there are {images} images; they go in order")
-        pieces = prompt.split(MARK) if marks else [""] * images + [prompt]
-        image = [self.model.image_token_index] * self.model.image_seq_length
+        if marks not in (0, len(views)):
+            raise ConfigError(
+                f"the prompt has {MARK} {marks} times, and there are {len(views)} images; they go in order"
+            )
+        pieces = prompt.split(MARK) if marks else [""] * len(views) + [prompt]
         within = encode or bare_encoder(self.tokenizer)
         ids = list((encode or self.tokenizer.encode)(pieces[0]))
-        for piece in pieces[1:]:
-            ids += [*image, *within(piece)]
+        for count, piece in zip(views, pieces[1:], strict=True):
+            ids += [self.model.image_token_index] * (count * self.model.image_seq_length)
+            ids += within(piece)
         return ids
 
 
@@ -108,19 +114,33 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def as_images(pixels: Sequence[NDArray[np.uint8]], model: Any, data: Any) -> Tensor:
-    """uint8 [height, width, 3] each -> [N, 3, img_h, img_w] as the model's tower takes them. model, data: sections of
-    its configuration.
-
-    Colours are scaled as in training; of a checkpoint without data sets of images, as the tower's kind was trained.
+def image_data(config: Config) -> ImageTextDataConfig:
+    """How a model's images are read: as in training, where that was on images with texts; else each is one view, with
+    the colours of the data set of images, or of a checkpoint without one those that the tower's kind was trained with.
     """
-    config = data if isinstance(data, ImageDataConfig) else published_colours(model.vision_model)
-    resize: Resize = getattr(data, "resize", "crop")
-    arrays = [as_input(fit(image, config.img_h, config.img_w, resize), config) for image in pixels]
-    return torch.stack([torch.from_numpy(array) for array in arrays])
+    model: Any = config.model
+    data = config.data
+    if isinstance(data, ImageTextDataConfig):
+        return data
+    tower = model.vision_model
+    keys = {"img_h": tower.img_h, "img_w": tower.img_w}
+    if isinstance(data, ImageDataConfig):
+        keys |= {"image_mean": data.image_mean, "image_std": data.image_std}
+    elif tower.has_class_token:
+        keys |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    keys |= {"image_token_index": model.image_token_index, "image_seq_length": model.image_seq_length}
+    return ImageTextDataConfig.model_validate(keys)
 
 
-def published_colours(tower: Any) -> ImageDataConfig:
-    """CLIP's mean and deviation; SigLIP's, which are 0.5, where the tower has no class token."""
-    colours = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if tower.has_class_token else {}
-    return ImageDataConfig.model_validate({"img_h": tower.img_h, "img_w": tower.img_w, **colours})
+def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[Tensor]:
+    """The views of each image, see `views_of`. Raises DataError for files that are no images."""
+    return views_of((read_image(file) for file in files), data)
+
+
+def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[Tensor]:
+    """uint8 [height, width, 3] -> [V, 3, img_h, img_w] of each: its tiles, or the image as one view."""
+    tiling, found = data.tiling, []
+    for image in images:
+        views = tiling.views(image, tiling.grid(*image.shape[:2]))
+        found.append(torch.stack([torch.from_numpy(as_input(view, data)) for view in views]))
+    return found

@@ -1,4 +1,5 @@
-"""Model and tokenizer of the checkpoint that checkpoint.load names, as a layer between preset and file.
+"""Model and tokenizer of the checkpoint that checkpoint.load names, or of those of checkpoint.load_parts, as a layer
+between preset and file.
 
 Keys of a file and of --set win, as over a preset. A section for which they choose another family (another tokenizer)
 than the checkpoint has takes nothing from it.
@@ -12,11 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_parts import CheckpointParts, open_start
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.schema import SECTIONS
 from mt_core.config.sections import build_sections, section_type
-from mt_core.errors import CheckpointError, MtError, Problems
+from mt_core.errors import CheckpointError, ConfigError, MtError, Problems
 from mt_core.paths import as_path
 from mt_core.specs import KeepsFiles
 
@@ -30,13 +31,13 @@ FROM_CHECKPOINT = ("model", "tokenizer")
 def with_checkpoint_layer(
     layers: Sequence[Layer], names: Iterable[str], host: PluginHost, *, preset_is_default: bool
 ) -> list[Layer]:
-    """The layers with that of checkpoint.load, if it is set and can say something about the sections `names`.
+    """The layers with that of checkpoint.load or load_parts, if one is set and has some of the sections `names`.
 
     preset_is_default: nobody asked for the preset, and its model and tokenizer give way.
     Raises CheckpointError when nothing else names the model, or the tokenizer, and there is no checkpoint to read.
     """
-    load = _value(merge_layers(layers, Problems()), "checkpoint", "load")
-    if not isinstance(load, str):
+    load = _start(merge_layers(layers, Problems()))
+    if load is None:
         return list(layers)
     whole = list(layers)
     if preset_is_default:
@@ -53,7 +54,20 @@ def with_checkpoint_layer(
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
     layers = [_without_base_keys(layer, values, chosen, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
-    return [*presets, Layer(f"checkpoint {load}", values), *layers[len(presets) :]]
+    origin = load if isinstance(load, str) else " and ".join(load.values())
+    return [*presets, Layer(f"checkpoint {origin}", values), *layers[len(presets) :]]
+
+
+def _start(merged: Merged) -> str | dict[str, str] | None:
+    """checkpoint.load or load_parts. Raises ConfigError when both are set."""
+    load, parts = (_value(merged, "checkpoint", key) for key in ("load", "load_parts"))
+    if load is not None and parts is not None:
+        raise ConfigError(
+            f"checkpoint.load={load} and checkpoint.load_parts={parts} are both set; keep the one to start from"
+        )
+    if isinstance(parts, dict) and parts and all(isinstance(path, str) for path in parts.values()):
+        return parts
+    return load if isinstance(load, str) else None
 
 
 def _value(merged: Merged, section: str, key: str | None) -> Any:
@@ -75,14 +89,16 @@ def _is_complete(name: str, written: Merged, host: PluginHost) -> bool:
         return False  # found again, and told, when the section is built
 
 
-def _may_be_absent(load: str, wanted: Iterable[str], chosen: Merged) -> bool:
+def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Merged) -> bool:
     """Whether the checkpoint cannot be read here and the configuration stands without it.
 
     A run that resumes from its own checkpoints no longer needs this one, and the data of a run are prepared without
     torch; training itself stops when the checkpoint is missing.
     """
-    if all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
-        return find_spec("torch") is None or not as_path(load).exists()
+    has_parts = isinstance(load, str) or load.keys() <= chosen.get("model", {}).keys()
+    if has_parts and all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
+        paths = [load] if isinstance(load, str) else load.values()
+        return find_spec("torch") is None or not all(as_path(path).exists() for path in paths)
     return False
 
 
@@ -94,7 +110,7 @@ def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHos
     selector = SECTIONS[name].selector
     assert selector is not None
     selected = _value(chosen, name, selector)
-    if selected in (None, stored[selector]):
+    if selector not in stored or selected in (None, stored[selector]):  # parts of a model have no family of the whole
         return stored
     base = _starts_from(selected, host) if name == "model" else None
     if base is None or base.family != stored[selector]:
@@ -119,24 +135,24 @@ def _starts_from(family: Any, host: PluginHost) -> StartsFrom | None:
     return specs[0].starts_from if specs else None  # an unknown family is an error of its section
 
 
-def _stored_sections(load: str, host: PluginHost) -> dict[str, dict[str, Any]]:
+def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, dict[str, Any]]:
     """Section -> its values in the checkpoint, of those that have some there."""
     if find_spec("torch") is None:
-        raise CheckpointError(f'checkpoint.load={load} needs torch to be read; pip install "mt-core[train]"')
+        raise CheckpointError(f'the checkpoint {load} needs torch to be read; pip install "mt-core[train]"')
 
-    reader = open_checkpoint(find_checkpoint(load), host)
+    reader = open_start(load, host)
     config = reader.metadata["config"]
     stored = {name: dict(config[name]) for name in FROM_CHECKPOINT if config.get(name)}
-    if "tokenizer" in stored and isinstance(reader, KeepsFiles):
-        stored["tokenizer"] = _with_own_files(stored["tokenizer"], reader, host)
+    keeper = reader.of_tokenizer if isinstance(reader, CheckpointParts) else reader
+    if "tokenizer" in stored and keeper is not None:
+        stored["tokenizer"] = _with_own_files(stored["tokenizer"], keeper, host)
     return stored
 
 
 def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
     """The section with paths to the files that travelled with the checkpoint: the original ones may be gone."""
-    assert isinstance(reader, KeepsFiles)
     spec = host.tokenizers.get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
-    if spec.materialize is None or not reader.files():
+    if not isinstance(reader, KeepsFiles) or spec.materialize is None or not reader.files():
         return tokenizer
     merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])
     config = build_sections(["tokenizer"], merged, host, Problems())["tokenizer"]

@@ -423,15 +423,23 @@ class CheckpointConfig(Section):
     load: str | None = None
     """Start from the weights of this checkpoint (a run directory or a checkpoint) with a new optimizer,
     unless the run directory already has a checkpoint of its own."""
+    load_parts: dict[str, str] | None = None
+    """In place of `load`: a part of the model -> the checkpoint whose weights and [model] section it has, such as
+    {vision_model = "clip-vit-large-patch14-336", language_model = "vicuna-7b-v1.5"}."""
     load_missing: list[str] = Field(default_factory=list)
-    """Parameters that `load` need not have, and which then keep their initial values, such as
+    """Parameters that `load` or `load_parts` need not have, and which then keep their initial values, such as
     "classification_head.*" (* stands for anything)."""
     load_ignored: list[str] = Field(default_factory=list)
-    """Tensors of `load` that are left out, such as "lm_head.*"."""
+    """Tensors of `load` or `load_parts` that are left out, such as "lm_head.*"."""
     accept_changes: list[str] = Field(default_factory=list)
     """Keys that may differ from the ones the resumed checkpoint was made with."""
     resume_loss_check: Literal["error", "warn"] = "error"
     """What follows when the loss of the first resumed step is far from the losses before the checkpoint."""
+
+    @property
+    def start(self) -> str | dict[str, str] | None:
+        """What a new run starts from: load, or load_parts."""
+        return self.load if self.load_parts is None else self.load_parts
 
 
 class LoggingConfig(Section):

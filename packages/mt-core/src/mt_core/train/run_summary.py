@@ -9,6 +9,7 @@ import torch
 
 from mt_core.data.epochs import iterations_per_epoch
 from mt_core.nn.fp8.use import fp8_report
+from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
 from mt_core.train.callbacks import Run
 from mt_core.train.checkpoint.state import shapes_of_all_stages
@@ -36,8 +37,9 @@ def run_summary(run: Run) -> Iterator[str]:
         yield str(fp8)
     if run.resumed_from is not None:
         yield f"resumed from {run.resumed_from} (step {run.state.iteration})"
-    elif run.config.checkpoint.load is not None:
-        yield f"weights from {run.config.checkpoint.load}, new optimizer"
+    elif (start := run.config.checkpoint.start) is not None:
+        sources = start if isinstance(start, str) else ", ".join(f"{path} ({part})" for part, path in start.items())
+        yield f"weights from {sources}, new optimizer"
         if run.loaded_weights is not None and run.loaded_weights.initialized:
             yield f"with their initial values: {', '.join(run.loaded_weights.initialized)}"
         if run.loaded_weights is not None and run.loaded_weights.left_out:
@@ -48,12 +50,18 @@ def run_summary(run: Run) -> Iterator[str]:
 
 
 def _model(run: Run) -> str:
-    shapes = shapes_of_all_stages(run.engine.layouts, run.ctx)
-    count = sum(math.prod(shape) for shape in shapes.values())
+    count = _number_of_elements(run, run.engine.layouts)
+    trained = _number_of_elements(run, {name: layout for name, layout in run.engine.layouts.items() if layout.trained})
+    frozen = "" if trained == count else f" ({trained:,} of them trained)"
     threads = f" with {torch.get_num_threads()} threads" if run.engine.device.type == "cpu" else ""
     ranks = "".join(
         f", {what} over {run.ctx.axis(name).size}" for name, what in AXES.items() if run.ctx.axis(name).size > 1
     )
-    what = f"{run.config.model.family}: {count:,} parameters in {run.config.precision.dtype}"
+    what = f"{run.config.model.family}: {count:,} parameters{frozen} in {run.config.precision.dtype}"
     backend = getattr(run.config.model, "attention_backend", "of the model")
     return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, loss {run.config.train.loss}"
+
+
+def _number_of_elements(run: Run, layouts: Mapping[str, ParameterLayout]) -> int:
+    """Over all stages."""
+    return sum(math.prod(shape) for shape in shapes_of_all_stages(layouts, run.ctx).values())

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_parts import open_start
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data import building
@@ -92,7 +93,7 @@ class Trainer:
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
         self.loaded_weights: PartialLoad | None = None
-        """What checkpoint.load read and did not; None for a run that does not start from one."""
+        """What checkpoint.load (or load_parts) read and did not; None for a run that does not start from one."""
         self._last_saved = self._last_evaluated = self._last_measured = -1
         self._stop_reason: str | None = None
         self._pending: StepRecord | None = None
@@ -344,9 +345,8 @@ class Trainer:
     def _restore(self) -> None:
         if self.resumed_from is not None:
             self._resume(self.resumed_from)
-        elif self.config.checkpoint.load is not None:
-            reader = open_checkpoint(find_checkpoint(self.config.checkpoint.load), self.host)
-            run = self.checkpointed()
+        elif (start := self.config.checkpoint.start) is not None:
+            run, reader = self.checkpointed(), open_start(start, self.host)
             self.loaded_weights = load_weights(reader, run, self.engine.layouts, self.config, self.host)
 
     def _resume(self, path: Path) -> None:

@@ -91,8 +91,8 @@ def _holds_ids(name: str, array: np.ndarray) -> bool:
 
 
 def _decoded(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """The text of ids [s]; negative ones, which stand for no token, are left out."""
-    return printable(tokenizer.decode(ids[ids >= 0].tolist()))
+    """The text of ids [s]; those that are no token's are left out: negative ones, and an image's behind the others."""
+    return printable(tokenizer.decode(ids[(ids >= 0) & (ids < tokenizer.vocab_size)].tolist()))
 
 
 def printable(text: str) -> str:

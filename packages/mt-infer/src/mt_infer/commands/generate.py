@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -20,10 +21,18 @@ from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mt_infer.prompts import Prompt
     from mt_infer.sampling.parameters import SamplingParameters
     from mt_infer.text import Completion, TextGenerator
 
-    PromptWithInputs = tuple[str, dict[str, Tensor]]
+
+class Request(NamedTuple):
+    """text: as given, which is shown. prompt, inputs: what the model takes."""
+
+    text: str
+    prompt: Prompt
+    inputs: Mapping[str, Tensor]
+
 
 STANDARD_INPUT = "-"
 FILES = "Many prompts"
@@ -140,50 +149,56 @@ def generate(
         if output is not None:
             run_file(generator, source, output, asked)
             return
-        requests = list(zip(texts, _inputs(generator, texts, image or []), strict=True))
+        requests = _requests(generator, texts, image or [])
         (show_json if as_json else show)(generator, requests, asked)
 
     on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
 
 
-def show(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:
+def show(generator: TextGenerator, requests: list[Request], sampling: SamplingParameters) -> None:
     """Prints each prompt with its continuation, as it comes; or with each of several, once they are known. What an
     encoder reads is on a line of its own."""
     several = sampling.num_beams > 1 or sampling.sequences > 1
-    for number, (text, inputs) in enumerate(requests):
+    for number, (text, prompt, inputs) in enumerate(requests):
         typer.echo("\n" * (number > 0), nl=False)
         if several:
             before = text + "\n" * generator.prompts.has_encoder
-            found = generator.generate([text], sampling, [inputs])[0]
+            found = generator.generate([prompt], sampling, [inputs])[0]
             typer.echo("\n\n".join(before + done.text for done in found))
             continue
         typer.echo(text, nl=generator.prompts.has_encoder)
-        for piece in generator.stream(text, sampling, inputs):
+        for piece in generator.stream(prompt, sampling, inputs):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
         typer.echo()
 
 
-def _inputs(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[dict[str, Tensor]]:
-    """What the model takes beside each text. Raises ConfigError for images that it does not take."""
-    from mt_data.datasets.images.pixels import read_image
-    from mt_infer.prompts import IMAGES, as_images, deal_images
+def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
+    """Raises ConfigError for images that the model does not take."""
+    import torch
+
+    from mt_data.datasets.images.image_file import ImageFile
+    from mt_infer.prompts import IMAGES, deal_images, image_data, read_images
 
     if not images:
-        return [{} for _ in texts]
+        return [Request(text, text, {}) for text in texts]
     if not generator.prompts.takes_images:
         family = generator.config.model.family
         raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
-    config, pixels = generator.config, [[read_image(path) for path in own] for own in deal_images(texts, images)]
-    return [{IMAGES: as_images(own, config.model, config.data)} if own else {} for own in pixels]
+    data, found = image_data(generator.config), []
+    for text, own in zip(texts, deal_images(texts, images), strict=True):
+        views = read_images([ImageFile(path) for path in own], data)
+        ids = generator.prompts.with_images(text, [len(one) for one in views]) if own else text
+        found.append(Request(text, ids, {IMAGES: torch.cat(views)} if own else {}))
+    return found
 
 
-def show_json(generator: TextGenerator, requests: list[PromptWithInputs], sampling: SamplingParameters) -> None:
+def show_json(generator: TextGenerator, requests: list[Request], sampling: SamplingParameters) -> None:
     """All prompts together, in one batch."""
-    texts, inputs = [text for text, _ in requests], [beside for _, beside in requests]
-    for text, found in zip(texts, generator.generate(texts, sampling, inputs), strict=True):
+    prompts, inputs = [request.prompt for request in requests], [request.inputs for request in requests]
+    for request, found in zip(requests, generator.generate(prompts, sampling, inputs), strict=True):
         for index, done in enumerate(found):
-            typer.echo(json.dumps({"prompt": text, "index": index, **as_record(done)}, ensure_ascii=False))
+            typer.echo(json.dumps({"prompt": request.text, "index": index, **as_record(done)}, ensure_ascii=False))
 
 
 def as_record(done: Completion) -> dict[str, object]:

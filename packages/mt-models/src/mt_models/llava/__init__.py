@@ -8,6 +8,7 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.llava.config:LlavaConfig"),
     build=Lazy("mt_models.llava.model:build_llava"),
     check=Lazy("mt_models.llava.config:check_llava"),
+    shrink=Lazy("mt_models.llava.shrink:shrink_llava"),
     presets=Lazy("mt_models.llava.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llava.hugging_face:HUGGING_FACE"),

@@ -11,7 +11,6 @@ from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_images
 
 Part = Literal["vision_model", "vision_projection", "language_model"]
@@ -19,9 +18,11 @@ ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 
 def tower_section(value: Any) -> Any:
-    """The tower's table in its type."""
+    """The tower's table in its type; or that of a whole model of the family vision, whose tower is taken."""
     if not isinstance(value, Mapping):
         return value
+    if value.get("family") == "vision":
+        value = {key: value[key] for key in VisionEncoderConfig.model_fields if key in value}
     return validated("model.vision_model", VisionEncoderConfig, value)
 
 
@@ -70,6 +71,16 @@ class LlavaConfig(ModelConfig):
     freeze: list[Part] = Field(default_factory=list)
     """Parts that are not trained: vision_model, vision_projection, language_model."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _vocabulary_of_decoder(cls, values: Any) -> Any:
+        """The decoder's table may name the vocabulary in place of the model's, as that of a checkpoint does."""
+        decoder = values.get("language_model") if isinstance(values, Mapping) else None
+        if not isinstance(decoder, Mapping):
+            return values
+        shared = {key: decoder[key] for key in ("vocab_size", "make_vocab_size_divisible_by") if decoder.get(key)}
+        return {**shared, **values}
+
     @model_validator(mode="after")
     def _one_vocabulary(self) -> LlavaConfig:
         for key in ("vocab_size", "make_vocab_size_divisible_by"):
@@ -86,6 +97,15 @@ class LlavaConfig(ModelConfig):
         """The configuration from which the decoder is built: its table, with this model's vocabulary."""
         shared = {"vocab_size": self.vocab_size, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by}
         return self.language_model.model_copy(update=shared)
+
+    @property
+    def stacked_layers(self) -> int | None:
+        """The decoder's. The tower is a part of the first stage."""
+        return self.language_model.stacked_layers
+
+    @property
+    def pipeline_layout(self) -> str | None:
+        return self.language_model.pipeline_layout
 
     @property
     def feature_states(self) -> list[int]:
@@ -112,7 +132,11 @@ def check_llava(config: Config) -> None:
     """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
     model = config.model
     assert isinstance(model, LlavaConfig)
-    refuse_divided_sequences_and_layers(config)
+    if (size := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.family=llava puts the features of an "
+            "image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long sequences"
+        )
     check_encoder(model.vision_model, config, "model.vision_model")
     check_images(model.vision_model, config, "model.vision_model")
     _check_features(model)

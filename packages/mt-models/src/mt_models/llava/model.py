@@ -3,13 +3,13 @@
 Shapes: B batch, S sequence, N images, F features of an image, W width of a feature, H hidden of the decoder, V
 vocabulary (this rank's ids under tensor parallelism). Each image has F image tokens in the text, which its
 features replace. Tower and projection have whole sequences on every rank even if sequence parallelism shards the
-decoder's.
+decoder's; with pipeline parallelism they are parts of the first stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from mt_models.blocks.freeze import freeze
 from mt_models.llava.config import LlavaConfig
 from mt_models.llava.projection import VisionProjection
 from mt_models.llava.splicing import spliced_words
-from mt_models.vision.model import build_tower
+from mt_models.vision.model import VisionTower, build_tower
 
 
 class LlavaModel(Model):
@@ -41,8 +41,11 @@ class LlavaModel(Model):
     def __init__(self, config: LlavaConfig, environment: ModelEnvironment) -> None:
         super().__init__()
         self.config = config
-        self.vision_model = build_tower(config.vision_model, environment)
-        self.vision_projection = VisionProjection(config, environment.parallel)
+        self.vision_model: VisionTower | None = None
+        self.vision_projection: VisionProjection | None = None
+        if environment.has_first:
+            self.vision_model = build_tower(config.vision_model, environment)
+            self.vision_projection = VisionProjection(config, environment.parallel)
         self.language_model = build_decoder(config, environment)
         self._leave_untrained()
 
@@ -53,34 +56,86 @@ class LlavaModel(Model):
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
-        """images [N, C, img_h, img_w], or [B, N / B, C, img_h, img_w]: in the order of their image tokens in
-        the batch, row by row. None for a text without image tokens.
+        """images [N, C, img_h, img_w], in the order of their image tokens in the batch, row by row; or [B, M, C, img_h,
+        img_w], of which a row takes as many as it has image tokens for: the others are padding. None for a text without
+        image tokens.
 
         Raises DataError when images and image tokens are not as many.
         """
-        places = tokens == self.config.image_token_index
-        words = tokens.masked_fill(places, 0)  # the image token need not be in the vocabulary
-        images = images.flatten(0, 1) if images is not None and images.ndim == 5 else images
-        self._require_tokens(places, 0 if images is None else len(images))
-        if images is None:
+        places, words = self._places_and_words(tokens)
+        with self._with_images(places, images):
             return self.language_model(words, position_ids, segment_ids)
-        table = word_embeddings(self.language_model)
-        assert table is not None  # build_decoder has looked
-        with spliced_words(table, places, self.features(images).flatten(0, 1)):
-            return self.language_model(words, position_ids, segment_ids)
+
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        images: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Any:
+        """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
+        places, words = self._places_and_words(tokens)
+        with self._with_images(places, images) if stage.first else nullcontext():
+            return self.language_model.run_stage(stage, hidden, words, position_ids, segment_ids)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        if stage.first:
+            yield from (part for part in (self.vision_model, self.vision_projection) if part is not None)
+        yield from self.language_model.stage_modules(stage)
 
     def features(self, images: Tensor) -> Tensor:
         """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
+        assert self.vision_model is not None
+        assert self.vision_projection is not None
         wanted = self.config.feature_states
         states = list(islice(self.vision_model.states(images), max(wanted) + 1))
         features = torch.cat([states[state] for state in wanted], dim=-1)
         return self.vision_projection(features[:, 1:] if self.config.drops_class_token else features)
 
+    def _places_and_words(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where image tokens are, and ids that are all in the vocabulary, as the image token need not be."""
+        places = tokens == self.config.image_token_index
+        return places, tokens.masked_fill(places, 0)
+
+    def _with_images(self, places: Tensor, images: Tensor | None) -> AbstractContextManager[None]:
+        """A context in which the features of images are spliced in at `places` [B, S]."""
+        if images is None:
+            self._require_tokens(places, 0)
+            return nullcontext()
+        return spliced_words(word_embeddings(self.language_model), places, self._features_of_batch(places, images))
+
+    def _features_of_batch(self, places: Tensor, images: Tensor) -> Tensor:
+        """[image tokens, H]"""
+        if images.ndim == 4:
+            self._require_tokens(places, len(images))
+            return self.features(images).flatten(0, 1)
+        real = self._real_images(places, images.shape[1])
+        images = images.flatten(0, 1)
+        if not len(real):
+            # A batch of texts alone: the features of a padding image are not used, and have gradients of zero.
+            return self.features(images[:1]).flatten(0, 1)[:0]
+        return self.features(images.index_select(0, real.to(images.device))).flatten(0, 1)
+
+    def _real_images(self, places: Tensor, capacity: int) -> Tensor:
+        """Numbers, counted over the batch of `capacity` images a row, of the images that have image tokens."""
+        counts, length = places.sum(1), self.config.image_seq_length
+        if (counts % length).any() or (counts > capacity * length).any():
+            raise DataError(
+                f"the rows of the batch have {counts.tolist()} image tokens (id {self.config.image_token_index}), "
+                f"and at most {capacity} images of {length} features each; write the image token once for each feature"
+            )
+        real = torch.arange(capacity, device=places.device) < (counts // length)[:, None]
+        return real.flatten().nonzero().squeeze(1)
+
     conditioned_by: ClassVar[tuple[str, ...]] = ("images",)
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
-        """images [N, C, img_h, img_w], in the order of their tokens -> features [N F, H]"""
-        return {"features": self.features(inputs["images"]).flatten(0, 1)} if "images" in inputs else {}
+        """images [N, C, img_h, img_w], in the order of their tokens -> features [N F, H], of the first stage's ranks"""
+        if "images" not in inputs or self.vision_model is None:
+            return {}
+        return {"features": self.features(inputs["images"]).flatten(0, 1)}
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
         """The features of a sequence's images replace its image tokens, whatever part of them is in this pass.
@@ -90,11 +145,9 @@ class LlavaModel(Model):
         places = torch.zeros_like(cache.tokens, dtype=torch.bool)
         features = list(self._take_features(cache, places)) if stage.first else []
         words = cache.tokens.masked_fill(places, 0)
-        spliced: Any = nullcontext()
+        spliced: AbstractContextManager[None] = nullcontext()
         if features:
-            table = word_embeddings(self.language_model)
-            assert table is not None
-            spliced = spliced_words(table, places, torch.cat(features))
+            spliced = spliced_words(word_embeddings(self.language_model), places, torch.cat(features))
         with spliced:
             return self.language_model.run_stage(stage, hidden, words, cache.position_ids, cache=cache)
 
@@ -143,9 +196,10 @@ class LlavaModel(Model):
     def _leave_untrained(self) -> None:
         """The parts in model.freeze, and the modules of the tower that no feature passes through, thus without
         gradients."""
-        unread = self.vision_model.behind(max(self.config.feature_states))
-        for module in (*unread, *(self.get_submodule(part) for part in self.config.freeze)):
-            freeze(module)
+        unread = [] if self.vision_model is None else self.vision_model.behind(max(self.config.feature_states))
+        for module in (*unread, *(getattr(self, part) for part in self.config.freeze)):
+            if module is not None:
+                freeze(module)
 
 
 def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Module:
@@ -155,7 +209,7 @@ def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Modu
     # What the decoder's builder asks of the whole configuration, it asks for its own model.
     own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
     model = spec.build.load()(decoder, own)
-    if not contract(model).continues_text or word_embeddings(model) is None:
+    if not contract(model).continues_text or (environment.has_first and not has_word_embeddings(model)):
         raise ConfigError(
             f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "
             "does, such as llama, mistral, qwen, gemma or gpt"
@@ -163,10 +217,16 @@ def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Modu
     return model
 
 
-def word_embeddings(model: nn.Module) -> VocabParallelEmbedding | None:
-    """The table of token embeddings, `embedding.word_embeddings` in every family that has one."""
-    table = getattr(getattr(model, "embedding", None), "word_embeddings", None)
-    return table if isinstance(table, VocabParallelEmbedding) else None
+def has_word_embeddings(model: nn.Module) -> bool:
+    """Whether there is a table of token embeddings, `embedding.word_embeddings` in every family that has one."""
+    return isinstance(getattr(getattr(model, "embedding", None), "word_embeddings", None), VocabParallelEmbedding)
+
+
+def word_embeddings(model: Any) -> VocabParallelEmbedding:
+    """Of a decoder that has some."""
+    table = model.embedding.word_embeddings
+    assert isinstance(table, VocabParallelEmbedding)
+    return table
 
 
 def build_llava(config: LlavaConfig, environment: ModelEnvironment) -> LlavaModel:

@@ -1,5 +1,6 @@
 """Image towers in Hugging Face's format: `clip_vision_model`, `siglip_vision_model`; with classes `clip`, `siglip`.
 
+Of a whole CLIP or SigLIP (`CLIPModel`, `SiglipModel`), as published, the image tower is read, and the text tower left.
 Names are those of the published checkpoints, `vision_model.encoder...`, which every version of transformers reads.
 Since version 5 its own modules leave `vision_model.` out; `spelling` puts it back.
 """
@@ -7,6 +8,7 @@ Since version 5 its own modules leave `vision_model.` out; `spelling` puts it ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
@@ -140,12 +142,16 @@ def tower_type_of(config: VisionEncoderConfig) -> str:
     return f"{config.vision_model_type}_vision_model"
 
 
-def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
-    """The configuration of a tower with classes: that of the tower within that of text and images together."""
+def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> ConfigMap:
+    """The configuration of a tower within that of text and images together: `class_name` has classes, of `joint_name`
+    it is the tower alone."""
 
     def further(external: Mapping[str, Any]) -> dict[str, Any]:
-        require_known("architectures", str((external.get("architectures") or [None])[0]), [class_name])
+        architecture = str((external.get("architectures") or [None])[0])
+        require_known("architectures", architecture, [class_name, joint_name])
         vision = {"model_type": tower.architecture, **(external.get("vision_config") or {})}
+        if architecture == joint_name:
+            return tower.import_value(vision)
         labels = external.get("id2label")
         # Hugging Face's default is two classes.
         return {
@@ -180,9 +186,9 @@ def classifier_map(kind: str, tower: ConfigMap, class_name: str) -> ConfigMap:
     )
 
 
-CLASSIFIERS = {
-    "clip": classifier_map("clip", CLIP, "CLIPForImageClassification"),
-    "siglip": classifier_map("siglip", SIGLIP, "SiglipForImageClassification"),
+JOINT = {
+    "clip": joint_map("clip", CLIP, "CLIPForImageClassification", "CLIPModel"),
+    "siglip": joint_map("siglip", SIGLIP, "SiglipForImageClassification", "SiglipModel"),
 }
 
 
@@ -274,22 +280,27 @@ UNREAD = {
 """Tensors of a pooler, which a classifier's file may hold although its class never reads them."""
 
 
+OF_TEXTS = ("text_model.*", "text_projection.weight", "visual_projection.weight", "logit_scale", "logit_bias")
+"""Tensors of a whole CLIP or SigLIP that are not the image tower's."""
+
+
 def name_map(config: VisionConfig) -> NameMap:
     tower = tower_map(config)
     if config.num_classes is None:
-        return tower
+        return NameMap(tower.rules, 0, ignored=[*tower.ignored, *OF_TEXTS])
     rules = [*tower.rules, *with_bias("classification_head", "classifier")]
     return NameMap(rules, config.num_layers, ignored=[*tower.ignored, *UNREAD[config.vision_model_type]])
 
 
 def spelling(config: VisionEncoderConfig, name: str) -> str:
     """The published name, from that of transformers 5, whose towers leave out `vision_model.`."""
-    return name if name.startswith((THEIRS, "classifier.")) else f"{THEIRS}{name}"
+    is_published = name.startswith((THEIRS, "classifier.")) or any(fnmatchcase(name, other) for other in OF_TEXTS)
+    return name if is_published else f"{THEIRS}{name}"
 
 
 HUGGING_FACE = HuggingFaceFamily(
     "vision",
-    {**TOWERS, **CLASSIFIERS},
+    {**TOWERS, **JOINT},
     name_map,
     model_type_of,
     spelling=spelling,

@@ -32,6 +32,9 @@ VOCAB = 509
 """A prime: no number of ranks divides it."""
 ON_EVERY_DEVICE = ("sdpa", "eager")
 """Attention backends that run on a CPU. The second one supports every model."""
+SHARED_WITH_PARTS = ("vocab_size", "make_vocab_size_divisible_by")
+"""Keys that a model has for its parts, which are tables in its section."""
+FAKE_IMAGE_TEXTS = "captioned_shapes"
 FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
 
 
@@ -48,8 +51,11 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
     if num_layers is not None:
         tree["model"]["num_layers"] = num_layers
     _shrink_model(tree["model"], parallel)
-    if tree["model"].get("moe"):
-        _shrink_experts(tree["model"], tree["parallel"])
+    for part in _parts(tree["model"]):
+        _shrink_part(part, parallel)
+    for model in (tree["model"], *_parts(tree["model"])):
+        if model.get("moe"):
+            _shrink_experts(model, tree["parallel"])
     length = _short_length(tree)
     family = host.models.get(config.model.family, key="model.family")
     if family.shrink is not None:
@@ -117,6 +123,17 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
         model["make_vocab_size_divisible_by"] = 4
 
 
+def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """The models that a model consists of (LLaVA's tower and decoder)."""
+    return [value for value in model.values() if isinstance(value, dict) and "num_layers" in value]
+
+
+def _shrink_part(part: dict[str, Any], parallel: ParallelConfig) -> None:
+    shared = {key: part[key] for key in SHARED_WITH_PARTS if key in part}
+    _shrink_model(part, parallel)
+    part |= shared | {"num_layers": min(part["num_layers"], 2 * parallel.pipeline_model_parallel_size)}
+
+
 def _ranks_with_own_heads(parallel: ParallelConfig) -> int:
     """Ranks with different heads: tensor-parallel ranks, times context-parallel ranks between which an all-to-all
     exchanges heads."""
@@ -165,6 +182,14 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     if spec.sample == CAUSAL_LM_SAMPLE:
         kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
         tree["data"] = {"dataset_type": "mock", "split": FEW_DOCUMENTS, **kept}
+        tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
+    elif {"images", "tokens"} <= {field.name for field in spec.sample}:
+        sizes = {key: data[key] for key in ("img_h", "img_w")} | {
+            "image_token_index": tree["model"]["image_token_index"]
+        }
+        family: Any = host.models.get(config.model.family, key="model.family").config_type.load()
+        features = family.model_validate(tree["model"]).image_seq_length
+        tree["data"] = {"dataset_type": FAKE_IMAGE_TEXTS, **sizes, "image_seq_length": features}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:
         tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))

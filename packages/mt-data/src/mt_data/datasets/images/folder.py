@@ -16,6 +16,7 @@ from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.config import BlendEntry
 from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.images.config import ImageDataConfig, Resize
+from mt_data.datasets.images.image_file import SUFFIXES, ImageFile
 from mt_data.datasets.images.pixels import as_input, fit, read_image
 from mt_data.datasets.images.records import text_of
 from mt_data.datasets.images.sample import labelled
@@ -24,8 +25,6 @@ from mt_data.datasets.sources import split_sources
 from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import TextDataConfig, TextSource, build_from_text
 from mt_data.preprocess.readers import iter_records
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".npy"})
 
 
 class ImageFolderDataConfig(TextDataConfig, ImageDataConfig):
@@ -40,7 +39,7 @@ class ImageFolderDataConfig(TextDataConfig, ImageDataConfig):
 
 
 @dataclass(frozen=True)
-class ImageFile:
+class LabelledImage:
     """An image and the name of its class."""
 
     path: Path
@@ -52,7 +51,7 @@ class ImageFolderDataset:
     """Sample k is file `order[k]`."""
 
     def __init__(
-        self, files: list[ImageFile], order: NDArray[np.int64], classes: list[str], config: ImageFolderDataConfig
+        self, files: list[LabelledImage], order: NDArray[np.int64], classes: list[str], config: ImageFolderDataConfig
     ) -> None:
         self.files, self.order, self.config = files, order, config
         self.numbers = {name: number for number, name in enumerate(classes)}
@@ -60,7 +59,7 @@ class ImageFolderDataset:
     def __len__(self) -> int:
         return len(self.order)
 
-    def file(self, index: int) -> ImageFile:
+    def file(self, index: int) -> LabelledImage:
         """The file of sample `index`; IndexError outside of [0, len)."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of images, of which there are {len(self)}")
@@ -68,7 +67,7 @@ class ImageFolderDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         file = self.file(index)
-        image = fit(read_image(file.path), self.config.img_h, self.config.img_w, self.config.resize)
+        image = fit(read_image(ImageFile(file.path)), self.config.img_h, self.config.img_w, self.config.resize)
         return labelled(as_input(image, self.config), self.numbers[file.label])
 
     def describe(self, index: int) -> str:
@@ -98,7 +97,7 @@ def _make(
     return ImageFolderDataset(chosen, epoch_order(len(chosen), num_samples, request.seed), classes, config)
 
 
-def shuffled(files: list[ImageFile]) -> list[ImageFile]:
+def shuffled(files: list[LabelledImage]) -> list[LabelledImage]:
     """In an order that depends on their number alone."""
     return [files[place] for place in np.random.RandomState(0).permutation(len(files))]
 
@@ -123,7 +122,7 @@ def _entries(config: ImageFolderDataConfig) -> Iterable[BlendEntry]:
         yield from sources.entries if sources is not None else ()
 
 
-def find_images(path: Path) -> list[ImageFile]:
+def find_images(path: Path) -> list[LabelledImage]:
     """The images of a folder of folders, or of a file of JSON lines."""
     found = _listed(path) if path.is_file() else _in_folders(path)
     if not found:
@@ -134,14 +133,14 @@ def find_images(path: Path) -> list[ImageFile]:
     return found
 
 
-def _in_folders(path: Path) -> list[ImageFile]:
+def _in_folders(path: Path) -> list[LabelledImage]:
     files = (file for file in sorted(path.glob("*/*")) if file.suffix.lower() in SUFFIXES)
-    return [ImageFile(file, file.parent.name, str(file)) for file in files]
+    return [LabelledImage(file, file.parent.name, str(file)) for file in files]
 
 
-def _listed(path: Path) -> list[ImageFile]:
+def _listed(path: Path) -> list[LabelledImage]:
     return [
-        ImageFile(path.parent / text_of(record.value, "image", where), text_of(record.value, "label", where), where)
+        LabelledImage(path.parent / text_of(record.value, "image", where), text_of(record.value, "label", where), where)
         for record in iter_records(path)
         for where in (f"{record.file}, line {record.line}",)
     ]

@@ -1,38 +1,64 @@
-"""Image files with texts or conversations."""
+"""Images with texts or conversations, from files of JSON lines and from shards."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PositiveInt
 
+from mt_core.config.schema import used_when
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.images.config import ImageTextKeys, Resize
-from mt_data.datasets.images.pixels import as_input, fit, read_image
-from mt_data.datasets.images.records import ImageText, read_pairs
-from mt_data.datasets.images.sample import EncodedText, SampleShape
+from mt_data.datasets.images.encoded import (
+    ENCODED_IMAGE,
+    EncodedRecords,
+    UnusableRecords,
+    ViewShape,
+    cache_key,
+    encode_files,
+)
+from mt_data.datasets.images.pixels import as_input, read_image
+from mt_data.datasets.images.sample import SampleShape
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
+from mt_data.datasets.images.tiles import Tiling
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
+from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
 from mt_data.datasets.text_files import TextDataConfig, TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
 
+log = logging.getLogger(__name__)
+
 
 class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
-    """JSON lines with an image and a text, {"image": path, "text": ...}, or a conversation as in LLaVA's files,
-    {"image": path, "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", ...}]}.
-    The image stands where "<image>" is, or else before the text."""
+    """Images with texts: JSON lines, {"image": path, "text": ...}, {"image": path, "question": ..., "answer": ...} or a
+    conversation as in LLaVA's files, {"image": path, "conversations": [{"from": "human", "value": "<image>\\nWhat is
+    it?"}, {"from": "gpt", ...}]}; or webdataset's shards (.tar), whose samples have such an object in the member json,
+    or a text in txt. An image stands where "<image>" is, or else before the text."""
 
     dataset_type: str = "image_text"
     image_folder: str | None = None
-    """Folder at which the paths of images begin. Default: that of the file of JSON lines."""
+    """Folder at which the paths of images in JSON lines begin. Default: that of the file of JSON lines."""
     resize: Resize = "crop"
     """crop takes the middle of an image in the wanted proportions; squash takes all of it and changes them."""
+    max_num_tiles: PositiveInt = 1
+    """An image is cut into at most so many tiles of img_h by img_w, in a grid near its proportions."""
+    use_thumbnail: bool = False
+    """An image that is cut is also given as a whole, behind its tiles, which max_num_tiles does not count."""
+    packing: bool = False
+    """Several records in a sample, which do not see one another; false puts one in each."""
+    max_images: PositiveInt | None = used_when(None, packing=False)
+    """Views (images, or tiles of them) of a sample, at most. Default: those of one image."""
     chat_template: str = "plain"
     """How a conversation becomes text: `tokenizer` (the one it brings along), chatml, llama3 or plain."""
     chat_template_file: str | None = None
@@ -40,77 +66,203 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     eod_after_answer: bool | None = None
     """Put the end-of-document id after each answer. Default: for the template plain."""
     on_too_long: Literal["truncate", "error"] = "truncate"
-    """A text longer than seq_length is cut at its end, or is an error. The image is never cut."""
+    """A text longer than seq_length is cut at its end, or is an error. An image is never cut."""
+    max_unusable_records: NonNegativeInt = 0
+    """Records that may be left out, with a warning, because they are malformed, their images do not fit, or an
+    image is damaged; one more is an error. One whose image turns out damaged only when it is decoded stays in its
+    sample without counting in the loss."""
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.img_h, self.img_w, self.max_num_tiles, self.use_thumbnail, self.resize)
+
+    @property
+    def views_of_image(self) -> int:
+        """At most, of one image."""
+        return self.max_num_tiles + (self.use_thumbnail and self.max_num_tiles > 1)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records of a split that are trained on: numbers, and the input positions that each takes, int64 [kept].
+    cut: how many lose the end of their text; without_label: left out, since nothing that counts is left of it."""
+
+    numbers: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cut: int
+    without_label: int
 
 
 class ImageTextDataset:
-    """Sample k is line `order[k]`."""
+    """Sample k holds the records of pack `order[k]`, one after the other, each a segment."""
 
     def __init__(
         self,
-        pairs: list[ImageText],
+        records: EncodedRecords,
+        selection: Selection,
+        packing: Packing,
         order: NDArray[np.int64],
-        encoder: ImageTextEncoder,
         shape: SampleShape,
         config: ImageTextDataConfig,
+        unusable: UnusableRecords,
     ) -> None:
-        self.pairs, self.order = pairs, order
-        self.encoder, self.shape, self.config = encoder, shape, config
+        self.records, self.selection, self.packing, self.order = records, selection, packing, order
+        self.shape, self.config, self.tiling = shape, config, config.tiling
+        self.max_images = max_images(config, shape)
+        self.unusable = unusable
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def pair(self, index: int) -> ImageText:
-        """The line of sample `index`; IndexError outside of [0, len)."""
+    def members(self, index: int) -> list[int]:
+        """Numbers of the records in sample `index`; IndexError outside of [0, len)."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of images with texts, of which there are {len(self)}")
-        return self.pairs[int(self.order[index])]
+        return self.selection.numbers[self.packing.of(int(self.order[index]))].tolist()
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        pair, config = self.pair(index), self.config
-        text = self.encoder(pair)
-        self._require_room(text, pair)
-        image = fit(read_image(pair.image), config.img_h, config.img_w, config.resize)
-        return {**self.shape.arrays(text), "images": as_input(image, config)}
+        members = self.members(index)
+        sample = self.shape.padding(segments=len(members) if self.config.packing else None)
+        images = np.zeros((self.max_images, 3, self.config.img_h, self.config.img_w), np.float32)
+        start = view = 0
+        for segment, record in enumerate(members):
+            pixels, is_whole = self._views(record)
+            tokens, counted = self.records.expanded(record, ViewShape(self.tiling, self.shape.image_length))
+            start = self.shape.write(sample, start, tokens, counted & is_whole, segment)
+            images[view : view + len(pixels)] = pixels
+            view += len(pixels)
+        return {**sample, "images": images}
+
+    def fingerprint(self) -> str:
+        """The content of the files, and how they become samples."""
+        return combined([self.records.fingerprint(), repr(self.tiling), repr(self.shape)])
 
     def describe(self, index: int) -> str:
-        return self.pair(index).where
+        return "; ".join(map(self.records.where, self.members(index)))
 
-    def _require_room(self, text: EncodedText, pair: ImageText) -> None:
-        positions, room = len(text.tokens) - 1, self.shape.length
-        end_of_image = text.tokens.index(self.shape.image_token) + self.shape.image_length
-        if positions > room and self.config.on_too_long == "error":
-            raise DataError(
-                f"{pair.where} has {positions} positions, more than data.seq_length={room}; make data.seq_length "
-                'larger, or cut such texts with data.on_too_long="truncate"'
-            )
-        if end_of_image > room:
-            raise DataError(
-                f"{pair.where}: the image ends at position {end_of_image}, behind data.seq_length={room}; an image is "
-                "never cut, make data.seq_length larger"
-            )
+    def _views(self, record: int) -> tuple[NDArray[np.float32], bool]:
+        """The views of a record's images, float32 [views, 3, img_h, img_w], and whether all could be decoded; those
+        of a damaged image are 0."""
+        found, is_whole = [], True
+        for image, grid in self.records.images(record):
+            try:
+                views = self.tiling.views(read_image(image), grid)
+                found += [as_input(view, self.config) for view in views]
+            except DataError as error:
+                error = DataError(f"{self.records.where(record)}: {error}")
+                self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)
+                found += [np.zeros((3, self.config.img_h, self.config.img_w), np.float32)] * self.tiling.num_views(grid)
+                is_whole = False
+        return np.array(found, np.float32).reshape(-1, 3, self.config.img_h, self.config.img_w), is_whole
 
 
 def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
-    """Samples of IMAGE_TEXT_SAMPLE, shuffled, in whole epochs; None for a split without data.
+    """Samples of IMAGE_TEXTS_SAMPLE, shuffled, in whole epochs; None for a split without data.
 
-    Raises DataError, with file and line, for lines that are no image with a text.
+    Raises DataError, with file and line, for more unusable records than are allowed.
     """
     shape = SampleShape.of(config, tokenizer, request.sequence_length)
     template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
-    encoder = ImageTextEncoder(tokenizer, template, shape.image)
-    return build_from_text(config, request, partial(_make, config, encoder, shape, request))
+    encoder = ImageTextEncoder(tokenizer, template, ENCODED_IMAGE)
+
+    def make(source: TextSource, num_samples: int | None) -> ImageTextDataset:
+        paths = expand_globs([source.name])
+        folders = [path.parent if config.image_folder is None else Path(config.image_folder) for path in paths]
+        key = cache_key(
+            paths,
+            folders=[str(folder.resolve()) for folder in folders],
+            tokenizer=tokenizer.fingerprint(),
+            template=template.fingerprint(),
+            tiling=repr(config.tiling),
+            image_seq_length=config.image_seq_length,
+            limit=config.max_unusable_records,
+        )
+        views = ViewShape(config.tiling, config.image_seq_length)
+        build = partial(encode_files, paths, folders, encoder, views, config.max_unusable_records)
+        records = EncodedRecords(**source.cache.get(key, build), paths=paths, folders=folders)
+        unusable = UnusableRecords(config.max_unusable_records, records.unusable)
+        selection = select(records, source.elements(len(records), "records"), config, shape, unusable)
+        if config.packing:
+            packing = pack_best_fit(selection.positions, shape.length)
+        else:
+            packing = pack_singly(len(selection.numbers))
+        order = epoch_order(len(packing), num_samples, request.seed)
+        dataset = ImageTextDataset(records, selection, packing, order, shape, config, unusable)
+        _report(dataset, source.name)
+        return dataset
+
+    return build_from_text(config, request, make)
 
 
-def _make(
+def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
+    """Views of a sample, at most."""
+    if config.packing:
+        return shape.length // shape.image_length
+    return config.max_images or config.views_of_image
+
+
+def select(
+    records: EncodedRecords,
+    within: range,
     config: ImageTextDataConfig,
-    encoder: ImageTextEncoder,
     shape: SampleShape,
-    request: SplitRequest,
-    source: TextSource,
-    num_samples: int | None,
-) -> ImageTextDataset:
-    pairs = [pair for path in expand_globs([source.name]) for pair in read_pairs(path, config.image_folder)]
-    within = source.elements(len(pairs), "lines")
-    chosen = pairs[within.start : within.stop]
-    return ImageTextDataset(chosen, epoch_order(len(chosen), num_samples, request.seed), encoder, shape, config)
+    unusable: UnusableRecords,
+) -> Selection:
+    """The records `within` whose images fit, and that leave something to learn after the cut to seq_length.
+
+    Raises DataError for more records whose images do not fit than data.max_unusable_records allows, for one that is
+    too long when on_too_long is "error", and when nothing is left.
+    """
+    numbers = np.arange(within.start, within.stop, dtype=np.int64)
+    positions = records.positions[numbers]
+    too_long = positions > shape.length
+    if config.on_too_long == "error" and too_long.any():
+        first = int(too_long.argmax())
+        raise DataError(
+            f"{records.where(int(numbers[first]))} has {int(positions[first])} positions, more than data.seq_length="
+            f'{shape.length}; make data.seq_length larger, or cut such texts with data.on_too_long="truncate"'
+        )
+    fits = _with_fitting_images(records, numbers, max_images(config, shape), shape, unusable)
+    learnt = fits & (records.first_label[numbers] <= np.minimum(positions, shape.length))
+    if not learnt.any():
+        raise DataError(
+            f"{', '.join(map(str, records.paths))}: none of {len(numbers)} records has anything to learn within "
+            f"data.seq_length={shape.length} positions; make it larger"
+        )
+    kept = np.minimum(positions, shape.length)[learnt]
+    return Selection(numbers[learnt], kept, int((too_long & learnt).sum()), int((fits & ~learnt).sum()))
+
+
+def _with_fitting_images(
+    records: EncodedRecords, numbers: NDArray[np.int64], most: int, shape: SampleShape, unusable: UnusableRecords
+) -> NDArray[np.bool_]:
+    """Which records have images that fit into a sample; the others are unusable."""
+    ends, views = records.images_end[numbers], records.views[numbers]
+    fits = (ends <= shape.length) & (views <= most)
+    for place in np.flatnonzero(~fits).tolist():
+        if ends[place] > shape.length:
+            reason = f"the images end at position {ends[place]}, behind data.seq_length={shape.length}"
+        else:
+            reason = f"the images have {views[place]} views, more than data.max_images={most}"
+        record = int(numbers[place])
+        error = DataError(f"{records.where(record)}: {reason}; an image is never cut, make it larger")
+        unusable.add(int(records.file[record]), int(records.number[record]), error)
+    return fits
+
+
+def _report(dataset: ImageTextDataset, name: str) -> None:
+    selection, packs = dataset.selection, len(dataset.packing)
+    kept, left_out = len(selection.numbers), len(dataset.unusable.found)
+    is_incomplete = left_out or selection.cut or selection.without_label
+    log.log(
+        logging.WARNING if is_incomplete else logging.INFO,
+        "%s: %d records in %d samples, %.1f%% full; %d cut at the end, %d left out because nothing to learn remained, "
+        "%d unusable",
+        name,
+        kept,
+        packs,
+        100 * int(selection.positions.sum()) / (packs * dataset.shape.length),
+        selection.cut,
+        selection.without_label,
+        left_out,
+    )

@@ -7,33 +7,52 @@ Pillow and torchvision call bicubic with antialiasing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_data.datasets.images.config import ImageDataConfig, Resize
+from mt_data.datasets.images.image_file import ImageFile
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SUPPORT = 2.0
 """Radius of the cubic filter in pixels."""
 
 
-def read_image(path: Path) -> NDArray[np.uint8]:
+def read_image(file: ImageFile) -> NDArray[np.uint8]:
     """uint8 [height, width, 3]. Raises DataError for a file that is no image, or one that needs Pillow without it."""
-    return _read_array(path) if path.suffix == ".npy" else decode_image(path, str(path))
+    if file.suffix == ".npy":
+        return _array_of(file)
+    with _opened(file) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def _read_array(path: Path) -> NDArray[np.uint8]:
+def image_size(file: ImageFile) -> tuple[int, int]:
+    """Height and width in pixels, from the head of the file. Raises as `read_image` does, where the head is damaged."""
+    if file.suffix == ".npy":
+        height, width, _ = _array_of(file).shape
+        return height, width
+    with _opened(file) as image:
+        return image.height, image.width
+
+
+def _array_of(file: ImageFile) -> NDArray[np.uint8]:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as an array: {error}") from error
+        array = np.load(BytesIO(file.read()), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{file} cannot be read as an array: {error}") from error
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         raise DataError(
-            f"{path} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
+            f"{file} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
         )
     return array
 
@@ -45,6 +64,29 @@ def decode_image(
 
     Raises DataError for what is no image of these formats or has more pixels, and without Pillow.
     """
+    with _decoded(source, name, formats) as image:
+        if max_pixels is not None and image.width * image.height > max_pixels:
+            raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
+        return np.asarray(image.convert("RGB"))
+
+
+@contextmanager
+def _opened(file: ImageFile) -> Iterator[Image]:
+    with file.open() as whole:
+        part = _member(whole, file) if file.member else whole
+        with _decoded(part, str(file)) as image:
+            yield image
+
+
+def _member(archive: BinaryIO, file: ImageFile) -> Any:
+    from PIL.ContainerIO import ContainerIO
+
+    return ContainerIO(archive, file.offset, file.size)
+
+
+@contextmanager
+def _decoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> Iterator[Image]:
+    """A Pillow image of a path or an open file. Raises DataError for what is no image, also while it is used."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -54,9 +96,7 @@ def decode_image(
         ) from error
     try:
         with Image.open(source, formats=formats) as image:
-            if max_pixels is not None and image.width * image.height > max_pixels:
-                raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
-            return np.asarray(image.convert("RGB"))
+            yield image
     except UnidentifiedImageError:
         raise DataError(f"{name} cannot be read as an image: {', '.join(formats or ['no format'])} fits it") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

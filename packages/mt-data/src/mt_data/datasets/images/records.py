@@ -1,51 +1,172 @@
-"""Lines that name an image with its text, or its conversation as LLaVA's files write it."""
+"""Records of images with texts, from JSON lines and from shards: captions, questions with answers, conversations.
+
+| keys of a record | |
+| --- | --- |
+| `text` or `caption` | a text that describes the images |
+| `question` and `answer`, or `answers` | of several answers, the most frequent one is the assistant's |
+| `conversations` | turns as in LLaVA's files: `{"from": "human" or "gpt", "value": ...}` |
+| `image` or `images` | in JSON lines: a path, or a list of paths; without either the record has text alone |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
+from mt_data.datasets.images.image_file import SUFFIXES, ImageFile
+from mt_data.datasets.images.shards import ShardSample, iter_shard
 from mt_data.datasets.sft.conversations import Conversation, Message
-from mt_data.preprocess.readers import iter_records
+from mt_data.preprocess.readers import MalformedRecord, iter_records, parse_json_line
 
 MARK = "<image>"
-"""Where the image stands in a text."""
+"""Where an image stands in a text."""
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """`from` of a turn, and the role that it means."""
+TEXTS = ("text", "caption")
+OnUnusable = Callable[[int, DataError], None]
+"""Called with the number of a record that cannot be used, and why; reading continues unless the call raises."""
 
 
 @dataclass(frozen=True)
 class ImageText:
-    """An image with a text, or with the conversation that stands in its place. Either has MARK once."""
+    """Images, and a text or conversation that has MARK once for each. answers: all that a question's record gives."""
 
-    image: Path
+    images: tuple[ImageFile, ...]
     text: str | Conversation
-    where: str
+    file: str
+    number: int
+    answers: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> list[str]:
+        """What an answer is compared with: the answers to the question, the last answer of the conversation, or the
+        text behind the last image."""
+        if isinstance(self.text, str):
+            return [self.text.rpartition(MARK)[2].strip()]
+        return list(self.answers) or [self.text.messages[self.text.turns_of("assistant")[-1]]["content"]]
+
+    @property
+    def where(self) -> str:
+        return place(self.file, self.number)
 
 
-def read_pairs(path: Path, image_folder: str | None) -> Iterator[ImageText]:
-    """The lines of a file. Raises DataError for one without an image, or with neither text nor conversation."""
-    folder = path.parent if image_folder is None else Path(image_folder)
-    for record in iter_records(path):
-        value, where = record.value, f"{record.file}, line {record.line}"
-        image = folder / text_of(value, "image", where)
-        if "conversations" in value:
-            messages = marked_messages(messages_of(value["conversations"], where), where)
-            yield ImageText(image, Conversation(messages, None, record.file, record.line), where)
+def place(file: str | Path, number: int) -> str:
+    """Of record `number` of a file, counted from 1, for messages."""
+    return f"{file}, {'sample' if is_shard(file) else 'line'} {number}"
+
+
+def is_shard(path: str | Path) -> bool:
+    return str(path).endswith(".tar")
+
+
+def read_image_texts(path: Path, folder: Path, on_unusable: OnUnusable) -> Iterator[ImageText]:
+    """The records of a file, in order. folder: where paths in JSON lines begin.
+
+    Raises DataError for a file that cannot be read at all.
+    """
+    read = _of_shard(path, on_unusable) if is_shard(path) else _of_lines(path, folder, on_unusable)
+    for number, value, images in read:
+        try:
+            yield record_of(value, images, str(path), number)
+        except DataError as error:
+            on_unusable(number, error)
+
+
+Read = Iterator[tuple[int, Mapping[str, Any], tuple[ImageFile, ...]]]
+
+
+def _of_lines(path: Path, folder: Path, on_unusable: OnUnusable) -> Read:
+    def malformed(error: MalformedRecord) -> None:
+        on_unusable(error.line, error)
+
+    for record in iter_records(path, on_malformed=malformed):
+        try:
+            names = image_names(record.value, place(path, record.line))
+        except DataError as error:
+            on_unusable(record.line, error)
         else:
-            yield ImageText(image, marked_text(text_of(value, "text", where), where), where)
+            yield record.line, record.value, tuple(ImageFile(folder / name) for name in names)
+
+
+def _of_shard(path: Path, on_unusable: OnUnusable) -> Read:
+    for sample in iter_shard(path):
+        try:
+            value = shard_value(sample, place(path, sample.number))
+        except DataError as error:
+            on_unusable(sample.number, error)
+        else:
+            images = (member for name, member in sorted(sample.members.items()) if member.suffix in SUFFIXES)
+            yield sample.number, value, tuple(images)
+
+
+def shard_value(sample: ShardSample, where: str) -> Mapping[str, Any]:
+    """The object in the member `json`, or {"text": the content of the member `txt`}."""
+    if "json" in sample.members:
+        try:
+            return parse_json_line(sample.members["json"].read()) or {}
+        except ValueError as error:
+            raise DataError(f"{where} ({sample.key}.json) {error}") from error
+    if "txt" not in sample.members:
+        raise DataError(f"{where} ({sample.key}) has {', '.join(sample.members)}; its text is expected in json or txt")
+    try:
+        return {"text": sample.members["txt"].read().decode("utf-8").strip()}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} ({sample.key}.txt) is no UTF-8: {error}") from error
+
+
+def image_names(value: Mapping[str, Any], where: str) -> list[str]:
+    """The paths under `image` or `images`: a text or a list of texts."""
+    key = "images" if "images" in value else "image"
+    names = value.get(key, [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise DataError(f'{where}: expected a path or a list of paths under "{key}", found {value[key]!r:.200}')
+    return names
+
+
+def record_of(value: Mapping[str, Any], images: tuple[ImageFile, ...], file: str, number: int) -> ImageText:
+    """Raises DataError for a record with no text, question or conversation, and for more marks than images."""
+    where = place(file, number)
+    if "conversations" in value or "question" in value:
+        answers = answers_of(value, where) if "question" in value else []
+        turns = _question(value, answers, where) if answers else messages_of(value.get("conversations"), where)
+        conversation = Conversation(marked_messages(turns, len(images), where), None, file, number)
+        return ImageText(images, conversation, file, number, tuple(answers))
+    key = next((key for key in TEXTS if key in value), TEXTS[0])
+    return ImageText(images, marked_text(text_of(value, key, where), len(images), where), file, number)
 
 
 def text_of(value: Mapping[str, object], key: str, where: str) -> str:
-    """The text under a key of a line. Raises DataError when there is none."""
+    """The text under a key of a record. Raises DataError when there is none."""
     text = value.get(key)
     if not isinstance(text, str) or not text:
         found = repr(text) if key in value else f"only the keys {', '.join(value)}"
         raise DataError(f'{where}: expected a text under "{key}", found {found}{did_you_mean(key, value)}')
     return text
+
+
+def answers_of(value: Mapping[str, Any], where: str) -> list[str]:
+    """Under `answers` (texts, or VQAv2's objects with `answer`), or the one under `answer`."""
+    if "answers" not in value:
+        return [text_of(value, "answer", where)]
+    given = value["answers"]
+    entries = given if isinstance(given, list) else []
+    found: list[Any] = [entry.get("answer") if isinstance(entry, dict) else entry for entry in entries]
+    if not found or not all(isinstance(answer, str) for answer in found):
+        raise DataError(f'{where}: expected a list of texts under "answers", found {given!r:.200}')
+    return found
+
+
+def _question(value: Mapping[str, Any], answers: list[str], where: str) -> list[Message]:
+    (answer, _), *_ = Counter(answers).most_common(1)
+    return [
+        {"role": "user", "content": text_of(value, "question", where)},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def messages_of(turns: Any, where: str) -> list[Message]:
@@ -63,21 +184,22 @@ def _message(turn: Any, where: str) -> Message:
     return {"role": SPEAKERS[turn["from"]], "content": turn["value"]}
 
 
-def marked_text(text: str, where: str) -> str:
-    """With the mark, before it if it has none. Raises DataError for more than one."""
-    return text if _count(text.count(MARK), where) else MARK + text
+def marked_text(text: str, images: int, where: str) -> str:
+    """With a mark for each image: those that it lacks are put before it. Raises DataError for more marks."""
+    return MARK * _lacking(text.count(MARK), images, where) + text
 
 
-def marked_messages(messages: list[Message], where: str) -> list[Message]:
-    """With the mark: in a line of its own before what the user says first, if they have none."""
-    if _count(sum(message["content"].count(MARK) for message in messages), where):
+def marked_messages(messages: list[Message], images: int, where: str) -> list[Message]:
+    """With a mark for each image: those that they lack are lines before what the user says first."""
+    lacking = _lacking(sum(message["content"].count(MARK) for message in messages), images, where)
+    if not lacking:
         return messages
     first = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
-    content = f"{MARK}\n{messages[first]['content']}"
+    content = f"{MARK}\n" * lacking + messages[first]["content"]
     return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
-def _count(marks: int, where: str) -> int:
-    if marks > 1:
-        raise DataError(f'{where} has "{MARK}" {marks} times, and one image; a sample has one')
-    return marks
+def _lacking(marks: int, images: int, where: str) -> int:
+    if marks > images:
+        raise DataError(f'{where} has "{MARK}" {marks} times, and {images} images; there can be at most one for each')
+    return images - marks

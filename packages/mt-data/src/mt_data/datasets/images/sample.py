@@ -60,17 +60,43 @@ class SampleShape:
 
     def arrays(self, text: EncodedText) -> dict[str, np.ndarray]:
         """Fields of IMAGE_TEXT_SAMPLE without the image: the text but its last token, cut to the length."""
-        tokens = np.array(text.tokens[: self.length + 1], np.int64)
-        counted = np.array(text.counted[: self.length + 1], np.float32)
-        filled = len(tokens) - 1
+        sample = self.padding()
+        self.write(sample, 0, np.array(text.tokens, np.int64), np.array(text.counted, np.bool_))
+        return sample
+
+    def padding(self, segments: int | None = None) -> dict[str, np.ndarray]:
+        """Fields of a sample without any text. segments: of a sample in which so many do not see one another."""
         sample: dict[str, np.ndarray] = {
             "tokens": np.full(self.length, self.filler, np.int64),
             "labels": np.full(self.length, self.filler, np.int64),
             "loss_mask": np.zeros(self.length, np.float32),
             "position_ids": np.arange(self.length, dtype=np.int64),
         }
-        sample["tokens"][:filled] = tokens[:-1]
-        # The image token need not be in the vocabulary; it is never predicted.
-        sample["labels"][:filled] = np.where(tokens[1:] == self.image_token, self.filler, tokens[1:])
-        sample["loss_mask"][:filled] = counted[1:]
+        if segments is not None:
+            # Padding is a segment of its own, which nothing sees.
+            sample["segment_ids"] = np.full(self.length, segments, np.int32)
         return sample
+
+    def write(
+        self,
+        sample: dict[str, np.ndarray],
+        start: int,
+        tokens: NDArray[np.integer],
+        counted: NDArray[np.bool_],
+        segment: int = 0,
+    ) -> int:
+        """Put a text [n], whose images are negative ids or the image token, behind `start`; returns where it ends.
+
+        What goes beyond the length is cut.
+        """
+        left = self.length - start + 1
+        ids = np.where(tokens < 0, self.image_token, tokens)[:left]
+        end = start + len(ids) - 1
+        sample["tokens"][start:end] = ids[:-1]
+        # The image token need not be in the vocabulary; it is never predicted.
+        sample["labels"][start:end] = np.where(ids[1:] == self.image_token, self.filler, ids[1:])
+        sample["loss_mask"][start:end] = counted[1:left]
+        sample["position_ids"][start:] = np.arange(self.length - start)
+        if "segment_ids" in sample:
+            sample["segment_ids"][start:end] = segment
+        return end

@@ -20,6 +20,21 @@ IMAGE_TEXT_SAMPLE = (
     SampleField("position_ids", "int64", "[sequence_length]", "positions"),
     IMAGE,
 )
+IMAGE_TEXTS_SAMPLE = (
+    *IMAGE_TEXT_SAMPLE[:-1],
+    SampleField(
+        "images",
+        "float32",
+        "[max_images, 3, img_h, img_w]",
+        "the views of the images, in the order of their tokens, which say how many there are; the rest is 0",
+    ),
+    SampleField(
+        "segment_ids",
+        "int32",
+        "[sequence_length]",
+        "number of the record within the sample; positions see only their own. Absent unless data.packing is set",
+    ),
+)
 
 
 def _spec(name: str, module: str, stem: str, sample: tuple[SampleField, ...], doc: str) -> DatasetSpec:
@@ -54,7 +69,7 @@ IMAGE_DATASETS = (
         "image_text",
         "image_text",
         "ImageText",
-        IMAGE_TEXT_SAMPLE,
-        "Images with texts or conversations, as in LLaVA's files",
+        IMAGE_TEXTS_SAMPLE,
+        "Images with texts or conversations, from JSON lines or webdataset shards",
     ),
 )

@@ -1,7 +1,8 @@
-"""Texts and conversations as ids, with the image in its place."""
+"""Texts and conversations as ids, with images in their places."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ from mt_data.datasets.text_files import bare_encoder
 class ImageTextEncoder:
     """A text counts whole, a conversation in its answers.
 
-    image: what stands in the place of the mark. Raises ConfigError when the template needs an end-of-document id that
+    image: what stands in the place of a mark. Raises ConfigError when the template needs an end-of-document id that
     the tokenizer does not have.
     """
 
@@ -33,28 +34,37 @@ class ImageTextEncoder:
             )
 
     def __call__(self, pair: ImageText) -> EncodedText:
-        """Raises DataError for a conversation without an answer, or whose template leaves the image out."""
+        """Raises DataError for a conversation without an answer, or whose template leaves an image out."""
         if isinstance(pair.text, Conversation):
-            return self._conversation(pair.text)
+            return self._conversation(pair.text, len(pair.images))
         return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)])
 
-    def _conversation(self, conversation: Conversation) -> EncodedText:
+    def prompt(self, pair: ImageText) -> EncodedText:
+        """What is to be continued by the last answer of a conversation; of a text, what is before its last part. The
+        tokens are those of training."""
+        text = self(pair)
+        last = len(text.counted) - 1 - text.counted[::-1].index(True)
+        first = next((place for place in range(last, -1, -1) if not text.counted[place]), -1) + 1
+        return EncodedText(text.tokens[:first], text.counted[:first])
+
+    def _conversation(self, conversation: Conversation, images: int) -> EncodedText:
         text, answers = answer_spans(conversation, self.template)
         if not answers:
             raise DataError(f"{conversation.where} has no answer of the assistant, so nothing would be learnt of it")
-        if text.count(MARK) != 1:
+        if text.count(MARK) != images:
             raise DataError(
-                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times; correct the '
-                "template"
+                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times, and there are '
+                f"{images} images; correct the template"
             )
         return self._pieces(text, answers, [end for _, end in answers] if self.template.eod_after_answer else [])
 
     def _pieces(self, text: str, counted: Sequence[Span], ends: Sequence[int]) -> EncodedText:
-        """The text is encoded in pieces, cut at the mark and at `ends`, behind which the end-of-document id goes."""
-        mark = text.index(MARK)
+        """The text is encoded in pieces, cut at marks and at `ends`, behind which the end-of-document id goes."""
+        marks = [found.span() for found in re.finditer(re.escape(MARK), text)]
+        starts = {start for start, _ in marks}
         whole = EncodedText([], [])
-        for start, end in pairwise(sorted({0, mark, mark + len(MARK), *ends, len(text)})):
-            whole += self.image if start == mark else self._piece(text, start, end, counted)
+        for start, end in pairwise(sorted({0, *(cut for mark in marks for cut in mark), *ends, len(text)})):
+            whole += self.image if start in starts else self._piece(text, start, end, counted)
             if end in ends and self.eod is not None:
                 whole += EncodedText([self.eod], [True])
         return whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
+from mt_data.datasets.fingerprints import file_checksum
 from mt_data.datasets.index_cache import IndexCache
 from mt_data.datasets.sft.answers import ConversationEncoder, EncodedConversation
 from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
@@ -76,7 +76,7 @@ def load_conversations(
     template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
     key = {
         "sft_conversations": FORMAT,
-        "files": [_checksum(path) for path in paths],
+        "files": [file_checksum(path) for path in paths],
         "tokenizer": tokenizer.fingerprint(),
         "template": template.fingerprint(),
         "messages_key": config.messages_key,
@@ -89,14 +89,6 @@ def load_conversations(
         file, line = conversations.skipped[0].tolist()
         log.warning('data.on_error="skip": %d lines are left out; the first is %s, line %d', count, paths[file], line)
     return conversations, key
-
-
-def _checksum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _encode_files(

@@ -9,13 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
-from mt_infer.prompts import IMAGES, as_images
+from mt_infer.prompts import IMAGES, image_data, views_of
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
@@ -121,33 +122,34 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     urls = image_urls(body.messages)
     if urls and not model.require_generator().prompts.takes_images:
         raise ApiError(f'the model "{model.name}" takes no images', param="messages")
-    prompt = await asyncio.to_thread(_prompt, model, body, len(urls))
+    images = await _images(service, model, urls) if urls else []
+    prompt = await asyncio.to_thread(_prompt, model, body, [len(views) for views in images])
     sampling = _sampling(service, model, body, prompt)
-    inputs = await _image_inputs(service, model, urls) if urls else {}
+    inputs = {IMAGES: torch.cat(images)} if images else {}
     job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         return EventStream(_pieces(service, job))
     return await until_disconnect(http, _whole(service, job))
 
 
-def _prompt(model: ServedModel, body: ChatBody, images: int) -> list[int]:
+def _prompt(model: ServedModel, body: ChatBody, views: Sequence[int]) -> list[int]:
+    """views: of each image."""
     chat = model.require_chat()
     text = chat.text(for_template(body.messages), body.offered_tools, body.chat_template_kwargs)
-    if not images:
+    if not views:
         return chat.encode(text)
-    return model.require_generator().prompts.with_images(text, images, chat.encode)
+    return model.require_generator().prompts.with_images(text, views, chat.encode)
 
 
-async def _image_inputs(service: Service, model: ServedModel, urls: Sequence[str]) -> Mapping[str, Tensor]:
-    """One request's at a time: an image takes much memory while it is decoded."""
-    config = model.require_generator().config
+async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> list[Tensor]:
+    """The views of each image. One request's at a time: an image takes much memory while it is decoded."""
+    data = image_data(model.require_generator().config)
 
-    def read() -> Tensor:
-        pixels = read_image_urls(urls, service.options.media_folders)
-        return as_images(pixels, config.model, config.data)
+    def read() -> list[Tensor]:
+        return views_of(read_image_urls(urls, service.options.media_folders), data)
 
     async with service.decoding:
-        return {IMAGES: await asyncio.to_thread(read)}
+        return await asyncio.to_thread(read)
 
 
 def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequence[int]) -> SamplingParameters:

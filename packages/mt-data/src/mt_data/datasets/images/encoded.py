@@ -1,0 +1,239 @@
+"""The records of some files as arrays: tokens, and where their images are. Built once and kept in the index cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_data.datasets.fingerprints import combined, file_checksum
+from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.pixels import image_size
+from mt_data.datasets.images.records import ImageText, is_shard, place, read_image_texts
+from mt_data.datasets.images.sample import EncodedText
+from mt_data.datasets.images.text_encoding import ImageTextEncoder
+from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.progress import index_progress
+
+FORMAT = 1
+"""Raised when the same files give other arrays than before."""
+IMAGE = -1
+"""Stands in `tokens` once for each image."""
+ENCODED_IMAGE = EncodedText([IMAGE], [False])
+SHOWN = 10
+"""Unusable records that are reported one by one."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ViewShape:
+    """How images are cut, and the features of a view."""
+
+    tiling: Tiling
+    features: int
+
+    def expand(
+        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens with IMAGE once for each image -> once for each feature of each of its views."""
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[tokens == IMAGE] = [self.features * self.tiling.num_views(grid) for grid in grids]
+        return np.repeat(tokens, repeats), np.repeat(counted, repeats)
+
+
+@dataclass(frozen=True)
+class EncodedRecords:
+    """All usable records of some files, in order.
+
+    positions, images_end, first_label, views int64 [records]: with each image as its features, the input positions of
+    a record (its tokens but the last one), where its last image ends, the place of the first token that counts apart
+    from the very first (the length of the record when there is none), and the views of its images.
+    tokens int32, counted bool [all tokens]; bounds int64 [records + 1]; number int64, file int32 [records]: the place
+    of each. grid uint8 [images, 2]: rows and columns of tiles; image_bounds int64 [records + 1]. An image is a file
+    below its record's folder, or a member of its record's shard: name_bounds int64 [images + 1] into names uint8
+    (UTF-8); offset, size int64 [images], of members (size -1: a file). unusable int64 [records left out, 2]: file,
+    number. paths: the files; folders: where the images of each begin.
+    """
+
+    tokens: NDArray[np.int32]
+    counted: NDArray[np.bool_]
+    bounds: NDArray[np.int64]
+    file: NDArray[np.int32]
+    number: NDArray[np.int64]
+    image_bounds: NDArray[np.int64]
+    grid: NDArray[np.uint8]
+    names: NDArray[np.uint8]
+    name_bounds: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    size: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    images_end: NDArray[np.int64]
+    first_label: NDArray[np.int64]
+    views: NDArray[np.int64]
+    unusable: NDArray[np.int64]
+    paths: Sequence[Path]
+    folders: Sequence[Path]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def where(self, record: int) -> str:
+        return place(self.paths[self.file[record]], int(self.number[record]))
+
+    def text(self, record: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens, and which of them count in the loss."""
+        part = slice(self.bounds[record], self.bounds[record + 1])
+        return self.tokens[part], self.counted[part]
+
+    def images(self, record: int) -> list[tuple[ImageFile, Grid]]:
+        """The images of a record, with the grids that they are cut by."""
+        numbers = range(self.image_bounds[record], self.image_bounds[record + 1])
+        return [(self._image(number, int(self.file[record])), Grid(*self.grid[number].tolist())) for number in numbers]
+
+    def _image(self, image: int, file: int) -> ImageFile:
+        name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes().decode()
+        if (size := int(self.size[image])) < 0:
+            return ImageFile(self.folders[file] / name)
+        return ImageFile(self.paths[file], name, int(self.offset[image]), size)
+
+    def expanded(self, record: int, shape: ViewShape) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The text of a record with IMAGE once for each feature of each view."""
+        return shape.expand(*self.text(record), [grid for _, grid in self.images(record)])
+
+    def fingerprint(self) -> str:
+        """Of texts and of the names and places of images, whose pixels are not read for it."""
+        digest = sha256()
+        for name in ("tokens", "counted", "bounds", "grid", "image_bounds", "names", "name_bounds", "offset", "size"):
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        return combined([digest.hexdigest()])
+
+
+class UnusableRecords:
+    """Records that cannot be used: reported and counted, and at most `limit` of them. found: int64 [n, 2], file and
+    number of those that were found before."""
+
+    def __init__(self, limit: int, found: NDArray[np.int64] | None = None) -> None:
+        self.limit = limit
+        self.found: set[tuple[int, int]] = set()
+        if found is not None:
+            self.found.update((file, number) for file, number in found.tolist())
+
+    def add(self, file: int, number: int, error: DataError) -> None:
+        """Raises DataError when there are more than the limit."""
+        if (file, number) in self.found:
+            return
+        self.found.add((file, number))
+        if len(self.found) > self.limit:
+            raise DataError(
+                f"{error}; correct it, or leave such records out with data.max_unusable_records, which is {self.limit} "
+                f"(this is number {len(self.found)})"
+            ) from error
+        if len(self.found) <= SHOWN:
+            log.warning("unusable record %d of at most %d: %s", len(self.found), self.limit, error)
+
+
+def encode_files(
+    paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, shape: ViewShape, limit: int
+) -> dict[str, NDArray[Any]]:
+    """The arrays of EncodedRecords. Raises DataError for more than `limit` unusable records, or no usable one."""
+    gathered, unusable = _Gathered(shape), UnusableRecords(limit)
+    with index_progress("records of images and texts", len(paths)) as update:
+        for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
+            for record in read_image_texts(path, folder, partial(unusable.add, file)):
+                try:
+                    grids = [shape.tiling.grid(*image_size(image)) for image in record.images]
+                    gathered.add(file, folder, record, encoder(record), grids)
+                except DataError as error:
+                    unusable.add(file, record.number, error)
+            update(file + 1, len(paths))
+    if not gathered.places:
+        raise DataError(f"{', '.join(map(str, paths))} has no usable record; each must have a text, and its images")
+    return gathered.arrays() | {"unusable": np.array(sorted(unusable.found), np.int64).reshape(-1, 2)}
+
+
+def cache_key(paths: Sequence[Path], **content: Any) -> Mapping[str, Any]:
+    """Of `encode_files`: content is what else decides the arrays."""
+    return {"image_text": FORMAT, "files": [_identity(path) for path in paths], **content}
+
+
+def _identity(path: Path) -> Any:
+    """Of a shard its name, size and time: a checksum would read the images."""
+    if not is_shard(path):
+        return [str(path.resolve()), file_checksum(path)]
+    state = path.stat()
+    return [str(path.resolve()), state.st_size, state.st_mtime_ns]
+
+
+class _Gathered:
+    """Records on their way into flat arrays."""
+
+    def __init__(self, shape: ViewShape) -> None:
+        self.shape = shape
+        self.tokens: list[NDArray[np.int32]] = []
+        self.counted: list[NDArray[np.bool_]] = []
+        self.places: list[tuple[int, int]] = []
+        self.images_of: list[int] = []
+        self.grids: list[Grid] = []
+        self.names: list[bytes] = []
+        self.parts: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, int, int, int]] = []
+
+    def add(self, file: int, folder: Path, record: ImageText, text: EncodedText, grids: Sequence[Grid]) -> None:
+        self.tokens.append(np.array(text.tokens, np.int32))
+        self.counted.append(np.array(text.counted, np.bool_))
+        self.places.append((file, record.number))
+        self.images_of.append(len(record.images))
+        self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids))
+        self.grids += grids
+        for image in record.images:
+            self.names.append((image.member or os.path.relpath(image.path, folder)).encode())
+            self.parts.append((image.offset, image.size))
+
+    def _sizes(
+        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
+    ) -> tuple[int, int, int, int]:
+        """positions, images_end, first_label, views"""
+        tokens, counted = self.shape.expand(tokens, counted, grids)
+        images, labels = np.flatnonzero(tokens == IMAGE), np.flatnonzero(counted[1:])
+        return (
+            len(tokens) - 1,
+            int(images[-1]) + 1 if len(images) else 0,
+            int(labels[0]) + 1 if len(labels) else len(tokens),
+            sum(map(self.shape.tiling.num_views, grids)),
+        )
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        positions, images_end, first_label, views = np.array(self.sizes, np.int64).T
+        file, number = np.array(self.places, np.int64).T
+        offset, size = np.array(self.parts, np.int64).reshape(-1, 2).T
+        return {
+            "tokens": np.concatenate(self.tokens),
+            "counted": np.concatenate(self.counted),
+            "bounds": bounds_of(map(len, self.tokens)),
+            "file": file.astype(np.int32),
+            "number": number.copy(),
+            "image_bounds": bounds_of(self.images_of),
+            "grid": np.array(self.grids, np.uint8).reshape(-1, 2),
+            "names": np.frombuffer(b"".join(self.names), np.uint8),
+            "name_bounds": bounds_of(map(len, self.names)),
+            "positions": positions.copy(),
+            "images_end": images_end.copy(),
+            "first_label": first_label.copy(),
+            "views": views.copy(),
+            "offset": offset.copy(),
+            "size": size.copy(),
+        }
+
+
+def bounds_of(lengths: Iterable[int]) -> NDArray[np.int64]:
+    """[n] -> [n + 1]: where each part begins, and the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.fromiter(lengths, np.int64))])

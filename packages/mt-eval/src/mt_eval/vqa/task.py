@@ -1,0 +1,146 @@
+"""Answers to questions about images, and captions: generated, and compared with those of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.images.encoded import ENCODED_IMAGE, IMAGE, ViewShape
+from mt_data.datasets.images.image_text import ImageTextDataConfig
+from mt_data.datasets.images.pixels import image_size
+from mt_data.datasets.images.records import ImageText, read_image_texts
+from mt_data.datasets.images.text_encoding import ImageTextEncoder
+from mt_data.datasets.sft.chat_templates import load_chat_template
+from mt_data.preprocess.readers import expand_globs
+from mt_eval.tasks import Sample, weighted_mean
+from mt_eval.vqa.answers import exact_match, vqa_accuracy
+from mt_infer.prompts import IMAGES, image_data, read_images
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
+
+METRICS = {"exact_match": exact_match, "vqa_accuracy": vqa_accuracy}
+BATCH = 64
+"""Samples whose images are held at a time."""
+
+
+class VisualQuestions:
+    """A task (mt_eval.tasks.Task) whose samples are records of the data set image_text: questions with answers,
+    conversations, of which the last answer is generated, or captions.
+
+    patterns: files of JSON lines or shards. keys: of the data set, in place of those of the model's training (see
+    mt_infer.prompts.image_data), such as chat_template. Raises DataError for files without records, and for a record
+    that cannot be used, and ConfigError for a model that takes no images.
+    """
+
+    name = "vqa"
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        tokenizer: Tokenizer,
+        config: Config,
+        *,
+        keys: Mapping[str, Any],
+        sampling: SamplingParameters,
+        limit: int | None = None,
+    ) -> None:
+        if not hasattr(config.model, "image_token_index"):
+            raise ConfigError(f"model.family={config.model.family} takes no images; a model of model.family=llava does")
+        self.patterns, self.sampling, self.limit = list(patterns), sampling, limit
+        self.data = ImageTextDataConfig.model_validate(image_data(config).model_dump() | dict(keys))
+        self.records = list(islice(self._read(), limit))
+        if not self.records:
+            raise DataError(f"{', '.join(patterns)} has no record")
+        template = load_chat_template(
+            self.data.chat_template, self.data.chat_template_file, tokenizer, self.data.eod_after_answer
+        )
+        self.encoder = ImageTextEncoder(tokenizer, template, ENCODED_IMAGE)
+        self.template_hash = template.fingerprint()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        content = [(str(record.text), record.references, list(map(str, record.images))) for record in self.records]
+        return {
+            "task": self.name,
+            "data": self.patterns,
+            "data_hash": sha256(repr(content).encode()).hexdigest(),
+            "template_hash": self.template_hash,
+            "tiling": repr(self.data.tiling),
+            "max_tokens": self.sampling.max_tokens,
+            "stop": list(self.sampling.stop),
+            "limit": self.limit,
+        }
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
+        """exact_match and vqa_accuracy of each generated answer. A record whose images cannot be decoded, or that is
+        too long for the model, is a sample with an error."""
+        for start in range(skip, len(self.records), BATCH):
+            requests = [self._request(record, generator) for record in self.records[start : start + BATCH]]
+            usable = [request for request in requests if request.error is None]
+            prompts, inputs = [request.tokens for request in usable], [request.inputs for request in usable]
+            answers = iter(generator.generate(prompts, self.sampling, inputs))
+            for request in requests:
+                yield request.failed if request.error is not None else request.answered(next(answers)[0].text)
+
+    def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        return {metric: weighted_mean(samples, metric) for metric in METRICS}
+
+    def _read(self) -> Iterator[ImageText]:
+        def refuse(number: int, error: DataError) -> None:
+            raise error
+
+        for path in expand_globs(self.patterns):
+            folder = path.parent if self.data.image_folder is None else Path(self.data.image_folder)
+            yield from read_image_texts(path, folder, refuse)
+
+    def _request(self, record: ImageText, generator: TextGenerator) -> Request:
+        try:
+            tokens, inputs = self._prompt(record)
+        except DataError as error:
+            return Request(record, error=str(error))
+        if (needed := len(tokens) + (self.sampling.max_tokens or 0)) > generator.longest:
+            return Request(record, error=f"{needed} positions, and the model has {generator.longest}")
+        return Request(record, tokens, inputs)
+
+    def _prompt(self, record: ImageText) -> tuple[list[int], dict[str, Tensor]]:
+        """The tokens before the answer, with the image token once for each feature, and the images' views."""
+        text = self.encoder.prompt(record)
+        images, tiling = read_images(record.images, self.data), self.data.tiling
+        grids = [tiling.grid(*image_size(image)) for image in record.images]
+        shape = ViewShape(tiling, self.data.image_seq_length)
+        tokens, _ = shape.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
+        ids = np.where(tokens == IMAGE, self.data.image_token_index, tokens).tolist()
+        return ids, {IMAGES: torch.cat(images)} if images else {}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A record as a prompt; or why it cannot be one."""
+
+    record: ImageText
+    tokens: list[int] = field(default_factory=list)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def failed(self) -> Sample:
+        return Sample(self.record.where, error=self.error)
+
+    def answered(self, text: str) -> Sample:
+        given = self.record.references
+        values = {metric: compare(text, given) for metric, compare in METRICS.items()}
+        return Sample(self.record.where, values, details={"answer": text, "references": given})
