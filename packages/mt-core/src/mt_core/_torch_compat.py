@@ -25,6 +25,11 @@ def zero_all_(tensors: list[Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+def spin_cuda(cycles: int) -> None:
+    """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
+    torch.cuda._sleep(cycles)
+
+
 # -- attention that also returns the log-sum-exp of its scores, and its backward --------------------
 #
 # Shapes: q [B, N, S, D], k and v [B, G, T, D] with G dividing N, out [B, N, S, D], lse [B, N, S] in fp32 (fp64 for

@@ -60,8 +60,8 @@ def measure(shape: MoeShape, machine: Machine, rounds: int, host: PluginHost) ->
     """TFLOP/s count the experts' matrix products only, and the backward pass as two forward passes."""
     layers, refused = layers_for(shape, machine, host)
     x = torch.randn(1, shape.tokens, shape.hidden, device=machine.device, dtype=machine.dtype).requires_grad_()
-    forward = {name: torch.no_grad()(partial(layer, x)) for name, layer in layers.items()}
-    step = {name: partial(_step, layer, x) for name, layer in layers.items()}
+    forward = {name: [torch.no_grad()(partial(layer, x))] for name, layer in layers.items()}
+    step = {name: [partial(_step, layer, x)] for name, layer in layers.items()}
     return {
         "name": f"moe {shape.label}",
         "cannot": refused,

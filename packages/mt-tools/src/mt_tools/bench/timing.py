@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
@@ -21,20 +22,6 @@ def elapsed(call: Call, clock: Callable[[], float] = time.perf_counter) -> float
     started = clock()
     call()
     return clock() - started
-
-
-def seconds(call: Call, device: torch.device) -> float:
-    """Seconds of one call; on a GPU between two events, so launch overhead counts only if it is the bottleneck."""
-    if device.type != "cuda":
-        return elapsed(call)
-    import torch
-
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
 
 
 def alternating(
@@ -53,10 +40,25 @@ def alternating(
     return taken
 
 
-def medians(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median seconds of each of the alternating calls."""
-    taken = alternating(calls, rounds, measure=lambda call: seconds(call, device))
-    return {name: statistics.median(times) for name, times in taken.items()}
+def medians(calls: Mapping[str, Sequence[Call]], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median seconds of a call of each kind; the kinds alternate.
+
+    calls: of a kind, the same work on different buffers. On a GPU they follow one another in one measurement, so that
+    none finds its inputs in the L2 cache or leaves its output there unwritten.
+    """
+    return {name: statistics.median(times) for name, times in alternating_runs(calls, device, rounds).items()}
+
+
+def alternating_runs(
+    calls: Mapping[str, Sequence[Call]], device: torch.device, rounds: int
+) -> Mapping[str, Sequence[float]]:
+    if device.type != "cuda":
+        return alternating({name: several[0] for name, several in calls.items()}, rounds)
+    from mt_tools.bench.device_timing import CudaQueue, device_seconds
+
+    queue = CudaQueue(device)
+    runs: dict[str, Call] = {name: partial(device_seconds, queue, several) for name, several in calls.items()}
+    return alternating(runs, rounds, measure=lambda run: cast(float, run()))
 
 
 def ratio(times: Times, above: str, below: str) -> float:
