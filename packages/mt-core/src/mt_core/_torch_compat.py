@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,52 @@ def zero_all_(tensors: list[Tensor]) -> None:
 def spin_cuda(cycles: int) -> None:
     """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
     torch.cuda._sleep(cycles)
+
+
+# -- scaled products ---------------------------------------------------------------------------------
+#
+# The operators below torch.nn.functional's scaled_mm and scaled_grouped_mm: those functions handle enumerations in a
+# way that torch.compile of torch 2.11 cannot trace.
+
+
+class ScalingRecipe(IntEnum):
+    """What shares a scale of an FP8 operand. The numbers are those of torch.nn.functional.ScalingType."""
+
+    TENSOR = 0
+    ROW = 1
+    BLOCK_1X128 = 4
+    BLOCK_128X128 = 5
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    recipes: tuple[ScalingRecipe, ScalingRecipe],
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """a [M, K] and b [K, N] in FP8, with their scales and what shares one -> [M, N] in dtype.
+
+    fast: accumulate in fewer bits than fp32 (Hopper)."""
+    left, right = (int(recipe) for recipe in recipes)
+    out: Tensor = torch.ops.aten._scaled_mm_v2(
+        a, b, [scales[0]], [left], [], [scales[1]], [right], [], None, dtype, [], fast
+    )
+    return out
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """Products of groups of rows with a scale for each row of both operands; a, b and ends as in
+    torch.nn.functional.grouped_mm."""
+    by_row = [int(ScalingRecipe.ROW)]
+    out: Tensor = torch.ops.aten._scaled_grouped_mm_v2(
+        a, b, [scales[0]], by_row, [], [scales[1]], by_row, [], ends, None, dtype, [], fast
+    )
+    return out
 
 
 # -- attention that also returns the log-sum-exp of its scores, and its backward --------------------
