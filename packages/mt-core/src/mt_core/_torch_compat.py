@@ -46,6 +46,11 @@ class ScalingRecipe(IntEnum):
     BLOCK_128X128 = 5
 
 
+def has_scaled_mm_on_cpu() -> bool:
+    """torch 2.11 has the operator on GPUs alone."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"))
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,
