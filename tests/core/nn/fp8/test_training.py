@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.multiply import Fp8Multiply
