@@ -17,7 +17,7 @@ _WARPS = 8
 
 
 @triton.jit
-def _statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
+def _cross_entropy_statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
     """result [3, rows]: largest logit, sum of exponentials, logit of the column. width > 0."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
@@ -41,7 +41,7 @@ def _statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _subtract_target(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
+def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = row * width + column
@@ -59,7 +59,7 @@ def statistics(logits: Tensor, columns: Tensor) -> Tensor:
         result[0] = float("-inf")
     elif rows:
         with on_device(logits):
-            _statistics[(rows,)](logits, columns, result, rows, width, _BLOCK, num_warps=_WARPS)
+            _cross_entropy_statistics[(rows,)](logits, columns, result, rows, width, _BLOCK, num_warps=_WARPS)
     return result
 
 
@@ -73,7 +73,9 @@ def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tenso
     if rows and width:
         grid = (rows, triton.cdiv(width, _BLOCK))
         with on_device(logits):
-            _subtract_target[grid](logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS)
+            _cross_entropy_gradient[grid](
+                logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS
+            )
 
 
 ROWS = RowKernels(statistics, subtract_target_)
