@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,23 @@ def cudnn_backward(
     op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     dq, dk, dv = op(grad, q, k, v, out, statistics, random_state, random_state, None, *lengths, 0.0, causal)
     return dq, dk, dv
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Attention within documents, differentiable. q [T, N, D], k and v [T, G, D], starts [documents + 1] int32,
+    longest: a bound of their lengths, window: keys before and after, -1 for all. -> out [T, N, D], lse [N, T].
+
+    From torch 2.12 on fewer key-value heads have to be declared; 2.11 passes them to the same kernel.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "window_size": window}
+    if k.shape[1] < q.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    out, lse = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    return out, lse
 
 
 # -- orders of pipeline schedules --------------------------------------------------------------------

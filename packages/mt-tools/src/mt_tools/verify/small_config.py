@@ -28,8 +28,8 @@ FEW_EXPERTS = 8
 SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
 VOCAB = 509
 """A prime: no number of ranks divides it."""
-ON_EVERY_DEVICE = ("sdpa", "eager")
-"""Attention backends that run on a CPU. The second one supports every model."""
+ON_EVERY_DEVICE = ("auto", "sdpa", "eager")
+"""Attention backends that run on a CPU. The last one supports every model."""
 FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
 
 
@@ -183,7 +183,7 @@ def _compute_on_cpu(tree: Tree) -> None:
     tree["kernels"] = {}
     tree["precision"] = {"dtype": "fp32"}
     model, optimizer = tree["model"], tree["optimizer"]
-    if model.get("attention_backend", "sdpa") not in ON_EVERY_DEVICE:
+    if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
         model["attention_backend"] = ON_EVERY_DEVICE[-1]
     # The other values store remainders of bf16 weights, or round moments stochastically.
     optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}

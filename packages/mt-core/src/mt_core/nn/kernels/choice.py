@@ -84,6 +84,7 @@ class Kernels:
         self.device_type = device_type
         self.dtype = dtype
         self._choices: dict[str, Choice] = {}
+        self._notes: dict[str, None] = {}
 
     def pick(
         self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
@@ -100,6 +101,14 @@ class Kernels:
         if plain is not None and choice.implementation.name == "torch":
             return plain
         return choice.load()
+
+    def note(self, line: str) -> None:
+        """Add a line on what was chosen outside of the catalogue, such as the attention backend."""
+        self._notes[line] = None
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self._notes)
 
     @property
     def picked(self) -> set[str]:
