@@ -52,8 +52,8 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     for interleaved in (False, True):
         heads = {"Q_HEADS": 32, "K_HEADS": 8, "HALF": 64, "REST": 0}
         yield "rotary", "_rotary", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
-    for kernel in ("_cross_entropy_statistics", "_cross_entropy_gradient"):
-        yield "cross_entropy", kernel, LOSS, {"BLOCK": 4096}, 8
+    yield "cross_entropy", "_cross_entropy_statistics", LOSS, {"DEPTH": 4, "BLOCK": 2048}, 8
+    yield "cross_entropy", "_cross_entropy_gradient", LOSS, {"BLOCK": 4096}, 8
     half, single = triton.language.bfloat16, triton.language.float32
     yield (
         "adamw", "_adamw_update", ADAMW,
