@@ -341,8 +341,12 @@ def test_no_more_operators_than_a_loop_written_by_hand(tiny) -> None:
 # -- compiled layers ----------------------------------------------------------------------------------
 
 
+LLAMA = ["model.family=llama", "model.num_query_groups=2"]
+
+
 @pytest.mark.slow
-def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
+@pytest.mark.parametrize("more", [[], LLAMA, TENSORWISE_FP8], ids=["gpt", "llama", "tensorwise fp8"])
+def test_compiled_layers_are_one_graph_each_and_train_alike(more, tiny, monkeypatch) -> None:
     """With a backend that only traces: making code takes a minute."""
     seen = []
 
@@ -352,10 +356,11 @@ def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
 
     from functools import partial
 
-    _, plain = trained(tiny("train.train_iters=2"))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=tracing))
-    _, compiled = trained(tiny("train.train_iters=2", "train.compile=blocks"))
-    assert seen
+    torch.compiler.reset()
+    _, plain = trained(tiny("train.train_iters=2", *more))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=tracing, fullgraph=True))
+    trainer, compiled = trained(tiny("train.train_iters=2", "train.compile=blocks", *more))
+    assert 1 <= len(seen) <= trainer.config.model.num_layers
     assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-6)
 
 
