@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -174,21 +175,26 @@ def cudnn_backward(
     return dq, dk, dv
 
 
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Attention within documents, differentiable. q [T, N, D], k and v [T, G, D], starts [documents + 1] int32,
-    longest: a bound of their lengths, window: keys before and after, -1 for all. -> out [T, N, D], lse [N, T].
+def packed_attention() -> Callable[..., tuple[Tensor, Tensor]]:
+    """attend(q, k, v, starts, longest, window) -> (out, lse): differentiable attention within documents.
 
-    From torch 2.12 on fewer key-value heads have to be declared; 2.11 passes them to the same kernel.
+    q [T, N, D], k and v [T, G, D], starts [documents + 1] int32, longest: a bound of their lengths, window: keys before
+    and after, -1 for all. out [T, N, D], lse [N, T]. Torch 2.15 requires fewer key-value heads to be declared; 2.11
+    passes them to the same kernel.
     """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "window_size": window}
-    if k.shape[1] < q.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    out, lse = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
-    return out, lse
+    declared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = declared if k.shape[1] < q.shape[1] else {}
+        aux = AuxRequest(lse=True)
+        out, lse = varlen_attn(q, k, v, starts, starts, longest, longest, return_aux=aux, window_size=window, **options)
+        return out, lse
+
+    return attend
 
 
 # -- orders of pipeline schedules --------------------------------------------------------------------

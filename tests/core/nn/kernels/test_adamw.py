@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -286,11 +287,13 @@ def test_fp16_weights_are_refused() -> None:
         optimizer_over(nn.Parameter(torch.ones(2, dtype=torch.float16)), torch.float32)
 
 
-def in_buckets(model: nn.Module) -> ParamAndGradBuffer:
-    return ParamAndGradBuffer(model, ParallelContext(), BufferOptions())
+def in_buckets(model: nn.Module, *, sharded: bool) -> ParamAndGradBuffer:
+    return ParamAndGradBuffer(model, ParallelContext(), BufferOptions(sharded=sharded))
 
 
-@pytest.mark.parametrize("build", [Fp32MasterWeights, in_buckets])
+@pytest.mark.parametrize(
+    "build", [Fp32MasterWeights, partial(in_buckets, sharded=False), partial(in_buckets, sharded=True)]
+)
 def test_model_weights_are_written_by_the_update(build) -> None:
     """As a copy after it does, which nothing is left for; a step that is skipped changes none."""
 
@@ -304,12 +307,12 @@ def test_model_weights_are_written_by_the_update(build) -> None:
         copies = model_copies([group], weights) if takes else {}
         optimizer = FusedAdamW([group], 1e-2, 0.9, 0.95, 1e-8, TorchAdamW(), torch.bfloat16, copies)
         for scale in (1.0, math.nan):
-            master.grad = numbers((8, 32), 5)
+            master.grad = numbers((8, 32), 5).view_as(master)
             optimizer.gradient_scale = torch.tensor(scale)
             optimizer.step()
             with Operators() as operators:
                 weights.copy_to_model()
-        assert torch.equal(model.weight, master.bfloat16())
+        assert torch.equal(model.weight, master.bfloat16().view_as(model.weight))
         return model.weight.detach(), operators.count
 
     (written, after), (copied, before) = stepped(True), stepped(False)

@@ -30,6 +30,7 @@ class CudnnAttention:
 
     def __init__(self) -> None:
         self._documents: PerPattern[Documents] = PerPattern()
+        self._attend_packed = packed_attention()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         pattern = pattern.over(k.shape[1])
@@ -44,7 +45,7 @@ class CudnnAttention:
         assert segment_ids is not None
         documents = self._documents.get(pattern, None, lambda: find_documents(segment_ids))
         rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        out, lse = packed_attention(*rows, documents.starts, documents.longest, window_sides(pattern))
+        out, lse = self._attend_packed(*rows, documents.starts, documents.longest, window_sides(pattern))
         return out.unflatten(0, q.shape[:2]), lse
 
 
