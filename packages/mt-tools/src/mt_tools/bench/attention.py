@@ -13,9 +13,9 @@ from torch import Tensor
 from mt_core.nn.attention import AttentionPattern
 from mt_core.plugins import PluginHost
 from mt_core.specs import AttentionRequest
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""Time that a GPU needs for calls, without the time that the host needs to launch them."""
+"""Medians of alternating calls. On a GPU: the time that it needs for them, without that of the host to launch them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
 from mt_core._torch_compat import spin_cuda
-from mt_tools.bench.timing import Call, elapsed
+from mt_tools.bench.timing import Call, alternating, elapsed
 
 HEAD_START = 2.0
 """How much longer the device is held than the host took to launch the same calls before."""
@@ -17,6 +19,21 @@ FLUSHED_CACHES = 4
 """Size of the buffer that is read to evict everything else from the L2 cache, in sizes of that cache."""
 CALIBRATION_CYCLES = 10_000_000
 Mark = TypeVar("Mark")
+
+
+def medians(calls: Mapping[str, Sequence[Call]], device: torch.device, rounds: int) -> dict[str, float]:
+    """Median seconds of a call of each kind; the kinds alternate.
+
+    calls: of a kind, the same work on different buffers. On a GPU they follow one another in one measurement, so that
+    none finds its inputs in the L2 cache or leaves its output there unwritten.
+    """
+    if device.type == "cuda":
+        queue = CudaQueue(device)
+        runs: dict[str, Call] = {name: partial(device_seconds, queue, several) for name, several in calls.items()}
+        taken = alternating(runs, rounds, measure=lambda run: cast(float, run()))
+    else:
+        taken = alternating({name: several[0] for name, several in calls.items()}, rounds)
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 class DeviceQueue(Protocol, Generic[Mark]):

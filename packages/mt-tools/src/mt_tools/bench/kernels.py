@@ -24,10 +24,10 @@ from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.nn.kernels.choice import refusals
 from mt_core.nn.kernels.request import KernelName, KernelRequest
 from mt_core.parallel.context import Axis
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.kernel_cases import CASES, SMALL, KernelCase, Sizes
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 ROTATED_BYTES = 2.0**30
 """Bytes that the calls of one measurement move at least."""

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float32,)

@@ -19,9 +19,9 @@ from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 PRODUCTS = ("loop", "grouped", "triton")
 """Values of model.moe.moe_grouped_gemm, without auto."""

@@ -5,11 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    import torch
 
 Call = Callable[[], object]
 Times = Mapping[str, Sequence[float]]
@@ -38,27 +33,6 @@ def alternating(
             if number >= warm_up:
                 taken[name].append(spent)
     return taken
-
-
-def medians(calls: Mapping[str, Sequence[Call]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each kind; the kinds alternate.
-
-    calls: of a kind, the same work on different buffers. On a GPU they follow one another in one measurement, so that
-    none finds its inputs in the L2 cache or leaves its output there unwritten.
-    """
-    return {name: statistics.median(times) for name, times in alternating_runs(calls, device, rounds).items()}
-
-
-def alternating_runs(
-    calls: Mapping[str, Sequence[Call]], device: torch.device, rounds: int
-) -> Mapping[str, Sequence[float]]:
-    if device.type != "cuda":
-        return alternating({name: several[0] for name, several in calls.items()}, rounds)
-    from mt_tools.bench.device_timing import CudaQueue, device_seconds
-
-    queue = CudaQueue(device)
-    runs: dict[str, Call] = {name: partial(device_seconds, queue, several) for name, several in calls.items()}
-    return alternating(runs, rounds, measure=lambda run: cast(float, run()))
 
 
 def ratio(times: Times, above: str, below: str) -> float:
