@@ -1,13 +1,17 @@
-# Sourced by lowest.sh and with_torch.sh: two minutes of tests that reach every distribution and most dependencies.
+# Sourced by lowest.sh and with_torch.sh: three minutes of tests that reach every distribution and most dependencies.
 SMOKE_TESTS=(
     tests/core/config/test_config_errors.py
     tests/core/config/test_config_files.py
     tests/core/config/test_config_loading.py
     tests/core/test_plugins_host.py
     tests/core/nn/test_attention.py
+    tests/core/nn/fp8/test_linear.py
+    tests/core/nn/fp8/test_products.py
+    tests/core/nn/kernels/test_compilation.py
     tests/core/optim/test_optimizers.py
     tests/core/optim/test_lr_schedules.py
     tests/core/train/test_resume.py
+    tests/core/train/test_steady_step.py
     tests/cli/test_main.py
     tests/cli/test_config_command.py
     tests/data/indexed/test_indexed_round_trip.py

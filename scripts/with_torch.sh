@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Smoke tests with another release of torch and the newest of everything else, in an environment of their own.
-# scripts/with_torch.sh 2.11 [FOLDER]      FOLDER: kept for the next time; default .venv-torch-2.11
+# scripts/with_torch.sh 2.11 [FOLDER] [PYTHON]      FOLDER: kept for the next time; default .venv-torch-2.11
+# PYTHON: default 3.12, which images with that torch have
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/smoke_tests.sh
 release="${1:?the release of torch, such as 2.11}"
 folder="$(realpath -m "${2:-.venv-torch-$release}")"
 
-[ -x "$folder/bin/python" ] || uv venv --quiet --python 3.11 "$folder"
+[ -x "$folder/bin/python" ] || uv venv --quiet --python "${3:-3.12}" "$folder"
 VIRTUAL_ENV="$folder" uv pip install --quiet --group dev "torch==$release.*"
 smoke_tests "$folder/bin/python"

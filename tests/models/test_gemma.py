@@ -108,7 +108,7 @@ SMALL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_si
 
 def test_a_backend_without_soft_caps_is_refused(build) -> None:
     with pytest.raises(ConfigError, match="attention_backend=sdpa cannot serve.*no soft cap on the scores; use eager"):
-        build(family="gemma", **SMALL, attn_logit_softcapping=50.0)
+        build(family="gemma", **SMALL, attn_logit_softcapping=50.0, attention_backend="sdpa")
 
 
 @pytest.mark.parametrize(

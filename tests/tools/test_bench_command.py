@@ -222,7 +222,7 @@ def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function: function)
     machine = Machine(torch.device("cpu"), torch.float32, 1e9, 1e9)
     for case in make(machine, SMALL):
-        measured = measure(case, machine, 1, compiled=True)
+        measured = measure([case], machine, 1, compiled=True)
         assert set(measured["step"]) == {"torch", "torch.compile"}
 
 

@@ -157,7 +157,7 @@ def test_experts_one_by_one_and_in_groups(grouped, tmp_path, host) -> None:
     ],
 )
 def test_rows_of_the_vocabulary(said, given, rows, tmp_path, host) -> None:
-    """The NullTokenizer of old added its end of document to the size that it was told."""
+    """The NullTokenizer of old added its end of document to the size that it was given."""
     tensors = gpt()
     save_gpt(tmp_path, tensors, tp=2, **said)
     reader = open_checkpoint(tmp_path, host, given)

@@ -17,6 +17,7 @@ from mt_core.optim.optimizers import AdamW
 from mt_core.train import Callback, Trainer
 from mt_core.train.device_batches import begin_micro_batch
 from mt_core.train.host_transfer import DelayedAllReduceFlag
+from mt_moe.routing.router import require_finite
 
 DEFERRED = ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"]
 PREDICTS_MORE = ["model.family=deepseek", "model.mtp_num_layers=1"]
@@ -31,14 +32,30 @@ DELAYED_FP8 = [
     "precision.fp8_min_features=1",
 ]
 TIMED = ("iteration_time", "tokens_per_second")
-WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
-"""Operators whose result the host has to see: item(), float(), bool(), masks as indices."""
+TENSORWISE_FP8 = [*DELAYED_FP8[:2], "precision.fp8_recipe=tensorwise", DELAYED_FP8[3]]
+GROUPED = [
+    "model.moe.moe_grouped_gemm=grouped",
+    "model.moe.moe_router_load_balancing_type=['aux_loss', 'seq_aux_loss']",
+    "model.moe.moe_aux_loss_coeff=[0.1, 0.1]",
+]
+PADDED = ["model.moe.moe_expert_capacity_factor=1.0", "model.moe.moe_pad_expert_input_to_capacity=true"]
+
+
+def waits_for_the_device(func, args, kwargs) -> bool:
+    """Whether the host has to see a result of the operator: item(), float(), bool(), nonzero(), bincount() and every
+    other whose output has a size that depends on values, masks as indices among them."""
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        if func is torch.ops.aten.index.Tensor:
+            return any(index is not None and index.dtype == torch.bool for index in args[1])
+        return kwargs.get("output_size") is None
+    return False
 
 
 COPIES_TO_HOST = ("tolist", "numpy", "cpu")
 """Methods that wait too, but for tensors on a CPU are no operators."""
 READS_OF_THE_HOST = {
     begin_micro_batch.__code__: "the number of a micro-batch's first sample, which is never on the device",
+    require_finite.__code__: "logits of a router, which are read on a CPU alone",
     DelayedAllReduceFlag.__call__.__code__: "a flag whose copy to the host was started by the step before",
     Trainer._report_pending.__code__: "numbers whose copy to the host was started by the step before",
 }
@@ -76,6 +93,7 @@ class Spy(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.methods: Counter[str] = Counter()
+        self._waits = 0
         self._on_methods = SpyOnMethods(self.methods)
 
     def __enter__(self) -> Spy:
@@ -87,14 +105,15 @@ class Spy(TorchDispatchMode):
         self._on_methods.__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if not func.is_view and not (name in WAITING and reads_of_the_host()):
-            self.counts[name] += 1
+        waits = waits_for_the_device(func, args, kwargs or {})
+        if not func.is_view and not (waits and reads_of_the_host()):
+            self.counts[func.__name__.split(".")[0]] += 1
+            self._waits += waits
         return func(*args, **(kwargs or {}))
 
     @property
     def waits(self) -> int:
-        return sum(self.counts[name] for name in WAITING) + self.methods.total()
+        return self._waits + self.methods.total()
 
 
 class Told(Callback):
@@ -132,7 +151,11 @@ def test_a_steady_step_waits_for_nothing(more, tiny) -> None:
     assert spy_on_step(Trainer(tiny(*DEFERRED, *more))).waits == 0
 
 
-@pytest.mark.parametrize("more", [[], PREDICTS_MORE, DELAYED_FP8])
+@pytest.mark.parametrize(
+    "more",
+    [[], PREDICTS_MORE, DELAYED_FP8, TENSORWISE_FP8, [*BALANCED, *GROUPED], [*BALANCED, *GROUPED, *PADDED]],
+    ids=["dense", "multi-token", "delayed fp8", "tensorwise fp8", "experts", "padded experts"],
+)
 def test_nor_with_torchs_adam_losses_of_layers_and_what_layers_do_after_it(more, tiny) -> None:
     trainer = Trainer(tiny("train.deferred_metrics=always", *more))
     assert isinstance(trainer.engine.optimizer, AdamW)
@@ -152,7 +175,12 @@ def test_the_spy_sees_reads_of_integers_and_whole_tensors() -> None:
         numbers.tolist()
         numbers.float().numpy()
         bool(numbers.any())
-    assert spy.waits == 4
+        numbers.bincount()
+        numbers[numbers > 1]
+        numbers.repeat_interleave(numbers)
+        numbers.repeat_interleave(numbers, output_size=3)
+        numbers[numbers]
+    assert spy.waits == 7
 
 
 @pytest.mark.parametrize(
@@ -313,8 +341,12 @@ def test_no_more_operators_than_a_loop_written_by_hand(tiny) -> None:
 # -- compiled layers ----------------------------------------------------------------------------------
 
 
+LLAMA = ["model.family=llama", "model.num_query_groups=2"]
+
+
 @pytest.mark.slow
-def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
+@pytest.mark.parametrize("more", [[], LLAMA, TENSORWISE_FP8], ids=["gpt", "llama", "tensorwise fp8"])
+def test_compiled_layers_are_one_graph_each_and_train_alike(more, tiny, monkeypatch) -> None:
     """With a backend that only traces: making code takes a minute."""
     seen = []
 
@@ -324,10 +356,11 @@ def test_compiled_layers_train_alike(tiny, monkeypatch) -> None:
 
     from functools import partial
 
-    _, plain = trained(tiny("train.train_iters=2"))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=tracing))
-    _, compiled = trained(tiny("train.train_iters=2", "train.compile=blocks"))
-    assert seen
+    torch.compiler.reset()
+    _, plain = trained(tiny("train.train_iters=2", *more))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=tracing, fullgraph=True))
+    trainer, compiled = trained(tiny("train.train_iters=2", "train.compile=blocks", *more))
+    assert 1 <= len(seen) <= trainer.config.model.num_layers
     assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-6)
 
 

@@ -87,7 +87,7 @@ def _place(reader: CheckpointReader, name: str) -> str:
 def files_of(opened: Opened) -> dict[str, int]:
     """Bytes of each file of the checkpoint, by its path."""
     path, reader = opened.path, opened.reader
-    if isinstance(reader, NativeReader):  # knows, so that an object store need not be asked
+    if isinstance(reader, NativeReader):  # has them read, so that an object store is not accessed
         return {**reader.manifest.sizes, MANIFEST_NAME: (path / MANIFEST_NAME).stat().st_size}
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return {str(file): file.stat().st_size for file in files}

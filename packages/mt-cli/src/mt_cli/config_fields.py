@@ -122,7 +122,7 @@ def _plugin_types(section: str, host: PluginHost) -> Iterator[tuple[str, type[Se
         try:
             yield name, registry.get(name).config_type.load()
         except (ImportError, AttributeError, MtError):
-            continue  # `mt plugins` tells of duplicates, `mt train` of the import
+            continue  # `mt plugins` shows duplicates, `mt train` the import
 
 
 def _registry(section: str, host: PluginHost) -> Registry[Any] | None:

@@ -1,4 +1,4 @@
-"""What `mt train` does about several processes: whose world it checks against, and what each rank is told."""
+"""What `mt train` does about several processes: whose world it checks against, and what each rank is given."""
 
 from __future__ import annotations
 

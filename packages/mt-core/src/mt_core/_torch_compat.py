@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,62 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 def zero_all_(tensors: list[Tensor]) -> None:
     """Zero each tensor in place, in as few kernels as the device allows."""
     torch._foreach_zero_(tensors)
+
+
+def spin_cuda(cycles: int) -> None:
+    """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
+    torch.cuda._sleep(cycles)
+
+
+# -- scaled products ---------------------------------------------------------------------------------
+#
+# The operators below torch.nn.functional's scaled_mm and scaled_grouped_mm: those functions handle enumerations in a
+# way that torch.compile of torch 2.11 cannot trace.
+
+
+class ScalingRecipe(IntEnum):
+    """What shares a scale of an FP8 operand. The numbers are those of torch.nn.functional.ScalingType."""
+
+    TENSOR = 0
+    ROW = 1
+    BLOCK_1X128 = 4
+    BLOCK_128X128 = 5
+
+
+def has_scaled_mm_on_cpu() -> bool:
+    """torch 2.11 has the operator on GPUs alone."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"))
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    recipes: tuple[ScalingRecipe, ScalingRecipe],
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """a [M, K] and b [K, N] in FP8, with their scales and what shares one -> [M, N] in dtype.
+
+    fast: accumulate in fewer bits than fp32 (Hopper)."""
+    left, right = (int(recipe) for recipe in recipes)
+    out: Tensor = torch.ops.aten._scaled_mm_v2(
+        a, b, [scales[0]], [left], [], [scales[1]], [right], [], None, dtype, [], fast
+    )
+    return out
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], ends: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """Products of groups of rows with a scale for each row of both operands; a, b and ends as in
+    torch.nn.functional.grouped_mm."""
+    by_row = [int(ScalingRecipe.ROW)]
+    out: Tensor = torch.ops.aten._scaled_grouped_mm_v2(
+        a, b, [scales[0]], by_row, [], [scales[1]], by_row, [], ends, None, dtype, [], fast
+    )
+    return out
 
 
 # -- attention that also returns the log-sum-exp of its scores, and its backward --------------------
@@ -114,6 +173,28 @@ def cudnn_backward(
     op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     dq, dk, dv = op(grad, q, k, v, out, statistics, random_state, random_state, None, *lengths, 0.0, causal)
     return dq, dk, dv
+
+
+def packed_attention() -> Callable[..., tuple[Tensor, Tensor]]:
+    """attend(q, k, v, starts, longest, window) -> (out, lse): differentiable attention within documents.
+
+    q [T, N, D], k and v [T, G, D], starts [documents + 1] int32, longest: a bound of their lengths, window: keys before
+    and after, -1 for all. out [T, N, D], lse [N, T]. Torch 2.15 requires fewer key-value heads to be declared; 2.11
+    passes them to the same kernel.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    declared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = declared if k.shape[1] < q.shape[1] else {}
+        aux = AuxRequest(lse=True)
+        out, lse = varlen_attn(q, k, v, starts, starts, longest, longest, return_aux=aux, window_size=window, **options)
+        return out, lse
+
+    return attend
 
 
 # -- orders of pipeline schedules --------------------------------------------------------------------

@@ -53,7 +53,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Problems:
-    """Errors of checks that do not depend on one another, to be told all at once."""
+    """Errors of checks that do not depend on one another, to be reported all at once."""
 
     def __init__(self) -> None:
         self.errors: list[MtError] = []

@@ -42,7 +42,7 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     """The keys of [model] that a config.json says. Of several families that know its model_type (a base model, the same
     with a head) that which has its architecture.
 
-    Raises ConfigError for a type that no family knows, and for what the family cannot express.
+    Raises ConfigError for a type that no family has, and for what the family cannot express.
     """
     kind, listed = external["model_type"], external.get("architectures") or [None]
     families = [spec.name_maps[FORMAT].load() for spec in host.models if FORMAT in spec.name_maps]

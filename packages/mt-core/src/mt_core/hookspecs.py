@@ -66,7 +66,7 @@ def mt_register_datasets() -> list[DatasetSpec]:
 
 @hookspec
 def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
-    """Checkpoint formats that can be read; `auto` asks each one's `detect`."""
+    """Checkpoint formats that can be read; `auto` calls each one's `detect`."""
     raise NotImplementedError
 
 

@@ -26,7 +26,7 @@ class MegatronMap:
     """How one family stands among Megatron-Core's arguments.
 
     arguments: writes them; a string names one of the sets of arguments that mt-ckpt writes ("gpt", "rotary", ...).
-    section: reads them; None for families of these sets, which mt-ckpt tells apart.
+    section: reads them; None for families of these sets, which mt-ckpt distinguishes.
     unsupported: why Megatron has no such model, in place of both.
     """
 

@@ -89,7 +89,7 @@ class Plugin:
     distribution: str
     version: str
     mt_core_range: str | None = None
-    """The range of mt-core that its distribution asks for; None when it states none."""
+    """The range of mt-core that its distribution requires; None when it states none."""
     problems: list[Problem] = field(default_factory=list)
     loaded: bool = False
 

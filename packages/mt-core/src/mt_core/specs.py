@@ -89,7 +89,7 @@ class Tokenizer(Protocol):
         ...
 
     def files(self) -> Mapping[str, bytes]:
-        """The files from which this tokenizer can be built again; they travel with checkpoints."""
+        """The files from which this tokenizer can be built again; they are stored in checkpoints."""
         ...
 
 
@@ -121,7 +121,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What the trainer asks of a data set.
+    """What the trainer requests of a data set.
 
     num_samples is None for all samples of one epoch. sequence_length counts the model's input positions.
     """
@@ -160,7 +160,7 @@ CAUSAL_LM_SAMPLE = (
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a model asks of an attention backend; `supports` answers it before training starts."""
+    """What a model requires of an attention backend; `supports` answers it before training starts."""
 
     device_type: str
     dtype: str
@@ -199,7 +199,7 @@ class CheckpointReader(Protocol):
         ...
 
     def files(self) -> Mapping[str, bytes]:
-        """Small files that travel along, such as the tokenizer's."""
+        """Small files that are stored too, such as the tokenizer's."""
         ...
 
 
@@ -241,7 +241,7 @@ VocabPadding = Literal["repeat-last", "mean", "minus-inf-like", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What a user of `mt convert` asks of the written checkpoint. A saver refuses what its format cannot express."""
+    """What a user of `mt convert` requests of the written checkpoint. A saver refuses what its format cannot express."""
 
     target_tensor_parallel_size: int = 1
     target_pipeline_parallel_size: int = 1
@@ -334,7 +334,7 @@ class ModelSpec(Spec):
     """Raises ConfigError for a whole configuration that no model of this family can be built or trained from."""
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
     shrink: Lazy[ShrinkModel] | None = None
-    """Makes the model small, for checks on a few CPU processes, in the keys that only the family knows."""
+    """Makes the model small, for checks on a few CPU processes, in keys of the family."""
     starts_from: StartsFrom | None = None
     """The family whose checkpoints such a model may start from, beside its own."""
     training_flops: Lazy[CountFlops] | None = None

@@ -117,30 +117,39 @@ def inverse_of(order: Tensor, wishes: int) -> Tensor:
     return order.new_full((wishes,), -1).scatter_(0, order, places)
 
 
+def count_occurrences(numbers: Tensor, size: int) -> Tensor:
+    """[...] int64 in [0, size) -> [size] int64. torch.bincount waits for the device, to find the largest number."""
+    flat = numbers.flatten()
+    return flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, Tensor]:
     """The kept choices sorted by expert, then by token; and the number of rows of each expert [E].
 
-    With padding every expert has `routing.padded_to` positions, the last of which may be empty.
+    With padding every expert has `routing.padded_to` positions, the last of which may be empty. Dropping without
+    padding waits for the device, since the number of rows depends on the choices.
     """
     if routing.kept is None and routing.padded_to is None:
         keys = routing.experts.flatten()
-        return sort_by(keys, kernels), keys.bincount(minlength=routing.num_experts)
+        return sort_by(keys, kernels), count_occurrences(keys, routing.num_experts)
     kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
     keys = torch.where(kept, routing.experts, routing.num_experts).flatten()  # the dropped ones at the end
-    counts = keys.bincount(minlength=routing.num_experts + 1)[:-1]
-    order = keys.argsort(stable=True)[: int(counts.sum())]
+    counts = count_occurrences(keys, routing.num_experts + 1)[:-1]
     if routing.padded_to is not None:
-        order = _with_empty_places(order, keys, counts, routing.padded_to)
-        counts = torch.full_like(counts, routing.padded_to)
-    filled = order >= 0
-    inverse = order.new_full(keys.shape, -1)
-    inverse[order[filled]] = filled.nonzero().flatten()
-    return Permutation(order, inverse, complete=False, kernels=kernels), counts
+        permutation = _padded(keys, counts, routing.padded_to, kernels)
+        return permutation, torch.full_like(counts, routing.padded_to)
+    order = keys.argsort(stable=True)[: int(counts.sum())]
+    return Permutation(order, inverse_of(order, len(keys)), complete=False, kernels=kernels), counts
 
 
-def _with_empty_places(order: Tensor, keys: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Puts each expert's rows at the start of its `size` positions."""
-    experts = keys[order]
-    first = counts.cumsum(0) - counts
-    places = torch.arange(len(order), device=order.device) - first[experts] + experts * size
-    return order.new_full((len(counts) * size,), -1).scatter_(0, places, order)
+def _padded(keys: Tensor, counts: Tensor, size: int, kernels: RowKernels) -> Permutation:
+    """Each expert's rows at the start of its `size` positions; keys [R], the number of experts for a dropped one."""
+    dropped = len(counts)
+    sorted_keys, order = keys.sort(stable=True)
+    ends = counts.cumsum(0)
+    first = torch.cat([ends - counts, ends[-1:]])
+    places = torch.arange(len(keys), device=keys.device) - first[sorted_keys] + sorted_keys * size
+    places = torch.where(sorted_keys < dropped, places, dropped * size)  # the last position is cut off
+    positions = keys.new_full((dropped * size + 1,), -1).scatter_(0, places, order)[:-1]
+    inverse = torch.empty_like(keys).scatter_(0, order, torch.where(sorted_keys < dropped, places, -1))
+    return Permutation(positions, inverse, complete=False, kernels=kernels)

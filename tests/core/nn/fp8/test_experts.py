@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.core.nn.fp8 import formulas
 from torch import Tensor
 
@@ -88,11 +87,10 @@ def test_they_are_near_products_without_fp8_and_not_equal() -> None:
     assert torch.equal(of_wide["dx"], found["dx"])
 
 
-def as_hopper_wants_it(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, output_dtype, use_fast_accum) -> Tensor:
+def as_hopper_wants_it(a, b, scales, offs, output_dtype, *, fast) -> Tensor:
     """In place of scaled_grouped_mm of a GPU: checks what its documentation and its kernel ask for, and multiplies."""
-    e4m3 = torch.float8_e4m3fn
+    e4m3, (scale_a, scale_b) = torch.float8_e4m3fn, scales
     assert (a.dtype, b.dtype, output_dtype, offs.dtype) == (e4m3, e4m3, torch.bfloat16, torch.int32)
-    assert recipe_a == recipe_b == F.ScalingType.RowWise
     assert scale_a.dtype == scale_b.dtype == torch.float32
     assert a.stride(-1) == 1
     assert b.stride(-2) == 1
@@ -120,7 +118,7 @@ def as_hopper_wants_it(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, outp
 
 
 def test_the_products_for_a_gpu_are_those_that_are_emulated(monkeypatch) -> None:
-    monkeypatch.setattr(fp8.F, "scaled_grouped_mm", as_hopper_wants_it)
+    monkeypatch.setattr(fp8, "scaled_grouped_mm", as_hopper_wants_it)
     emulated, torchs = (
         computed(Fp8GroupedProduct(groups, 0, True), *case(torch.bfloat16))
         for groups in (EmulatedGroups(), TorchGroups())

@@ -14,7 +14,7 @@ from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
 from mt_core.nn.fp8.multiply import Fp8Multiply
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product
+from mt_core.nn.fp8.products import emulated_product, torch_product
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext
@@ -219,3 +219,25 @@ def test_what_is_not_finite_is_not_hidden(recipe, bad) -> None:
     assert not bool(module(x)[1, 2].isfinite().any())
     if recipe == "delayed":
         assert bool(module.fp8.noted.isfinite().all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compilation_has_one_graph_for_each_pass(recipe) -> None:
+    """With the products of a GPU, on the meta device, without generating code. The compiler is reached with operators
+    alone: the same function of torch.nn.functional does not trace in torch 2.11."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    products: list[int] = []
+
+    def record(graph, inputs):
+        products.append(sum("scaled_mm" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    module = layer(recipe, product=torch_product).to("meta")
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    out = compiled(torch.randn(2, 64, IN, device="meta", requires_grad=True))
+    out.backward(torch.ones_like(out))
+    assert products == [1, 2]

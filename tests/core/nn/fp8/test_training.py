@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.multiply import Fp8Multiply
@@ -224,12 +225,14 @@ def test_what_cannot_go_together_is_refused(tiny, settings, words) -> None:
         tiny(*settings)
 
 
+@pytest.mark.skipif(not has_scaled_mm_on_cpu(), reason="this torch has no scaled_mm on a CPU")
 def test_torch_serves_no_blocks_on_a_cpu(tiny) -> None:
     with pytest.raises(ConfigError, match=r"fp8_implementation=torch cannot serve: .*no blocks on a CPU; use emulated"):
         model_of(tiny, *WIDE, *recipe("blockwise"), "precision.fp8_implementation=torch")
     model_of(tiny, *WIDE, *recipe("rowwise"), "precision.fp8_implementation=torch")
 
 
+@pytest.mark.skipif(not has_scaled_mm_on_cpu(), reason="this torch has no scaled_mm on a CPU")
 def test_torchs_own_product_trains_as_the_emulated_one_does(tiny) -> None:
     common = ("model.hidden_size=128", "train.train_iters=3")
     for name in ("tensorwise", "rowwise"):

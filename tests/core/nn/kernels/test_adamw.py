@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from tests.core.nn.kernels.interpreter import implementation, run_interpreted
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.reference.adamw import (
@@ -18,7 +22,13 @@ from mt_core.nn.kernels.reference.adamw import (
     round_moment,
     split_halves,
 )
+from mt_core.nn.layout import initialize, normal
+from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.optim.fused_adamw import FusedAdamW
+from mt_core.optim.master_weights import Fp32MasterWeights
+from mt_core.optim.optimizers import model_copies
+from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
+from mt_core.parallel.context import ParallelContext
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SHAPES = ((7, 5), (3000,), (0,), (1,), (16, 8))
@@ -275,3 +285,46 @@ def test_scale_of_the_next_step() -> None:
 def test_fp16_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"float16.*precision\.dtype=bf16"):
         optimizer_over(nn.Parameter(torch.ones(2, dtype=torch.float16)), torch.float32)
+
+
+def in_buckets(model: nn.Module, *, sharded: bool) -> ParamAndGradBuffer:
+    return ParamAndGradBuffer(model, ParallelContext(), BufferOptions(sharded=sharded))
+
+
+@pytest.mark.parametrize(
+    "build", [Fp32MasterWeights, partial(in_buckets, sharded=False), partial(in_buckets, sharded=True)]
+)
+def test_model_weights_are_written_by_the_update(build) -> None:
+    """As a copy after it does, which nothing is left for; a step that is skipped changes none."""
+
+    def stepped(takes: bool) -> tuple[Tensor, int]:
+        ctx = ParallelContext(params_dtype=torch.bfloat16)
+        model = ColumnParallelLinear(32, 8, ctx, bias=False, init=normal(0.1))
+        initialize(model, 0, ctx)
+        weights = build(model)
+        (name, master), *_ = weights.named_parameters()
+        group = {"params": [master], "names": [name], "weight_decay": 0.1}
+        copies = model_copies([group], weights) if takes else {}
+        optimizer = FusedAdamW([group], 1e-2, 0.9, 0.95, 1e-8, TorchAdamW(), torch.bfloat16, copies)
+        for scale in (1.0, math.nan):
+            master.grad = numbers((8, 32), 5).view_as(master)
+            optimizer.gradient_scale = torch.tensor(scale)
+            optimizer.step()
+            with Operators() as operators:
+                weights.copy_to_model()
+        assert torch.equal(model.weight, master.bfloat16().view_as(model.weight))
+        return model.weight.detach(), operators.count
+
+    (written, after), (copied, before) = stepped(True), stepped(False)
+    assert torch.equal(written, copied)
+    assert (after, before) == (0, 1)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that launch something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.nn import attention
 from mt_core.nn.attention import AttentionPattern, eager_attention
-from mt_core.nn.attention_backends import cudnn, flash, flex
+from mt_core.nn.attention_backends import cudnn, flash, flash_4, flex
+from mt_core.nn.attention_backends.automatic import automatic_backend
 from mt_core.nn.attention_backends.documents import find_documents, window_sides
 from mt_core.nn.attention_backends.flash import FlashAttention
 from mt_core.nn.attention_backends.flex import FlexAttention
 from mt_core.nn.attention_backends.per_pattern import PerPattern
+from mt_core.plugins import load_plugins
 from mt_core.specs import AttentionRequest
 
 SEGMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 2, 2]])
@@ -190,3 +193,49 @@ def test_what_is_derived_from_a_pattern_is_made_once_and_goes_with_it() -> None:
     del pattern
     gc.collect()
     assert not known._known
+
+
+# -- auto ---------------------------------------------------------------------------------------------
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "capability", "installed", "asked"),
+    [
+        ("cudnn", HOPPER, ("flash_attn_interface", "flash_attn"), {}),
+        ("flash_attn_3", HOPPER, ("flash_attn_interface", "flash_attn"), {"head_dim": 256}),
+        ("flash_attn_2", HOPPER, ("flash_attn",), {"head_dim": 256}),
+        ("flash_attn_2", AMPERE, ("flash_attn",), {}),
+        ("sdpa", AMPERE, (), {}),
+        ("sdpa", AMPERE, ("flash_attn",), {"causal": False}),
+        ("sdpa", AMPERE, ("flash_attn",), {"bias": True}),
+        ("sdpa", HOPPER, (), {"dtype": "float32"}),
+        ("flex", HOPPER, (), {"logit_softcap": 30.0}),
+        ("eager", HOPPER, (), {"deterministic": True}),
+        ("sdpa", HOPPER, ("flash_attn",), {"device_type": "cpu"}),
+        ("eager", HOPPER, (), {"device_type": "cpu", "sinks": True}),
+    ],
+)
+def test_auto_takes_the_fastest_that_serves(expected, capability, installed, asked, monkeypatch) -> None:
+    spec = ModuleSpec("package", None, origin="somewhere")
+    monkeypatch.setattr(flash, "find_spec", lambda name: spec if name in installed else None)
+    monkeypatch.setattr(flash_4, "is_installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    name, refused = automatic_backend(request(**asked), load_plugins())
+    assert name == expected
+    assert all(refused.values())
+
+
+def test_groups_are_not_repeated_where_kernels_take_them(monkeypatch) -> None:
+    """On a CPU that stands in for a GPU: what is kept for the backward pass has 2 heads of keys and not 4."""
+    monkeypatch.setattr(attention, "serves_groups", lambda q, mask: mask is None)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.data_ptr()), x)[1], lambda x: x):
+        out = attention.sdpa_attention(q, k, v, AttentionPattern(), 0.0)
+    assert {q.data_ptr(), k.data_ptr(), v.data_ptr()} <= set(kept)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    exact = eager_attention()(q, k, v, AttentionPattern(), 0.0)
+    for found, expected in zip(grads, torch.autograd.grad(exact.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
+
+from mt_core.nn.kernels.support import WIDEST_ROW  # noqa: E402
+from mt_core.nn.kernels.triton_kernels import layer_norm, rms_norm, softmax  # noqa: E402
+from mt_core.nn.kernels.triton_kernels.launch import warps_for  # noqa: E402
+from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS  # noqa: E402
 
 HALF, SINGLE, ADDRESSES = "*bf16", "*fp32", "*i64"
 NORM = {"x": HALF, "weight": HALF, "bias": HALF, "y": HALF, "dy": HALF, "dx": HALF}
@@ -30,33 +36,49 @@ RESIDUAL = {"x": HALF, "bias": HALF, "residual": HALF, "y": HALF, "dy": HALF, "d
 
 def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     """(module, kernel, types of arguments, constants, warps)"""
-    for kernel in ("_forward", "_backward"):
-        for rows, block, warps in ((1, 4096, 8), (16, 128, 4), (1, 32768, 32)):
-            shape = {"ZERO_CENTERED": True, "ROWS": rows, "BLOCK": block}
-            yield "rms_norm", kernel, {**NORM, **STATISTICS}, shape, warps
-            yield "layer_norm", kernel, {**NORM, **STATISTICS}, shape, warps
+    yield from norm_cases()
+    for way in ("forward", "backward"):
         for name in ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"):
             gated = name != "squared_relu"
-            yield "activation", kernel, NORM, {"NAME": name, "GATED": gated, "BIAS": True, "BLOCK": 1024}, 4
-        drop = {"BIAS": True, "DROP": True, "BLOCK": 1024} if kernel == "_forward" else {"BLOCK": 1024}
-        yield "residual", kernel, {**RESIDUAL, "probability": "fp32"}, drop, 4
-        masked = {"MASK": False, "CAUSAL": True, "BLOCK": 4096} if kernel == "_forward" else {"BLOCK": 4096}
-        yield "softmax", kernel, SOFTMAX, masked, 8
+            shape = {"NAME": name, "GATED": gated, "BIAS": True, "BLOCK": 1024}
+            yield "activation", f"_activation_{way}", NORM, shape, 4
+        drop = {"BIAS": True, "DROP": True, "BLOCK": 1024} if way == "forward" else {"BLOCK": 1024}
+        yield "residual", f"_bias_dropout_add_{way}", {**RESIDUAL, "probability": "fp32"}, drop, 4
+    for width in (4096, 32768):
+        masked = {"MASK": False, "CAUSAL": True, "BLOCK": width}
+        yield "softmax", "_softmax_forward", SOFTMAX, masked, warps_for(width)
+    yield "softmax", "_softmax_backward", SOFTMAX, {"BLOCK": softmax.WIDEST_BACKWARD}, 32
+    yield "softmax", "_softmax_backward_by_columns", SOFTMAX, {"BLOCK": WIDE_BLOCK}, warps_for(WIDE_BLOCK)
     for interleaved in (False, True):
         heads = {"Q_HEADS": 32, "K_HEADS": 8, "HALF": 64, "REST": 0}
-        yield "rotary", "_rotate", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
-    for kernel in ("_statistics", "_subtract_target"):
-        yield "cross_entropy", kernel, LOSS, {"BLOCK": 4096}, 8
+        yield "rotary", "_rotary", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
+    yield "cross_entropy", "_cross_entropy_statistics", LOSS, {"DEPTH": 4, "BLOCK": 2048}, 8
+    yield "cross_entropy", "_cross_entropy_gradient", LOSS, {"BLOCK": 4096}, 8
     half, single = triton.language.bfloat16, triton.language.float32
     yield (
-        "adamw", "_update", ADAMW,
+        "adamw", "_adamw_update", ADAMW,
         {"GRADIENT": half, "MOMENT": half, "COPY": None, "HALVES": True, "ALIGNED": True, "BLOCK": 2048}, 8,
     )  # fmt: skip
     yield (
-        "adamw", "_update", ADAMW,
+        "adamw", "_adamw_update", ADAMW,
         {"GRADIENT": single, "MOMENT": single, "COPY": half, "HALVES": False, "ALIGNED": True, "BLOCK": 2048}, 8,
     )  # fmt: skip
-    yield "adamw", "_sum_of_squares", LISTS, {"TYPE": half, "ALIGNED": True, "BLOCK": 2048}, 8
+    yield "adamw", "_adamw_sum_of_squares", LISTS, {"TYPE": half, "ALIGNED": True, "BLOCK": 2048}, 8
+
+
+def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+    """Up to the widest rows that are held in registers, and those of which a block of columns is."""
+    for module in (rms_norm, layer_norm):
+        name, types = module.__name__.rpartition(".")[2], {**NORM, **STATISTICS}
+        widest = {"forward": getattr(module, "WIDEST_FORWARD", WIDEST_ROW), "backward": module.WIDEST_BACKWARD}
+        for way, width in widest.items():
+            for rows, block in ((1, 4096), (16, 128), (1, width)):
+                shape = {"ZERO_CENTERED": True, "ROWS": rows, "BLOCK": block}
+                yield name, f"_{name}_{way}", types, shape, warps_for(rows * block)
+        by_columns = {"ZERO_CENTERED": True, "ROWS": 2, "BLOCK": WIDE_BLOCK}
+        yield name, f"_{name}_backward_by_columns", types, by_columns, WIDE_WARPS
+    by_columns = {"ZERO_CENTERED": True, "BLOCK": WIDE_BLOCK}
+    yield "layer_norm", "_layer_norm_forward_by_columns", {**NORM, **STATISTICS}, by_columns, WIDE_WARPS
 
 
 def compile_for_hopper(
@@ -91,3 +113,24 @@ def test_every_kernel_compiles_and_moves_wide_words(tmp_path: Path, monkeypatch:
         # be data moved element by element.
         narrow = sum(n for (_, count, bits), n in words.items() if not count and int(bits) < 32)
         assert narrow <= 2, (case, words)
+        assert bytes_of_stack(assembly["cubin"], tmp_path) == 0, case
+
+
+def bytes_of_stack(cubin: bytes, folder: Path) -> int:
+    """Of a thread: where values are put for which there are no registers."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+    found = re.search(r"STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found is not None
+    return int(found[1])
+
+
+def test_no_two_kernels_have_one_name() -> None:
+    """Profilers sum times by name."""
+    packages = Path(__file__).parents[4] / "packages"
+    defined = Counter(
+        name for file in packages.rglob("*.py") for name in re.findall(r"@triton\.jit\ndef (\w+)", file.read_text())
+    )
+    assert "_rms_norm_forward" in defined
+    assert {name for name, count in defined.items() if count > 1} == set()

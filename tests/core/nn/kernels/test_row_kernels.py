@@ -91,6 +91,20 @@ def test_norms(name: str) -> None:
     run_interpreted(check_norms, name)
 
 
+def check_wide_rows(rank: int, world: int) -> None:
+    """Columns in blocks; several tiles of rows for each program, the last of which is not full."""
+    for rows, width in ((19, 8200), (1, 16400)):
+        x, weight, bias = (random(*shape, seed=i) for i, shape in enumerate(((rows, width), (width,), (width,))))
+        for zero_centered in (False, True):
+            assert_agrees(implementation("rms_norm", "triton"), rms_norm, x, weight, 1e-5, zero_centered)
+            assert_agrees(implementation("layer_norm", "triton"), layer_norm, x, weight, bias, 1e-3, zero_centered)
+    assert_agrees(implementation("softmax", "triton"), softmax, random(1, 2, 1, 16400), 0.3, None, False)
+
+
+def test_rows_wider_than_registers() -> None:
+    run_interpreted(check_wide_rows)
+
+
 def check_strided_norm(rank: int, world: int, name: str) -> None:
     """Heads cut out of a wider projection, as norms of queries and keys get them."""
     whole = random(2, 3, 24)

@@ -50,7 +50,7 @@ def launch_command(values: Mapping[str, Any], num_processes: int | None, program
 
 
 def launch_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """What `accelerate launch` tells the program by the environment."""
+    """What `accelerate launch` passes to the program in the environment."""
     given = {
         f"{VARIABLE_PREFIX}{name.removeprefix(PREFIX).upper()}": str(value)
         for name, value in (values.get("megatron_lm_config") or {}).items()

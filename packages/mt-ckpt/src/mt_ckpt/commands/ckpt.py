@@ -30,7 +30,7 @@ AnyCheckpoint = Annotated[
     Path,
     typer.Argument(parser=as_path, metavar="PATH", help="A checkpoint of any format, or a run for its latest."),
 ]
-Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+Loader = Annotated[str, typer.Option(help="The format to read; auto recognizes it by the files.")]
 OtherLoader = Annotated[str, typer.Option(help="As --loader, of the second checkpoint.")]
 RunDirectory = Annotated[
     Path, typer.Argument(parser=as_path, metavar="RUN", help="A run directory, or its checkpoints folder.")
@@ -114,7 +114,7 @@ def _verify_every_tensor(opened: Opened) -> str:
         raise CheckpointError("\n".join(problems))
     values = "their checksums are right" if has_checksums(opened) else "its files have no checksums of values"
     return (
-        f"{opened.path}: whole as far as {opened.loader.name} tells ({len(tensors)} tensors, {len(files)} files, "
+        f"{opened.path}: whole as far as {opened.loader.name} shows ({len(tensors)} tensors, {len(files)} files, "
         f"{format_bytes(sum(files.values()))}): the tensors are those of the configuration and can be read; {values}"
     )
 

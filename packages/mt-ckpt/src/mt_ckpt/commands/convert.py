@@ -25,7 +25,7 @@ SaveDir = Annotated[  # not a Path, which would make a local folder of an addres
     str, typer.Option(metavar="PATH", help="The directory to write; it must not exist, or be empty.")
 ]
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
-Loader = Annotated[str, typer.Option(help="The format to read; auto asks which one the files are of.")]
+Loader = Annotated[str, typer.Option(help="The format to read; auto recognizes it by the files.")]
 TransformerImpl = Literal["transformer_engine", "local"]
 OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "none"]
 Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]

@@ -180,6 +180,6 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another process is converting to the same place") from None
-    except OSError:  # the file system knows no locks
+    except OSError:  # the file system has no locks
         return descriptor
     return descriptor

@@ -60,7 +60,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
 
     A `model_type` that several families know (a base model, the same with a head) goes to the one whose parameters
     are the given tensors; of several of these to the one that `architectures` names. Raises ConfigError for a type
-    that none knows or a configuration that cannot be, and CheckpointError when the tensors are those of none.
+    that none has or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
     kind, names = str(external.get("model_type")), list(names)
     _check_layers(external, len(names))

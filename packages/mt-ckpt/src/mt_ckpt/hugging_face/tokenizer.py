@@ -74,7 +74,7 @@ CLASSES = {
     "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
     "Llama2Tokenizer": {"tokenizer_class": "LlamaTokenizer"},
 }
-"""What `AutoTokenizer` has to be told of files that do not say it themselves."""
+"""What `AutoTokenizer` has to be given for files that do not say it themselves."""
 
 
 def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> dict[str, bytes]:

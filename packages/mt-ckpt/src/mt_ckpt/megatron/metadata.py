@@ -42,7 +42,7 @@ def optimizer_left_out(metadata: Mapping[str, Any]) -> str | None:
 def true_vocab_size(args: Arguments, padded: int, given: int | None) -> int:
     """Rows of the vocabulary that stand for ids.
 
-    given: what the caller knows. Else the args say it where the run had to be told (--vocab-size); the number that a
+    given: by the caller. Else the args say it where the run needed it (--vocab-size); the number that a
     tokenizer gave is not kept by Megatron, so that all rows count. Raises ConfigError for more rows than there are.
     """
     if given is not None:
@@ -53,4 +53,4 @@ def true_vocab_size(args: Arguments, padded: int, given: int | None) -> int:
     if said is None:
         return padded
     counts_end = args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args.values
-    return min(int(said) + counts_end, padded)  # that tokenizer used to add its end of document to what it was told
+    return min(int(said) + counts_end, padded)  # that tokenizer used to add its end of document to what it was given

@@ -34,7 +34,7 @@ DERIVED = ("inv_freq",)
 def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None) -> MegatronReader:
     """Open the iteration at `path`, or the one that the tracker in `path` names.
 
-    vocab_size: true number of ids, as Megatron's own converter asks for by --true-vocab-size; a larger number keeps so
+    vocab_size: true number of ids, as Megatron's own converter takes by --true-vocab-size; a larger number keeps so
     much of the padding. Default: what the checkpoint's args say, else all rows.
 
     Raises CheckpointError for a missing or damaged file and for tensors that do not fit the args, and ConfigError for

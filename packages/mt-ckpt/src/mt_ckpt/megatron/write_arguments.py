@@ -88,7 +88,7 @@ def carried_arguments(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def uses_fused_norms(args: Mapping[str, Any]) -> bool:
-    """Whether the names are those of Transformer Engine's layers, as Megatron has them unless told otherwise."""
+    """Whether the names are those of Transformer Engine's layers, as Megatron has them by default."""
     return args["transformer_impl"] != LOCAL
 
 

@@ -44,7 +44,7 @@ def require_backend(folder: Path) -> None:
 
 
 def newest_that_writes(folder: Path) -> Conventions:
-    """What the version that wrote a folder can have been, as far as the folder tells."""
+    """What the version that wrote a folder can have been, as far as the folder shows."""
     with_file = (folder / COMMON_FILE).is_file()
     return next(rules for rules in all_conventions() if rules.common_file == with_file)
 

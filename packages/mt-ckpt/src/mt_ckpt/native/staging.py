@@ -2,7 +2,7 @@
 
 It is built in `.tmp-mt-<name>-<random>/content` beside its final place and renamed. A lock file in the
 staging directory is held (flock) while its process lives, so that what a killed process left behind can
-be told from work in progress, also by processes of other containers.
+be distinguished from work in progress, also by processes of other containers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in folder.glob(f"{STAGING_PREFIX}*"):
         try:
             lock = _try_lock(leftover)
-        except OSError:  # the file system knows no locks, or it is gone already: leave it alone
+        except OSError:  # the file system has no locks, or it is gone already: leave it alone
             continue
         if lock is None:
             continue

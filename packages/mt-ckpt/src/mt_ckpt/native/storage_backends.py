@@ -127,7 +127,7 @@ class RemotePlace:
 
 
 def begin(path: Path) -> tuple[str, FirstRanksPlace | RemotePlace]:
-    """On the first rank: makes the place; the string tells other ranks where it is. Raises OSError."""
+    """On the first rank: makes the place; the string is its place, for other ranks. Raises OSError."""
     if is_remote(path):
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # what is replaced is no checkpoint any more
         path.mkdir(parents=True, exist_ok=True)

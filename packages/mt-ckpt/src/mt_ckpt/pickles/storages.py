@@ -128,14 +128,14 @@ def _read_archive(file: Path, window: _Reader) -> tuple[bytes, dict[str, Extent]
 
 
 def _extent(file: Path, window: _Reader, info: zipfile.ZipInfo) -> Extent:
-    """Where the bytes of a member are: behind its own header, whose length only that header tells."""
+    """Where the bytes of a member are: behind its own header, whose length only that header holds."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{file}: {info.filename} is compressed; torch.save does not compress")
     window.seek(info.header_offset)
     header = window.read(LOCAL_HEADER_BYTES)
     name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
     offset = window.start + info.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
-    return Extent(offset, info.file_size, info.CRC or None)  # torch writes 0 when it was told to compute none
+    return Extent(offset, info.file_size, info.CRC or None)  # torch writes 0 where it computed none
 
 
 def _read_member(file: Path, extent: Extent) -> bytes:

@@ -129,6 +129,7 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     """Raise PluginError for a name that no plugin registers, among those that training looks up as it starts."""
     from mt_core.config.loss import configured_loss
+    from mt_core.nn.attention_backends.automatic import AUTO
 
     config = loaded.config
     configured_loss(config, host)
@@ -136,7 +137,7 @@ def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     for name in config.train.callbacks:
         host.callbacks.get(name, key="train.callbacks")
     backend = getattr(config.model, "attention_backend", None)
-    if backend is not None:
+    if backend not in (None, AUTO):
         host.attention_backends.get(backend, key="model.attention_backend")
     if getattr(config.model, "moe", None) is not None:
         host.feed_forwards.get("moe", key="model.moe")

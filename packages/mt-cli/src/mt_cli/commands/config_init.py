@@ -87,7 +87,7 @@ def _tell(problem: str) -> None:
 def _show_plan(draft: Draft, out: Path, context: typer.Context, host: PluginHost) -> None:
     """What `mt plan` says of the file, where mt-tools is installed."""
     if "plan" not in host.commands.names():
-        typer.echo("mt plan tells whether this fits into memory: pip install mt-tools")
+        typer.echo("mt plan shows whether this fits into memory: pip install mt-tools")
         return
     options: dict[str, Any] = {"memory_gib": _gpu_gib()} if draft.has_gpu else {}
     host.commands.get("plan", key="mt config init").app.load()(

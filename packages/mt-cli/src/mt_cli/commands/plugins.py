@@ -57,7 +57,7 @@ def listing(host: PluginHost, kinds: list[str]) -> dict[str, Any]:
     ]
     duplicates = [
         {"kind": kind, "name": name, "plugins": [plugin.name for plugin in owners]}
-        for kind, name, owners in host.duplicates()  # asks for every kind, so all problems are known after it
+        for kind, name, owners in host.duplicates()  # loads every kind, so that it finds all problems
         if kind in kinds
     ]
     return {

@@ -86,7 +86,7 @@ def _is_complete(name: str, written: Merged, host: PluginHost) -> bool:
     try:
         return section_type(name, selected, host).model_fields.keys() <= written[name].keys()
     except MtError:
-        return False  # found again, and told, when the section is built
+        return False  # found again, and reported, when the section is built
 
 
 def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Merged) -> bool:

@@ -92,7 +92,7 @@ def _enough_processes(sources: Sources, host: PluginHost) -> int:
     try:
         parallel: Any = read_layers(sources, ["parallel"], host).build(["parallel"], host)["parallel"]
     except MtError:
-        return world_size()  # told by load_config, with everything else that is wrong
+        return world_size()  # reported by load_config, with everything else that is wrong
     return max(world_size(), smallest_world(parallel))
 
 

@@ -457,7 +457,7 @@ class LoggingConfig(Section):
     """TFLOP/s of a device, of which MFU is the fraction that training reaches. Default: the dense bf16 peak, of known
     GPUs."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """`live` draws a progress line, `plain` prints a line each log_interval; `auto` asks the terminal."""
+    """`live` draws a progress line, `plain` prints a line each log_interval; `auto` depends on the terminal."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers that get the metrics: tensorboard, wandb, mlflow, trackio, comet, or a callback of another plugin. One
     that fails while training goes on is reported once; see docs/logging.md."""

@@ -48,7 +48,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 CLAMP = 7.0
-"""The largest gate, and the largest magnitude of the other half, that clamped_swiglu tells apart."""
+"""The largest gate, and the largest magnitude of the other half, that clamped_swiglu distinguishes."""
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -152,15 +152,25 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
     if unmasked and queries == 1 and k.shape[2] < heads:
         return _single_query(q, k, v, dropout)
     mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
+    grouped = k.shape[2] < heads and serves_groups(q, mask)
+    if not grouped:
+        k, v = expand_groups(k, heads), expand_groups(v, heads)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
-        expand_groups(k, heads).transpose(1, 2),
-        expand_groups(v, heads).transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=causal,
+        enable_gqa=grouped,
     )
     return out.transpose(1, 2)
+
+
+def serves_groups(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's fused kernels take fewer key-value heads than query heads: cuDNN's and the flash kernel do. The
+    kernel that remains for masks and for fp32 does not, and torch would materialize the scores."""
+    return q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def _single_query(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from torch import nn
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
+from mt_core.nn.attention_backends.automatic import AUTO, automatic_backend
 from mt_core.nn.context_parallel.core import check_dropout
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.nn.kernels.choice import Kernels
@@ -26,7 +28,7 @@ BATCH_INVARIANT = "batch_invariant"
 
 @dataclass(frozen=True)
 class ModelEnvironment:
-    """Passed to `ModelSpec.build`; asks the plugin host for the parts that other plugins bring."""
+    """Passed to `ModelSpec.build`; gets from the plugin host the parts that other plugins bring."""
 
     config: Config
     parallel: ParallelContext
@@ -77,7 +79,7 @@ class ModelEnvironment:
         logit_softcap: float | None = None,
         sinks: bool = False,
     ) -> AttentionCore:
-        """The core of the named backend, or the batch-invariant one if the configuration asks for that.
+        """The core of the named backend, or the batch-invariant one if the configuration selects that.
 
         Raises ConfigError, with the backend's reason, if it cannot serve.
         """
@@ -98,6 +100,9 @@ class ModelEnvironment:
             logit_softcap=logit_softcap,
             sinks=sinks,
         )
+        if backend == AUTO:
+            backend, refused = automatic_backend(request, self.host)
+            self.kernels.note(_automatic_choice(backend, refused))
         spec = self.host.attention_backends.get(backend, key="model.attention_backend")
         answer = spec.supports.load()(request)
         if answer is not True:
@@ -150,3 +155,9 @@ class ModelEnvironment:
         spec = self.host.feed_forwards.get(name, asker=f"model.{name}")
         module = spec.build.load()(options, self, layer)
         return self.recompute.module("mlp", module) if name == "dense" else module
+
+
+def _automatic_choice(backend: str, refused: Mapping[str, str]) -> str:
+    """A line for the summary of the run."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    return f"attention {backend} (auto{f', not {reasons}' if reasons else ''})"

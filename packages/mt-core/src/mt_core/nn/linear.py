@@ -192,7 +192,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Which gradients this backward pass is for; a split one asks for some first and for others later."""
+    """Which gradients this backward pass is for; a split one computes some first and others later."""
 
     x: bool
     weight: bool

@@ -38,6 +38,14 @@ class MainGrad:
             self.total.addmm_(rows.t().float(), inputs.float())
 
     @torch.no_grad()
+    def set_product(self, rows: Tensor, inputs: Tensor) -> None:
+        """total = rows^T inputs, as add_product to zeros, which are neither written nor read."""
+        if self.total.is_cuda:
+            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=self.total)
+        else:
+            torch.mm(rows.t().float(), inputs.float(), out=self.total)
+
+    @torch.no_grad()
     def add_multiple(self, gradient: Tensor, factor: Tensor) -> None:
         """total += factor * gradient, of one that had to be made apart. gradient [out, in], factor [], both fp32."""
         self.total.addcmul_(gradient, factor)

@@ -165,7 +165,7 @@ def is_pipelined(model: nn.Module) -> bool:
 
 @runtime_checkable
 class AsksModel(Protocol):
-    """A loss that asks the model for something else than logits."""
+    """A loss that needs something else from the model than logits."""
 
     model_options: Mapping[str, Any]
     """Further arguments of the model's `forward`."""

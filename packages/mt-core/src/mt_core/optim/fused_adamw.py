@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ class FusedAdamW(FunctionalOptimizer):
 
     engine: TorchAdamW or an equivalent. moment_dtype: float32, or bfloat16 (stochastically rounded). gradient_scale: []
     fp32 factor on the gradients of the next step, for clipping and loss scaling without a host synchronization. A
-    step with a non-finite scale is a no-op.
+    step with a non-finite scale is a no-op. copies: the model's 16-bit weight of each fp32 weight, written in the same
+    pass.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class FusedAdamW(FunctionalOptimizer):
         eps: float,
         engine: TorchAdamW,
         moment_dtype: torch.dtype = torch.float32,
+        copies: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(groups, lr)
         _require_weights(group["params"] for group in groups)
@@ -38,13 +40,15 @@ class FusedAdamW(FunctionalOptimizer):
         self.engine = engine
         self.moment_dtype = moment_dtype
         self.gradient_scale: Tensor | None = None
+        self.copies = copies or {}
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
         options = AdamWOptions(group["lr"], self.beta1, self.beta2, self.eps, group["weight_decay"])
         scale = self.gradient_scale
         if scale is None:
             scale = torch.ones((), device=parameters[0].device)
-        for members in _by_dtypes(parameters, gradients):
+        copies = [self.copies.get(parameter) for parameter in parameters]
+        for members in _by_dtypes(parameters, gradients, copies):
             weights = [parameters[i] for i in members]
             states = [self._state(weight) for weight in weights]
             tensors = AdamWTensors(
@@ -54,6 +58,7 @@ class FusedAdamW(FunctionalOptimizer):
                 [state["exp_avg_sq"] for state in states],
                 [state["step"] for state in states],
                 [state["remainder"] for state in states if "remainder" in state],
+                [copy for i in members if (copy := copies[i]) is not None],
             )
             self.engine.step(tensors, options, scale)
 
@@ -82,11 +87,11 @@ class FusedAdamW(FunctionalOptimizer):
         return state
 
 
-def _by_dtypes(parameters: list[Tensor], gradients: list[Tensor]) -> Iterable[list[int]]:
-    """Indices of the tensors, grouped by dtypes: one kernel launch per group."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = defaultdict(list)
-    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        groups[parameter.dtype, gradient.dtype].append(i)
+def _by_dtypes(*lists: Sequence[Tensor | None]) -> Iterable[list[int]]:
+    """Indices of the tensors, grouped by the dtypes in all lists: one kernel launch per group."""
+    groups: dict[tuple[torch.dtype | None, ...], list[int]] = defaultdict(list)
+    for i, tensors in enumerate(zip(*lists, strict=True)):
+        groups[tuple(None if tensor is None else tensor.dtype for tensor in tensors)].append(i)
     return groups.values()
 
 

@@ -33,6 +33,11 @@ class MasterWeights(Protocol):
         """Called when the model's weights were set directly (a checkpoint without master weights)."""
         ...
 
+    def take_copy(self, name: str) -> Tensor | None:
+        """The model's memory for a master weight, of its shape, which the caller writes from now on: `copy_to_model`
+        leaves it out. None where the two share memory."""
+        ...
+
     def expect(self, passes: int) -> None:
         """Called before the backward passes of a step, with their number."""
         ...
@@ -72,6 +77,9 @@ class UnshardedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+
+    def take_copy(self, name: str) -> Tensor | None:
+        return None
 
     def expect(self, passes: int) -> None: ...
 
@@ -120,6 +128,7 @@ class Fp32MasterWeights(UnshardedWeights):
             name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
             for name, parameter in trained_parameters(model)
         }
+        self._taken: set[str] = set()
         for name, parameter in trained_parameters(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
@@ -132,10 +141,15 @@ class Fp32MasterWeights(UnshardedWeights):
     def zero_grad(self) -> None:
         zero_all_([copy.grad for copy in self.copies.values() if copy.grad is not None])
 
+    def take_copy(self, name: str) -> Tensor | None:
+        self._taken.add(name)
+        return self.model.get_parameter(name).detach()
+
     @torch.no_grad()
     def copy_to_model(self) -> None:
         for name, parameter in trained_parameters(self.model):
-            parameter.copy_(self.copies[name])
+            if name not in self._taken:
+                parameter.copy_(self.copies[name])
 
     @torch.no_grad()
     def copy_from_model(self) -> None:

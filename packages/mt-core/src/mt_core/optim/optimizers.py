@@ -14,6 +14,7 @@ from mt_core.optim.configs import AdamConfig, SGDConfig
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.functional import FunctionalOptimizer, Optimizer
 from mt_core.optim.fused_adamw import FusedAdamW
+from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.param_groups import ParamGroup
 
 
@@ -94,7 +95,15 @@ def build_adam(
     options = (config.lr, config.adam_beta1, config.adam_beta2, config.adam_eps)
     if engine is TorchAdamW and not halves and not moments:
         return AdamW(groups, *options)
-    return FusedAdamW(groups, *options, engine(), torch.bfloat16 if moments else torch.float32)
+    copies = {} if environment is None else model_copies(groups, environment.weights)
+    return FusedAdamW(groups, *options, engine(), torch.bfloat16 if moments else torch.float32, copies)
+
+
+def model_copies(groups: list[ParamGroup], weights: MasterWeights) -> dict[Tensor, Tensor]:
+    """Master weight -> the model's memory for it, which the optimizer writes from now on."""
+    named = ((name, weight) for group in groups for name, weight in zip(group["names"], group["params"], strict=True))
+    taken = ((weight, weights.take_copy(name)) for name, weight in named)
+    return {weight: copy for weight, copy in taken if copy is not None}
 
 
 def build_sgd(config: SGDConfig, groups: list[ParamGroup]) -> Optimizer:

@@ -63,6 +63,7 @@ class ParamAndGradBuffer(UnshardedWeights):
         for bucket in self.buckets:
             for shard in shard_params(bucket):
                 self._shard_of[shard.slot.name] = shard
+        self._taken: set[str] = set()
         self._names = [name for name, _ in trained_parameters(model)]
         self._passes = self._next_bucket = 0
         self._waiting: dict[int, int] = {}
@@ -110,10 +111,15 @@ class ParamAndGradBuffer(UnshardedWeights):
         for shard in self._shard_of.values():
             shard.take_gradient()
 
+    def take_copy(self, name: str) -> Tensor | None:
+        self._taken.add(name)
+        return self._shard_of[name].model_weights
+
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        for shard in self._shard_of.values():
-            shard.copy_to_model()
+        for name, shard in self._shard_of.items():
+            if name not in self._taken:
+                shard.copy_to_model()
         for bucket in self.buckets if self._gathers is None else self._gathers.in_order_of_use:
             bucket.start_gather()
         if not self.options.overlap_gather:
@@ -219,6 +225,11 @@ class ParamShard:
     def take_gradient(self) -> None:
         gradient = self.bucket.gradients[self.slot.start + self.first : self.slot.start + self.last]
         self.main.grad = gradient.to(self.main.dtype).view_as(self.main)
+
+    @property
+    def model_weights(self) -> Tensor | None:
+        """The model's own elements; None where `main` is a view of them."""
+        return None if self._shares_memory else self._weights.view_as(self.main)
 
     def copy_to_model(self) -> None:
         if not self._shares_memory:

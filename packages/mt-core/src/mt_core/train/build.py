@@ -50,7 +50,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor tells more)")
+        raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor shows more)")
     # One GPU per rank of a node.
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 

@@ -494,10 +494,10 @@ def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, ker
 
 
 def _require_outputs(loss: Loss, config: Config) -> Loss:
-    """Raises ConfigError for a loss that asks the model for something else than its outputs."""
+    """Raises ConfigError for a loss that needs something else from the model than its outputs."""
     if options := model_options(loss):
         raise ConfigError(
-            f"train.loss={config.train.loss} asks the model for {', '.join(options)} in place of its logits, which are "
+            f"train.loss={config.train.loss} needs {', '.join(options)} from the model in place of its logits, which are "
             "wanted here; set it to auto or cross_entropy"
         )
     return loss

@@ -26,7 +26,7 @@ SHARE_OF_FREE_MEMORY = 0.25
 
 
 def keep_freed_memory(config: Config, model: nn.Module, ctx: ParallelContext, host: PluginHost) -> str | None:
-    """Raise the thresholds for this process where train.keep_freed_memory asks for it and memory allows.
+    """Raise the thresholds for this process where train.keep_freed_memory is set and memory allows.
 
     Returns what was done, for the run's summary; None where there is nothing to do: on a GPU, without glibc, or where
     the user has set the thresholds.

@@ -32,6 +32,8 @@ def run_summary(run: Run) -> Iterator[str]:
         # On a CPU `auto` is always torch: not worth a line.
         if run.engine.device.type == "cuda" or choice.implementation.name != "torch" or not choice.automatic:
             yield f"kernel {choice}"
+    if run.engine.device.type == "cuda":
+        yield from run.engine.kernels.notes
     fp8 = fp8_report(run.model)
     if fp8 is not None:
         yield str(fp8)

@@ -150,7 +150,7 @@ def _unite(group: Ids, sets: DisjointSets, signatures: RowFiles, options: DedupO
 def _alike(
     probe: int, others: Ids, sets: DisjointSets, signatures: RowFiles, options: DedupOptions
 ) -> NDArray[np.bool_]:
-    """Which of the others are in the probe's set already, or as similar as the threshold asks: bool [others]."""
+    """Which of the others are in the probe's set already, or as similar as the threshold: bool [others]."""
     root = sets.find(probe)
     alike = np.fromiter((sets.find(int(other)) == root for other in others), np.bool_, len(others))
     unknown = np.flatnonzero(~alike)

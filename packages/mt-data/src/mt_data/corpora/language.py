@@ -11,7 +11,7 @@ from mt_data.corpora.requires import require
 class LanguageRule:
     """Drops documents in other languages than `options.languages`, or in a language that is not certain enough.
 
-    The probability is of the most likely language among all that the model knows. Raises ConfigError for a
+    The probability is of the most likely language among all of the model. Raises ConfigError for a
     language code that the model does not know.
     """
 

@@ -25,7 +25,7 @@ def no_terminal_punctuation(line: str) -> bool:
 
 
 def mentions_javascript(line: str) -> bool:
-    """A line that asks to turn Javascript on. Source: C4."""
+    """A line about turning Javascript on. Source: C4."""
     return "javascript" in line.lower()
 
 

@@ -20,7 +20,7 @@ SAMPLED_BYTES = 2**16
 
 
 def source_identity(path: Path) -> dict[str, Any]:
-    """What tells one state of an input file from another: path, size, time of change, a digest of both ends."""
+    """What distinguishes one state of an input file from another: path, size, time of change, a digest of both ends."""
     stat = path.stat()
     with open(path, "rb") as stream:
         ends = stream.read(SAMPLED_BYTES)

@@ -31,7 +31,7 @@ class BertDataConfig(MaskedDataConfig):
 
     dataset_type: str = "bert"
     bert_binary_head: bool = True
-    """A sample is a pair A and B, in half of all cases exchanged, which the second head tells; false makes
+    """A sample is a pair A and B, in half of all cases exchanged, which the second head predicts; false makes
     one stretch of text, also of documents with a single sentence."""
 
 

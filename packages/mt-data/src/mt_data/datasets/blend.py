@@ -119,7 +119,7 @@ def _exhaustive(
     if asked is not None and asked > total:
         raise DataError(
             f"the {request.split} split needs {asked} samples, and its blend of {len(entries)} data sets "
-            f"{'asks for exactly' if entries[0].samples else 'without weights has'} {total}; "
+            f"{'names exactly' if entries[0].samples else 'without weights has'} {total}; "
             f"{'raise the samples' if entries[0].samples else 'give weights, so that data sets repeat'}, or use "
             "fewer samples (train.train_iters, train.eval_iters, train.global_batch_size)"
         )

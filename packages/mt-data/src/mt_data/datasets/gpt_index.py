@@ -34,7 +34,7 @@ _MAX_DOCUMENTS = 1 << 33
 class GPTIndexPlan:
     """Everything that decides the arrays besides the documents themselves.
 
-    tokens_per_epoch is the sum of the lengths of the split's documents; num_samples None asks for one
+    tokens_per_epoch is the sum of the lengths of the split's documents; num_samples None means one
     epoch. extra is 1 when inputs and labels are one window shifted by one token, else 0.
     """
 

@@ -96,7 +96,7 @@ def _accepted(draws: NDArray[np.uint32], top: int) -> tuple[NDArray[np.uint32], 
 
 
 def apply_steps(array: NDArray[Any], steps: Steps, advance: Callable[[int], None] = lambda count: None) -> None:
-    """Do the steps on a one-dimensional array of distinct values; `advance` is told how many were done."""
+    """Do the steps on a one-dimensional array of distinct values; `advance` is called with how many were done."""
     for step in steps:
         if isinstance(step, Rest):
             head = array[: len(step.permutation)]

@@ -51,7 +51,7 @@ class SpanMasker:
     ) -> Iterator[list[int]]:
         """Positions of one masked n-gram after the other, as they are drawn; no two overlap.
 
-        The caller may draw from `random` for each before it asks for the next. At most
+        The caller may draw from `random` for each before it takes the next. At most
         masking_probability of the tokens (at least one, and never more than that share of target_length)
         are masked.
         """

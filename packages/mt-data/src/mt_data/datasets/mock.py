@@ -23,7 +23,7 @@ LENGTH_SEED = 0
 
 
 class MockDataConfig(DataConfig):
-    """Documents that count upwards; the next token can nearly always be told from the one before."""
+    """Documents that count upwards; the next token nearly always follows from the one before."""
 
     dataset_type: str = "mock"
     split: str = "1,1,1"

@@ -60,7 +60,7 @@ class OpenedTokens:
 
 
 class MakeDataset(Protocol):
-    """Makes the data set of one token file; num_samples None asks for one epoch."""
+    """Makes the data set of one token file; num_samples None means one epoch."""
 
     def __call__(self, tokens: OpenedTokens, num_samples: int | None) -> Dataset: ...
 

@@ -35,7 +35,7 @@ class SentenceIndexPlan:
     """Everything that decides the samples besides the documents.
 
     max_length: tokens of a sample without the special ones. min_sentences: 2 when a sample is a pair, else
-    1. num_samples None asks for one epoch. About one in round(1 / short_sequence_probability) samples has a
+    1. num_samples None means one epoch. About one in round(1 / short_sequence_probability) samples has a
     shorter length, drawn evenly.
     """
 
@@ -51,7 +51,7 @@ class BlockIndexPlan:
     """Everything that decides the blocks besides documents and titles.
 
     max_length: tokens of title and block together. min_sentences: of a document, a block, and what a block
-    leaves over. num_samples None asks for one epoch.
+    leaves over. num_samples None means one epoch.
     """
 
     max_length: int

@@ -65,7 +65,7 @@ class TextSource:
 
 
 class MakeTextDataset(Protocol):
-    """Makes the data set of one entry; num_samples None asks for one epoch."""
+    """Makes the data set of one entry; num_samples None means one epoch."""
 
     def __call__(self, source: TextSource, num_samples: int | None) -> Dataset: ...
 
@@ -93,7 +93,7 @@ def build_from_text(config: TextDataConfig, request: SplitRequest, make: MakeTex
 def bare_encoder(tokenizer: Tokenizer) -> Encode:
     """`tokenizer.encode` without the ids that some tokenizers put around each text, such as BOS or CLS and SEP.
 
-    Raises ConfigError when it cannot be told which ids those are.
+    Raises ConfigError when it is not clear which ids those are.
     """
     added = tokenizer.encode("")
     if not added:
@@ -115,6 +115,6 @@ def _ids_before(tokenizer: Tokenizer, added: list[int]) -> int:
         if all(ids[:before] == head and ids[len(ids) - len(tail) :] == tail for ids in probes):
             return before
     raise ConfigError(
-        f"the tokenizer puts the ids {added} around each text in a way that cannot be told from the text's own; set "
+        f"the tokenizer puts the ids {added} around each text in a way that cannot be distinguished from the text's own; set "
         "it up to add none (tokenizer.tokenizer_hf_no_include_special_tokens=true for HuggingFaceTokenizer)"
     )

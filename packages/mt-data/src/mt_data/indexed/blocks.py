@@ -21,7 +21,7 @@ from mt_core.errors import DataError
 from mt_data.indexed.storage import Bytes
 
 BLOCK_BYTES = 1 << 16
-"""A sample of 4096 ids of two bytes takes 8 KiB, so a random read costs some blocks more than it asks for, once."""
+"""A sample of 4096 ids of two bytes takes 8 KiB, so a random read costs some blocks more than it needs, once."""
 CHECKSUM = np.dtype("<u4")
 
 

@@ -1,6 +1,6 @@
 """Read-only memory maps that hold no file descriptor, so that thousands of shards can be mapped at once.
 
-`mmap.mmap` keeps a duplicate of the descriptor unless it is told not to (`trackfd`, Python 3.13). Below that
+`mmap.mmap` keeps a duplicate of the descriptor unless that is turned off (`trackfd`, Python 3.13). Below that
 version the map is made with the C library directly.
 """
 

@@ -200,7 +200,7 @@ def object_store(url: str) -> tuple[Any, str]:
             "pip install mt-data[object-store], and for example s3fs for s3:// or gcsfs for gs://"
         ) from error
     except ValueError as error:
-        raise DataError(f"{url}: {error}; give a protocol that fsspec knows, or a path without ://") from error
+        raise DataError(f"{url}: {error}; give a protocol of fsspec, or a path without ://") from error
 
 
 def open_plain(location: str) -> Bytes:

@@ -121,4 +121,4 @@ LANGUAGES: dict[str, Language] = {
     "arabic": _language(),
     "generic": _language(),
 }
-"""`--lang` by name. "generic" knows no abbreviation: marks, white space and capital letters alone decide."""
+"""`--lang` by name. "generic" has no abbreviation: marks, white space and capital letters alone decide."""

@@ -32,7 +32,7 @@ class InputFile:
     path: Path
     size: int
     changed: int | str
-    """When it was changed, in ns; of an object of a store what tells its version."""
+    """When it was changed, in ns; of an object of a store its version."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def examine(paths: Iterable[Path]) -> list[InputFile]:
 
 
 def _version(path: Path) -> str:
-    """What differs between two versions of an object: its tag, its time, or what else the store tells."""
+    """What differs between two versions of an object: its tag, its time, or what else the store reports."""
     return str(path.fs.ukey(path.path))  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it."""
+"""The progress of a run, as it is shown."""
 
 from __future__ import annotations
 

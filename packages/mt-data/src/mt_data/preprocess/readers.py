@@ -1,6 +1,6 @@
 """Reading corpora: JSON lines (plain, gzip, Zstandard), Parquet and plain text, as a stream of records.
 
-Every record knows the file and line it came from, so that whatever is wrong with it later can be named.
+Every record has the file and line it came from, so that whatever is wrong with it later can be named.
 Memory does not depend on the size of a file: one line, or one small batch of Parquet rows, is held at a time.
 """
 

@@ -154,7 +154,7 @@ def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, jobs: l
     input_bytes = sum(job.input_bytes for job in jobs)
     workers = options.workers or min(available_cores(), 1 + input_bytes // BYTES_WORTH_A_WORKER)
     if all(isinstance(job, Shard) for job in jobs):
-        workers = min(workers, len(jobs))  # a file that is cut while it is read gives nobody knows how many shards
+        workers = min(workers, len(jobs))  # a file that is cut while it is read gives an unknown number of shards
     return InlineExecutor(encoder) if workers <= 1 else ProcessExecutor(workers, encoder)
 
 

@@ -44,7 +44,7 @@ def build_splitter(splitter: Splitter, lang: str, keep_newlines: bool) -> SplitS
 
 
 def splitter_identity(splitter: Splitter, lang: str, keep_newlines: bool) -> str:
-    """Names what decides where sentences end, so that data cut by different rules is told apart."""
+    """Names what decides where sentences end, so that data cut by different rules is distinguished."""
     if splitter == "nltk":
         import nltk
 

@@ -22,7 +22,7 @@ class FileTokenizerConfig(TokenizerConfig):
     """A tokenizer that reads files; `file_keys` says which keys hold their paths."""
 
     file_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of this section to the name under which the file travels; "." is a directory of files."""
+    """Key of this section to the name under which the file is stored; "." is a directory of files."""
 
 
 class BaseTokenizer(ABC):

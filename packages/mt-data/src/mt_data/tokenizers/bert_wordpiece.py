@@ -33,7 +33,7 @@ class BertWordPieceConfig(FileTokenizerConfig):
     """One token a line, its id the number of its line from 0 (`vocab.txt`)."""
     tokenizer_hf_no_include_special_tokens: bool = True
     """Leave out [CLS] before and [SEP] after each text, which the data sets put where they belong. Megatron's
-    newest releases write them into preprocessed files unless told otherwise: false gives the same ids."""
+    newest releases write them into preprocessed files by default: false gives the same ids."""
     tokenizer_special_tokens: list[str] | None = None
     """Further tokens that are found in the text as they stand; those that the vocabulary lacks are added."""
     vocab_extra_ids: NonNegativeInt = 0
@@ -41,7 +41,7 @@ class BertWordPieceConfig(FileTokenizerConfig):
 
 
 class BertWordPieceTokenizer(BaseTokenizer):
-    """Gives the bare pieces, unless told to put [CLS] and [SEP] around them.
+    """Gives the bare pieces, or puts [CLS] and [SEP] around them.
 
     bos is [CLS], eos and eod are [SEP], unless the vocabulary has [BOS] and [EOS], as vocabularies written
     for older releases of Megatron may.

@@ -30,7 +30,7 @@ class TikTokenConfig(FileTokenizerConfig):
 
     tokenizer_type: str = "TikTokenizer"
     tokenizer_model: str
-    """The vocabulary. JSON is told from rank lines by its first character."""
+    """The vocabulary. JSON differs from rank lines in its first character."""
     tiktoken_pattern: PatternName = "v2"
     """How text is cut before merging: v1 and v2 are Megatron's, gpt2, cl100k and o200k are OpenAI's. It must
     be the one that the vocabulary was made with."""

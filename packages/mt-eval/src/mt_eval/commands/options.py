@@ -124,7 +124,7 @@ def show(evaluation: Evaluation, as_json: bool) -> None:
 
 
 def notes(name: str, samples: int, truncated: int, not_scored: int, reasons: dict[str, str]) -> list[str]:
-    """What a reader of the numbers has to be told beside them."""
+    """What belongs beside the numbers."""
     found = []
     if truncated:
         found.append(f"{name}: {truncated:,} of {samples:,} samples were cut to the model's length")

@@ -181,7 +181,7 @@ def first_dense(moe: MoEOptions, kind: str) -> int:
 
 
 MOE_IGNORED = {
-    "output_router_logits": "asks the Python class for its logits; training adds the losses of model.moe",
+    "output_router_logits": "makes the Python class return its logits; training adds the losses of model.moe",
 }
 """For ConfigMap.ignored."""
 SILU = Fixed("hidden_act", ("silu", "swish"))

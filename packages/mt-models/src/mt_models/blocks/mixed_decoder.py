@@ -43,7 +43,7 @@ class MixedDecoder(CausalDecoder):
     def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
         embedding = Fp32Embedding if config.fp32_residual_connection else TokenEmbedding
         check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
-        # DecoderConfigLike also asks for the shape of attention, which only attention reads.
+        # DecoderConfigLike also requires the shape of attention, which only attention reads.
         super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]
         self.dtype = environment.parallel.params_dtype
 

@@ -71,8 +71,8 @@ class GPTConfig(ModelConfig):
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
-    attention_backend: str = "sdpa"
-    """Name of the attention backend."""
+    attention_backend: str = "auto"
+    """Name of the attention backend; auto: the fastest that serves the model on its device."""
     moe: dict[str, Any] | None = None
     """Options of a mixture of experts in place of the dense feed-forward; needs the feed-forward "moe"."""
 

@@ -32,10 +32,10 @@ class HybridConfig(MambaLayerConfig):
     """Size of an attention head. Default: hidden_size / num_attention_heads."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
-    attention_backend: str = "sdpa"
-    """Name of the attention backend."""
+    attention_backend: str = "auto"
+    """Name of the attention backend; auto: the fastest that serves the model on its device."""
     position_embedding_type: Literal["none", "rope"] = "none"
-    """How attention knows positions: not at all, since the Mamba layers carry the order, or by rotating queries and
+    """How attention gets positions: not at all, since the Mamba layers carry the order, or by rotating queries and
     keys."""
     rotary_base: Annotated[float, Field(gt=0)] = used_when(10000.0, position_embedding_type="rope")
     """Base of the rotary wavelengths."""

@@ -10,7 +10,7 @@ Names are those of the published checkpoints, which every version of transformer
 | LM head | `language_model.lm_head.` |
 
 Modules of transformers 5 call them `model.vision_tower.`, `model.multi_modal_projector.`, `model.language_model.` and
-`lm_head.`, and leave `vision_model.` out; `spelling` knows these too.
+`lm_head.`, and leave `vision_model.` out; `spelling` reads these too.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Modu
     """The decoder of any family that continues text. Raises ConfigError for another."""
     decoder = config.decoder
     spec = environment.host.models.get(decoder.family, key="model.language_model.family")
-    # What the decoder's builder asks of the whole configuration, it asks for its own model.
+    # What the decoder's builder reads of the whole configuration, it reads for its own model.
     own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
     model = spec.build.load()(decoder, own)
     if not contract(model).continues_text or (environment.has_first and not has_word_embeddings(model)):

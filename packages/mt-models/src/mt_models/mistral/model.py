@@ -1,6 +1,6 @@
 """Mistral: the layers of Llama, with attention over a sliding window.
 
-Information still travels further than the window: by sliding_window - 1 positions a layer.
+Information still gets further than the window: by sliding_window - 1 positions a layer.
 """
 
 from __future__ import annotations

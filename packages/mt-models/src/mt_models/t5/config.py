@@ -64,8 +64,8 @@ class T5Config(ModelConfig):
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
-    attention_backend: str = "sdpa"
-    """Name of the attention backend."""
+    attention_backend: str = "auto"
+    """Name of the attention backend; auto: the fastest that serves the model on its device."""
 
     @property
     def decoder_layers(self) -> int:

@@ -4,7 +4,7 @@ from mt_core.specs import Lazy, ModelSpec
 
 SPEC = ModelSpec(
     name="vision",
-    doc="Image towers of CLIP and SigLIP, alone or with a head that tells the class of an image",
+    doc="Image towers of CLIP and SigLIP, alone or with a head that predicts the class of an image",
     config_type=Lazy("mt_models.vision.config:VisionConfig"),
     build=Lazy("mt_models.vision.model:build_vision"),
     default_loss="classification",

@@ -63,7 +63,7 @@ class VisionEncoderConfig(EncoderConfig):
 
 
 class VisionConfig(ModelConfig, VisionEncoderConfig):
-    """An image tower, with or without a head that tells classes."""
+    """An image tower, with or without a head that predicts classes."""
 
     num_classes: PositiveInt | None = None
     """Classes to choose from, by a linear layer on the mean over the patches. Default: no such head; the model gives
@@ -91,7 +91,7 @@ def check_vision(config: Config) -> None:
         return
     if config.train.loss == "cross_entropy":
         raise ConfigError(
-            "train.loss=cross_entropy is for predicted words; model.family=vision with model.num_classes tells the "
+            "train.loss=cross_entropy is for predicted words; model.family=vision with model.num_classes predicts the "
             'class of an image, use train.loss="classification"'
         )
     classes = getattr(config.data, "num_classes", None)

@@ -175,7 +175,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
         fixed=NOT_A_CHOICE,
         ignored={key: why for key, why in IGNORED.items() if key not in own}
         | {
-            "text_config": "of the tower that reads texts, which tells no classes",
+            "text_config": "of the tower that reads texts, which predicts no classes",
             "projection_dim": "of the projections that compare images with texts",
             "logit_scale_init_value": "of the comparison of images with texts",
             "initializer_factor": "scales initial weights",

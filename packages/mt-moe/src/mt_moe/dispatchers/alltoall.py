@@ -80,7 +80,7 @@ class AllToAllDispatcher:
             return Dispatched(rows, weights, sending.counts, State(sending.topk, sending.by_expert, None, None))
         rows = gather_rows_of(rows, self.placement.etp, sizes.shared)
         weights = gather_rows_of(weights, self.placement.etp, sizes.shared)
-        by_local = self._by_local_expert(sizes.chunks)
+        by_local = self._by_local_expert(sizes)
         if by_local is not None:
             rows, weights = permute(rows, by_local), permute_numbers(weights, by_local)
         counts = sizes.chunks.sum((0, 1))
@@ -107,13 +107,14 @@ class AllToAllDispatcher:
         send, receive = numbers[: place.ep.size], numbers[place.ep.size : 2 * place.ep.size]
         return Sizes(send, receive, numbers[2 * place.ep.size :], chunks)
 
-    def _by_local_expert(self, chunks: Tensor) -> Permutation | None:
+    def _by_local_expert(self, sizes: Sizes) -> Permutation | None:
         """Rows arrive grouped by rank, then by expert; None: there is one expert, so the rows are already in order."""
         if self.placement.num_local == 1:
             return None
-        ranks = chunks.shape[0] * chunks.shape[1]
-        experts = torch.arange(self.placement.num_local, device=chunks.device).repeat(ranks)
-        return sort_by(experts.repeat_interleave(chunks.flatten()), self.placement.kernels)
+        chunks = sizes.chunks.flatten()
+        experts = torch.arange(len(chunks), device=chunks.device) % self.placement.num_local
+        rows = sum(sizes.shared)
+        return sort_by(experts.repeat_interleave(chunks, output_size=rows), self.placement.kernels)
 
 
 def build_alltoall(config: NoOptions, placement: ExpertPlacement) -> AllToAllDispatcher:

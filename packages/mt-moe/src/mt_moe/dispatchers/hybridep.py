@@ -104,7 +104,7 @@ class HybridEPDispatcher:
         shared = by_rank.sum(1).tolist()
         rows, row_weights = (gather_rows_of(x, place.etp, shared) for x in (rows, row_weights))
         experts = torch.arange(place.num_local, device=tokens.device).repeat(place.etp.size)
-        by_local = sort_by(experts.repeat_interleave(by_rank.flatten()), place.kernels)
+        by_local = sort_by(experts.repeat_interleave(by_rank.flatten(), output_size=sum(shared)), place.kernels)
         rows, row_weights = permute(rows, by_local), permute_numbers(row_weights, by_local)
         return Dispatched(rows, row_weights, by_rank.sum(0), State(route, shared, by_local))
 

@@ -30,7 +30,7 @@ def plain_activation(name: Activation, device_type: str) -> WeightedActivation:
 
 
 def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> WeightedActivation:
-    """The implementation that [kernels] asks for. Raises ConfigError if it cannot run here."""
+    """The implementation that [kernels] selects. Raises ConfigError if it cannot run here."""
     plain = plain_activation(name, device_type)
     if name not in FUSED:
         return plain

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_core._torch_compat import gradients_wanted
+from mt_core._torch_compat import gradients_wanted, scaled_grouped_mm
 from mt_core.nn.fp8.casts import ALIGNMENT, cast_rows
 from mt_core.nn.fp8.formats import E4M3, scale_of, to_fp8
 from mt_core.nn.fp8.options import Fp8Options
@@ -85,15 +84,12 @@ class TorchGroups:
 
 
 def _grouped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, *, fast: bool) -> Tensor:
-    by_row = F.ScalingType.RowWise
-    return F.scaled_grouped_mm(  # type: ignore[attr-defined]
-        a, b, a_scale, by_row, b_scale, by_row, offs=ends, output_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    return scaled_grouped_mm(a, b, (a_scale, b_scale), ends, torch.bfloat16, fast=fast)
 
 
 class AlignedRows:
     """Rows padded so that those of each expert begin at a multiple of 16: the kernel sums over rows in steps of 16.
-    The buffer has the largest size that this can need, which the host knows without reading the counts."""
+    The buffer has the largest size that this can need, which the host computes without reading the counts."""
 
     def __init__(self, groups: Groups, rows: int) -> None:
         sizes = (groups.counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -32,7 +32,7 @@ every GPU since Ampere has enough shared memory for it."""
 
 
 @triton.jit
-def _rows_kernel(  # type: ignore[no-untyped-def]
+def _grouped_gemm(  # type: ignore[no-untyped-def]
     x, matrices, out, ends, width, depth, x_stride, m_stride, m_depth_stride, m_column_stride,
     GROUPS: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _outer_kernel(  # type: ignore[no-untyped-def]
+def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
     left, right, out, ends, height, width,
     ADD: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def rows_times(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if out.numel():
         tile = ANY_FORMAT
         grid = (triton.cdiv(len(x), tile.rows) + groups, triton.cdiv(width, tile.columns))
-        _rows_kernel[grid](
+        _grouped_gemm[grid](
             x, matrices, out, ends, width, depth, x.stride(0), *matrices.stride(), GROUPS=groups,
             DTYPE=_accumulator(x), ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps,
             num_stages=tile.stages,
@@ -148,7 +148,7 @@ def _outer(left: Tensor, right: Tensor, out: Tensor, ends: Tensor, tile: Tile, *
     left, right = left.contiguous(), right.contiguous()
     groups, height, width = out.shape
     grid = (triton.cdiv(width, tile.columns), triton.cdiv(height, tile.rows), groups)
-    _outer_kernel[grid](
+    _grouped_gemm_outer[grid](
         left, right, out, ends, height, width, ADD=add, DTYPE=_accumulator(left), ROWS=tile.rows,
         COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

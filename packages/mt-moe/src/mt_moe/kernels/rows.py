@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _gather_kernel(source, rows, out, width, source_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _moe_gather_rows(source, rows, out, width, source_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + place)
@@ -24,7 +24,7 @@ def _gather_kernel(source, rows, out, width, source_stride, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def _moe_sum_rows(  # type: ignore[no-untyped-def]
     source, places, out, width, source_stride, COPIES: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +43,7 @@ def triton_gather_rows(x: Tensor, rows: Tensor, complete: bool) -> Tensor:
     if out.numel():
         x = x.contiguous()
         grid = (len(rows), triton.cdiv(x.shape[1], BLOCK))
-        _gather_kernel[grid](x, rows.contiguous(), out, x.shape[1], x.stride(0), BLOCK=BLOCK)
+        _moe_gather_rows[grid](x, rows.contiguous(), out, x.shape[1], x.stride(0), BLOCK=BLOCK)
     return out
 
 
@@ -53,7 +53,7 @@ def triton_sum_rows(y: Tensor, places: Tensor, complete: bool) -> Tensor:
         y = y.contiguous()
         grid = (len(places), triton.cdiv(y.shape[1], BLOCK))
         wide = tl.float64 if y.element_size() == 8 else tl.float32
-        _sum_kernel[grid](
+        _moe_sum_rows[grid](
             y, places.contiguous(), out, y.shape[1], y.stride(0), COPIES=places.shape[1], DTYPE=wide, BLOCK=BLOCK
         )
     return out

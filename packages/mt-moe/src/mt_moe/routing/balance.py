@@ -21,6 +21,7 @@ from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig
+from mt_moe.permutation import count_occurrences
 from mt_moe.routing.load import on_backward
 from mt_moe.tokens import TokenShare
 
@@ -133,4 +134,4 @@ def _build(name: str, config: MoeConfig, ctx: ParallelContext) -> nn.Module:
 
 def expert_counts(choices: Tensor, like: Tensor, repeats: int = 1) -> Tensor:
     """[repeats * E] how often each index occurs, in the dtype of `like` [T, E]."""
-    return choices.flatten().bincount(minlength=repeats * like.shape[1]).to(like.dtype)
+    return count_occurrences(choices, repeats * like.shape[1]).to(like.dtype)

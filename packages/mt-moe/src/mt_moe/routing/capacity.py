@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mt_moe.permutation import count_occurrences
+
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
     """Tokens that an expert accepts from a rank: factor times the mean, rounded up (Megatron's rule)."""
@@ -24,7 +26,7 @@ def keep_within(
     chosen = experts.flatten()
     turn = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)
     order = turn[chosen[turn].argsort(stable=True)]  # by expert, within one by turn
-    counts = chosen.bincount(minlength=num_experts)
+    counts = count_occurrences(chosen, num_experts)
     first = counts.cumsum(0) - counts
     place = torch.arange(chosen.numel(), device=chosen.device) - first[chosen[order]]
     kept = torch.empty_like(chosen, dtype=torch.bool)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mt_core.errors import TrainingError
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
 from mt_moe.config import MoeConfig
+from mt_moe.permutation import count_occurrences
 from mt_moe.routing.balance import BalanceLosses, Scored
 from mt_moe.routing.capacity import expert_capacity, keep_within
 from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
@@ -177,7 +178,7 @@ class Router(LayoutModule):
     def _counted(self, weights: Tensor, experts: Tensor, kept: Tensor | None) -> Tensor:
         if not self.training:
             return weights
-        counts = experts.flatten().bincount(minlength=self.config.num_experts)
+        counts = count_occurrences(experts, self.config.num_experts)
         dropped = None if kept is None else kept.logical_not().sum()
         return on_backward(weights, lambda: self.counter.add(counts, dropped))
 

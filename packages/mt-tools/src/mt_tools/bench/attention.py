@@ -13,9 +13,9 @@ from torch import Tensor
 from mt_core.nn.attention import AttentionPattern
 from mt_core.plugins import PluginHost
 from mt_core.specs import AttentionRequest
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def measure(shape: AttentionShape, machine: Machine, rounds: int, host: PluginHo
     q, k, v = tensors(shape, machine)
     pattern = AttentionPattern(segment_ids=segments(shape, machine), window=shape.window)
     ones = torch.ones_like(q)
-    forward = {name: torch.no_grad()(partial(core, q, k, v, pattern, 0.0)) for name, core in cores.items()}
-    step = {name: partial(_step, core, (q, k, v), pattern, ones) for name, core in cores.items()}
+    forward = {name: [torch.no_grad()(partial(core, q, k, v, pattern, 0.0))] for name, core in cores.items()}
+    step = {name: [partial(_step, core, (q, k, v), pattern, ones)] for name, core in cores.items()}
     return {
         "name": f"attention {shape.label}",
         "cannot": refused,

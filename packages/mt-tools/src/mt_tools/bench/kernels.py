@@ -7,9 +7,11 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +24,13 @@ from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.nn.kernels.choice import refusals
 from mt_core.nn.kernels.request import KernelName, KernelRequest
 from mt_core.parallel.context import Axis
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.kernel_cases import CASES, SMALL, KernelCase, Sizes
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
+
+ROTATED_BYTES = 2.0**30
+"""Bytes that the calls of one measurement move at least."""
 
 
 def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, compiled: bool) -> Iterator[Case]:
@@ -35,24 +40,41 @@ def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, com
         raise ConfigError(f"--only {', '.join(unknown)}: no such kernel; there are {', '.join(KERNELS)}")
     sizes = Sizes() if machine.is_gpu else SMALL
     for make in CASES:
-        for case in make(machine, sizes):
+        for index, case in enumerate(make(machine, sizes)):
             if not only or case.kernel in only:
-                yield measure(case, machine, rounds, compiled=compiled)
+                again = (nth_case(make, index, machine, sizes) for _ in range(buffer_sets(case, machine) - 1))
+                yield measure([case, *again], machine, rounds, compiled=compiled)
 
 
-def measure(case: KernelCase, machine: Machine, rounds: int, *, compiled: bool) -> Case:
+def buffer_sets(case: KernelCase, machine: Machine) -> int:
+    """How many sets of a case's buffers are used in turn: enough to exceed the L2 cache many times."""
+    moved = min(x for x in (case.forward_bytes, case.step_bytes, ROTATED_BYTES) if x) if machine.is_gpu else 0.0
+    return 1 if case.step_flops or not moved else math.ceil(ROTATED_BYTES / moved)
+
+
+def nth_case(
+    make: Callable[[Machine, Sizes], Iterator[KernelCase]], index: int, machine: Machine, sizes: Sizes
+) -> KernelCase:
+    """The same case on new buffers."""
+    return next(islice(make(machine, sizes), index, None))
+
+
+def measure(cases: Sequence[KernelCase], machine: Machine, rounds: int, *, compiled: bool) -> Case:
+    """cases: one case, on several sets of buffers."""
+    case = cases[0]
     functions, refused = functions_for(case, machine, compiled=compiled)
     name = " ".join([case.kernel, case.label, *case.features])
-    result: Case = {"name": name, "cannot": refused}
-    if case.forward is not None:
-        forward = torch.no_grad()(case.forward)
-        taken = medians({n: partial(forward, f) for n, f in functions.items()}, machine.device, rounds)
-        result["forward"] = rows(taken, case.forward_bytes / machine.copy_bandwidth)
-    steps = {name: partial(case.step, function) for name, function in functions.items()}
+    result: Case = {"name": name, "cannot": refused, "buffer_sets": len(cases)}
+    forwards = [torch.no_grad()(each.forward) for each in cases if each.forward is not None]
+    if forwards:
+        calls = {n: [partial(forward, f) for forward in forwards] for n, f in functions.items()}
+        floor = case.forward_bytes / machine.copy_bandwidth
+        result["forward"] = rows(medians(calls, machine.device, rounds), floor)
+    steps = {n: [partial(each.step, f) for each in cases] for n, f in functions.items()}
     floor = case.step_flops / machine.gemm_rate or case.step_bytes / machine.copy_bandwidth
     result["step"] = rows(medians(steps, machine.device, rounds), floor)
     if case.memory and machine.is_gpu:
-        result["peak_mb"] = {name: peak_megabytes(step) for name, step in steps.items()}
+        result["peak_mb"] = {n: peak_megabytes(several[0]) for n, several in steps.items()}
     return result
 
 

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float32,)
@@ -63,14 +63,14 @@ def copy_bandwidth(device: torch.device, rounds: int) -> float:
     """Bytes read and written per second, by a copy too large for the caches (64 MiB on a CPU)."""
     source = torch.ones((2048 if device.type == "cuda" else 64) * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / medians({"copy": lambda: target.copy_(source)}, device, rounds)["copy"]
+    return 2 * source.numel() / medians({"copy": [lambda: target.copy_(source)]}, device, rounds)["copy"]
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, rounds: int) -> float:
     """FLOP/s of a square GEMM of random numbers (zeros draw less power, and run faster)."""
     side = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / medians({"product": lambda: a @ b}, device, rounds)["product"]
+    return 2 * side**3 / medians({"product": [lambda: a @ b]}, device, rounds)["product"]
 
 
 def launch_seconds(device: torch.device, rounds: int) -> float:
@@ -81,7 +81,7 @@ def launch_seconds(device: torch.device, rounds: int) -> float:
         for _ in range(LAUNCHES):
             empty.add_(1)
 
-    return medians({"launches": launches}, torch.device("cpu"), rounds)["launches"] / LAUNCHES
+    return medians({"launches": [launches]}, torch.device("cpu"), rounds)["launches"] / LAUNCHES
 
 
 def disk_rates(megabytes: int = 64) -> tuple[float, float]:

@@ -19,9 +19,9 @@ from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
-from mt_tools.bench.timing import medians
 
 PRODUCTS = ("loop", "grouped", "triton")
 """Values of model.moe.moe_grouped_gemm, without auto."""
@@ -60,8 +60,8 @@ def measure(shape: MoeShape, machine: Machine, rounds: int, host: PluginHost) ->
     """TFLOP/s count the experts' matrix products only, and the backward pass as two forward passes."""
     layers, refused = layers_for(shape, machine, host)
     x = torch.randn(1, shape.tokens, shape.hidden, device=machine.device, dtype=machine.dtype).requires_grad_()
-    forward = {name: torch.no_grad()(partial(layer, x)) for name, layer in layers.items()}
-    step = {name: partial(_step, layer, x) for name, layer in layers.items()}
+    forward = {name: [torch.no_grad()(partial(layer, x))] for name, layer in layers.items()}
+    step = {name: [partial(_step, layer, x)] for name, layer in layers.items()}
     return {
         "name": f"moe {shape.label}",
         "cannot": refused,

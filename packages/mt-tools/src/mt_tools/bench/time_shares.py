@@ -11,7 +11,7 @@ import torch
 KINDS = (
     ("attention", ("attention", "flash", "fmha", "sdpa")),
     ("optimizer", ("adam", "foreach", "multi_tensor")),
-    ("loss", ("cross_entropy", "nll", "log_softmax", "subtract_target", "statistics")),
+    ("loss", ("cross_entropy", "nll", "log_softmax")),
     ("products", ("gemm", "cutlass", "cublas", "nvjet", "addmm", "aten::mm", "aten::bmm", "matmul")),
     ("norms", ("norm",)),
     ("copies", ("memcpy", "memset", "copy_", "fill_", "zero_")),

@@ -5,10 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 Call = Callable[[], object]
 Times = Mapping[str, Sequence[float]]
@@ -21,20 +17,6 @@ def elapsed(call: Call, clock: Callable[[], float] = time.perf_counter) -> float
     started = clock()
     call()
     return clock() - started
-
-
-def seconds(call: Call, device: torch.device) -> float:
-    """Seconds of one call; on a GPU between two events, so launch overhead counts only if it is the bottleneck."""
-    if device.type != "cuda":
-        return elapsed(call)
-    import torch
-
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
 
 
 def alternating(
@@ -51,12 +33,6 @@ def alternating(
             if number >= warm_up:
                 taken[name].append(spent)
     return taken
-
-
-def medians(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median seconds of each of the alternating calls."""
-    taken = alternating(calls, rounds, measure=lambda call: seconds(call, device))
-    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def ratio(times: Times, above: str, below: str) -> float:

@@ -65,7 +65,7 @@ IDLE: Mapping[str, str] = {
     "overlap_cpu_optimizer_d2h_h2d": REASONS["parent"],
     "tensorboard_dir": REASONS["records"],
     "set_all_logging_options": REASONS["records"],
-    "return_logits": "a program that wants logits asks the model for them, see docs/python.md",
+    "return_logits": "a program that needs logits calls the model, see docs/python.md",
     "megatron_dataset_flag": "data.dataset_type says what the data is",
 }
 REFUSED: Mapping[str, str] = {
@@ -199,7 +199,7 @@ def _account(name: str, value: Any, fields: Mapping[str, Any]) -> Account:
 
 
 def _keys(name: str, value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    if name == SELECTIVE:  # Accelerate asks for it and never forwards it
+    if name == SELECTIVE:  # Accelerate has the field and never forwards it
         chosen = value and not fields.get("recompute_granularity")
         return {"recompute.recompute_granularity": "selective"} if chosen else {}
     if name == POSITIONS:

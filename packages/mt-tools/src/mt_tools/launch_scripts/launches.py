@@ -51,7 +51,7 @@ def read_launch(
     if command.undecided is not None:
         raise ConfigError(
             f"{path}, line {command.line}: whether this command runs is decided by {command.undecided}; give --define "
-            "for the variable that it asks for"
+            "for the variable that it needs"
         )
     return launch_of(command, read.unknowns), read.unknowns
 

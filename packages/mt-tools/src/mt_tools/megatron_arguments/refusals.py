@@ -1,4 +1,4 @@
-"""What a run of Megatron's asks for and cannot be done here."""
+"""What a run of Megatron's requests and cannot be done here."""
 
 from __future__ import annotations
 

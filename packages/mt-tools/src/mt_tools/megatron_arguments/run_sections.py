@@ -168,7 +168,7 @@ def _tokenizer(values: Values, version: Version) -> Keys:
     found: Keys = {}
     size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
     if size is not None and kind in COUNTED_VOCABULARY:
-        # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was told.
+        # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was given.
         found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
     if pad >= 0:  # Megatron's -1 is no id
         found["tokenizer.null_tokenizer_pad_id"] = pad

@@ -13,7 +13,7 @@ The data is in arguments.csv, with these columns:
                         vlm: of pretrain_vlm.py and examples/multimodal
     outcome, keys       copy: its value is that of the key; model, rule: the keys that it decides, among others;
                         none: no effect here; refused: any value but the default
-    reason              of none: a word of REASONS; of refused: what it asks for
+    reason              of none: a word of REASONS; of refused: what it requests
     group               of Megatron's --help
 """
 

@@ -55,7 +55,7 @@ class PlannedEnvironment(ModelEnvironment):
         elif backend == "eager":
             core = self._written_out(request.get("logit_softcap"))
         else:
-            core = fused_attention(self.counting.ledger, expands=backend == "sdpa")
+            core = fused_attention(self.counting.ledger)
         return recomputed(core) if self.recompute.selects("core_attn") else core
 
     def _written_out(self, logit_softcap: float | None) -> AttentionCore:
@@ -76,7 +76,7 @@ class PlannedEnvironment(ModelEnvironment):
 
     def _over_ranks(self) -> AttentionCore:
         method, context, ledger = self.config.parallel.cp_comm_type, self.parallel, self.counting.ledger
-        inside = fused_attention(ledger, expands=True)
+        inside = fused_attention(ledger)
         if method == "a2a":
             return ulysses_attention(context.cp, inside)
         if method == "a2a+p2p":
@@ -113,14 +113,13 @@ class _Kept(torch.autograd.Function):
         return torch.empty_like(q), None, None, None, *(q.new_empty(shape) for shape in ctx.shapes)
 
 
-def fused_attention(ledger: Ledger, *, expands: bool) -> AttentionCore:
-    """Flash attention on one rank. expands: key-value groups are repeated for their query heads first."""
+def fused_attention(ledger: Ledger) -> AttentionCore:
+    """Flash attention on one rank; with a mask key-value groups are repeated for their query heads first."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
-        if expands:
-            k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         mask = None
         if not pattern.over(k.shape[1]).is_plain:
+            k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
         ledger.flops += attention_flops(q, k, v, pattern.causal)
         return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)

@@ -30,8 +30,8 @@ FEW_DOCUMENTS = "1,1,98"
 """Shares of the mock corpus. An index of a third of it, in samples as short as these, takes longer than all steps."""
 VOCAB = 509
 """A prime: no number of ranks divides it."""
-ON_EVERY_DEVICE = ("sdpa", "eager")
-"""Attention backends that run on a CPU. The second one supports every model."""
+ON_EVERY_DEVICE = ("auto", "sdpa", "eager")
+"""Attention backends that run on a CPU. The last one supports every model."""
 SHARED_WITH_PARTS = ("vocab_size", "make_vocab_size_divisible_by")
 """Keys that a model has for its parts, which are tables in its section."""
 FAKE_IMAGE_TEXTS = "captioned_shapes"
@@ -210,7 +210,7 @@ def _compute_on_cpu(tree: Tree) -> None:
     tree["kernels"] = {}
     tree["precision"] = {"dtype": "fp32"}
     model, optimizer = tree["model"], tree["optimizer"]
-    if model.get("attention_backend", "sdpa") not in ON_EVERY_DEVICE:
+    if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
         model["attention_backend"] = ON_EVERY_DEVICE[-1]
     # The other values store remainders of bf16 weights, or round moments stochastically.
     optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from mt_core.nn.attention import AttentionCore, AttentionPattern, expand_groups, sdpa_attention
+from mt_core._torch_compat import packed_attention
+from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
 from mt_core.nn.attention_backends.documents import Documents, find_documents, is_packed, window_sides
 from mt_core.nn.attention_backends.per_pattern import PerPattern
 from mt_core.specs import AttentionRequest
@@ -30,6 +30,7 @@ class CudnnAttention:
 
     def __init__(self) -> None:
         self._documents: PerPattern[Documents] = PerPattern()
+        self._attend_packed = packed_attention()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         pattern = pattern.over(k.shape[1])
@@ -43,13 +44,8 @@ class CudnnAttention:
         segment_ids = pattern.segment_ids
         assert segment_ids is not None
         documents = self._documents.get(pattern, None, lambda: find_documents(segment_ids))
-        k, v = (expand_groups(x, q.shape[2]) for x in (k, v))
-        starts, longest = documents.starts, documents.longest
-        out, lse = varlen_attn(
-            *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, starts, longest, longest),
-            return_aux=AuxRequest(lse=True),
-            window_size=window_sides(pattern),
-        )
+        rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        out, lse = self._attend_packed(*rows, documents.starts, documents.longest, window_sides(pattern))
         return out.unflatten(0, q.shape[:2]), lse
 
 

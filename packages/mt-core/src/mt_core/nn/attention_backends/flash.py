@@ -54,7 +54,7 @@ class FlashAttention:
 
 
 def _require_served(pattern: AttentionPattern, queries: int, keys: int) -> None:
-    """Raise ConfigError for what only the batch tells, rather than leave it out of the scores."""
+    """Raise ConfigError for what only the batch shows, rather than leave it out of the scores."""
     unserved = [name for name in ("bias", "key_padding") if getattr(pattern, name) is not None]
     if pattern.segment_ids is not None and not is_packed(pattern, queries, keys):
         unserved.append("documents with a bias or with other queries than keys")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from mt_core.nn.attention import AttentionCore, AttentionPattern, expand_groups, with_sinks
+from mt_core.nn.attention import AttentionCore, AttentionPattern, with_sinks
 from mt_core.nn.attention_backends.per_pattern import PerPattern
 from mt_core.specs import AttentionRequest
 
@@ -47,15 +47,16 @@ class FlexAttention:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple[Tensor, Tensor]:
         """-> out [B, S, N, D] and lse [B, N, S] in fp32"""
-        heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
+        queries, keys = q.shape[1], k.shape[1]
         pattern = pattern.over(keys)
         mask = self._masks.get(pattern, (queries, keys), lambda: self._block_mask(pattern, q, queries, keys))
         out, aux = self._attend(
             q.transpose(1, 2),
-            expand_groups(k, heads).transpose(1, 2),
-            expand_groups(v, heads).transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             score_mod=score_function(pattern, queries, keys, self._logit_softcap),
             block_mask=mask,
+            enable_gqa=k.shape[2] < q.shape[2],
             return_aux=AuxRequest(lse=True),
         )
         return out.transpose(1, 2), aux.lse

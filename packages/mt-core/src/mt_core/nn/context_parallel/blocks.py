@@ -6,7 +6,7 @@ For a block of keys let s_ij = q_i . k_j / sqrt(D) + bias_ij. Its result and log
 
 and two blocks merge by weight: lse = log(exp(lse_a) + exp(lse_b)), out = sum over both of exp(lse_x - lse) out_x
 (`Softmax.add`). Merged over all blocks, out and lse are those of the softmax over all keys. Backward needs no
-merging: with the final lse a block knows its probabilities p_ij = exp(s_ij - lse_i), and
+merging: with the final lse a block has its probabilities p_ij = exp(s_ij - lse_i), and
 
     dv_j = sum_i p_ij dout_i    ds_ij = p_ij (dout_i . v_j - dout_i . out_i)    dq_i = sum_j ds_ij k_j / sqrt(D)
 

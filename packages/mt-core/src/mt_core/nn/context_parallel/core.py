@@ -79,7 +79,7 @@ def check_inner_heads(sizes: Sequence[int], heads: int) -> None:
 
 
 def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> AttentionCore:
-    """The methods in which queries stay and keys travel."""
+    """The methods in which queries stay and keys are sent."""
     gather = SegmentGatherer(axis, lambda shards: shards)
     function = PointToPointAttention if method == "p2p" else AllGatherAttention
 

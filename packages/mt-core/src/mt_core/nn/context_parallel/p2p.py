@@ -1,4 +1,4 @@
-"""Point-to-point (ring) context parallelism: keys and values travel between ranks, queries stay.
+"""Point-to-point (ring) context parallelism: keys and values are sent between ranks, queries stay.
 
 In step i = 1 ... CP - 1 a rank receives the keys and values of the rank i places before it, straight from their
 owner, while it computes the block of step i - 1 (in step 0 its own, which needs no transfer):

@@ -1,4 +1,4 @@
-"""This rank's queries and the keys that come to them: the part that is the same however the keys travel.
+"""This rank's queries and the keys that come to them: the part that is the same however the keys are sent.
 
 Keys and values arrive packed, [T, B, G, D + E] (`packing`). `sources` are the ranks they belong to: this rank
 alone (it has to be the first), or others that are all before it or all after it, laid end to end, with the rows

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core._torch_compat import zero_all_
 from mt_core.nn.fp8.formats import ROLES, Role
 from mt_core.nn.layout import LayoutModule, ParameterLayout
 from mt_core.parallel.context import Axis, ParallelContext
@@ -26,7 +27,10 @@ class AmaxHistory(LayoutModule):
     """
 
     amax_history: Tensor
-    noted: Tensor
+    noted_in_forward: Tensor
+    """[2] fp32, of the input and the weight."""
+    noted_in_backward: Tensor
+    """[1] fp32, of the gradient. Apart, since a compiled layer may change a tensor in one of its passes only."""
 
     def __init__(self, length: int, algorithm: Algorithm, ctx: ParallelContext) -> None:
         super().__init__(ctx)
@@ -34,7 +38,8 @@ class AmaxHistory(LayoutModule):
         self.declare(
             "amax_history", ParameterLayout((len(ROLES), length), _nothing, dtype=torch.float32, trained=False)
         )
-        self.register_buffer("noted", torch.zeros(len(ROLES), device=ctx.device), persistent=False)
+        self.register_buffer("noted_in_forward", torch.zeros(2, device=ctx.device), persistent=False)
+        self.register_buffer("noted_in_backward", torch.zeros(1, device=ctx.device), persistent=False)
         self.has_stepped = False
         """In this process. Before, the history may be without an entry; after, it has one."""
 
@@ -43,16 +48,21 @@ class AmaxHistory(LayoutModule):
         past = self.amax_history.detach()[ROLES.index(role)]
         return past.amax() if self.algorithm == "max" else past[0]
 
+    @property
+    def noted(self) -> Tensor:
+        """[3 roles], the largest magnitudes of this step."""
+        return torch.cat([self.noted_in_forward, self.noted_in_backward])
+
     def note(self, role: Role, amax: Tensor) -> None:
         """amax: [] fp32 of a tensor of this step. One that is not finite is left out."""
-        own = self.noted[ROLES.index(role)]
+        own = self.noted_in_backward[0] if role == "gradient" else self.noted_in_forward[ROLES.index(role)]
         torch.maximum(own, torch.where(amax.isfinite(), amax, 0.0), out=own)
 
     @torch.no_grad()
     def advance(self, amaxes: Tensor) -> None:
         """amaxes: [3], of the step that ended, over all ranks."""
         self.amax_history.copy_(torch.cat([amaxes[:, None], self.amax_history[:, :-1]], 1))
-        self.noted.zero_()
+        zero_all_([self.noted_in_forward, self.noted_in_backward])
         self.has_stepped = True
 
 

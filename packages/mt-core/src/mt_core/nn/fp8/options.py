@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.config.schema import PrecisionConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK
@@ -102,6 +103,8 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext) -> Fp8Options
 def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | None:
     blockwise = config.fp8_recipe == "blockwise"
     if device.type != "cuda":
+        if not has_scaled_mm_on_cpu():
+            return f"torch {torch.__version__} has no scaled_mm on a CPU; use emulated"
         lacks = "torch's scaled_mm has no blocks on a CPU; use emulated or another precision.fp8_recipe"
         return lacks if blockwise else None
     if config.dtype != "bf16":

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core._torch_compat import ScalingRecipe, scaled_mm
 from mt_core.nn.fp8.casts import Granularity, Scaled
 
 SCALES_PER_WORD = 4
 """cuBLAS wants the scales of 128 x 128 blocks along K in multiples of so many."""
+
+RECIPES: Mapping[Granularity, ScalingRecipe] = {
+    Granularity.TENSOR: ScalingRecipe.TENSOR,
+    Granularity.ROW: ScalingRecipe.ROW,
+    Granularity.ROW_BLOCK: ScalingRecipe.BLOCK_1X128,
+    Granularity.SQUARE_BLOCK: ScalingRecipe.BLOCK_128X128,
+}
 
 
 class Product(Protocol):
@@ -28,25 +37,14 @@ def emulated_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) ->
 def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """torch's scaled_mm: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and up; blocks on Hopper alone."""
     blocks = Granularity.ROW_BLOCK in (a.granularity, b.granularity)
-    return F.scaled_mm(
+    return scaled_mm(
         a.data.contiguous(),
         b.data.contiguous().t(),
-        _left_scale(a),
-        _recipe(a),
-        _right_scale(b),
-        _recipe(b),
-        output_dtype=dtype,
-        use_fast_accum=fast and not blocks,
+        (_left_scale(a), _right_scale(b)),
+        (RECIPES[a.granularity], RECIPES[b.granularity]),
+        dtype,
+        fast=fast and not blocks,
     )
-
-
-def _recipe(operand: Scaled) -> F.ScalingType:
-    return {
-        Granularity.TENSOR: F.ScalingType.TensorWise,
-        Granularity.ROW: F.ScalingType.RowWise,
-        Granularity.ROW_BLOCK: F.ScalingType.BlockWise1x128,
-        Granularity.SQUARE_BLOCK: F.ScalingType.BlockWise128x128,
-    }[operand.granularity]
 
 
 def _left_scale(a: Scaled) -> Tensor:

@@ -66,7 +66,7 @@ class Fp8State(nn.Module):
 
 def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
     """Do the products of the model's layers as [precision] says: the matrices of attention, feed-forwards and experts.
-    Embeddings, norms, routers, the core of attention and, unless fp8_output_proj asks for it, the output layer stay
+    Embeddings, norms, routers, the core of attention and, unless fp8_output_proj is set, the output layer stay
     as they are.
 
     The model gets a child `fp8` with what was done (`fp8_report`). Raises ConfigError where it cannot be done.

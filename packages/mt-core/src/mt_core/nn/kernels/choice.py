@@ -45,7 +45,7 @@ def choose(kernel: KernelName, wanted: str, request: KernelRequest, section: str
     if answer is not True:
         use = _either([AUTO, *able(kernel, request)])
         raise ConfigError(f"{section}.{kernel}={wanted} cannot serve ({request}): {answer}; use {use}")
-    return Choice(kernel, known[wanted], f"as {section}.{kernel} asks, for {request}")
+    return Choice(kernel, known[wanted], f"as {section}.{kernel} says, for {request}")
 
 
 def able(kernel: KernelName, request: KernelRequest) -> list[str]:
@@ -84,6 +84,7 @@ class Kernels:
         self.device_type = device_type
         self.dtype = dtype
         self._choices: dict[str, Choice] = {}
+        self._notes: dict[str, None] = {}
 
     def pick(
         self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
@@ -100,6 +101,14 @@ class Kernels:
         if plain is not None and choice.implementation.name == "torch":
             return plain
         return choice.load()
+
+    def note(self, line: str) -> None:
+        """Add a line on what was chosen outside of the catalogue, such as the attention backend."""
+        self._notes[line] = None
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self._notes)
 
     @property
     def picked(self) -> set[str]:

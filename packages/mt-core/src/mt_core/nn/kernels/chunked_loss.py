@@ -27,8 +27,8 @@ from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.context import Axis
 
-CHUNK_BYTES = 512 * 2**20
-"""Of logits held at a time: enough rows for matrix products at full speed."""
+CHUNK_BYTES = 2**30
+"""Of logits held at a time: 4096 rows of 128k ids. For each chunk the weight's fp32 gradient is read and written."""
 CPU_CHUNK_BYTES = 100 * 2**20
 """The same on a CPU, where fewer rows suffice and passes over the logits are bound by memory."""
 ROW_MULTIPLE = 128
@@ -94,8 +94,9 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, columns, lse = ctx.saved_tensors
         wants_dhidden, wants_dweight = gradients_wanted(ctx, 2)
-        own = _OwnFormat.of(weight) if wants_dweight and ctx.main is None else None
-        gradients = _Gradients(hidden, weight, own or ctx.main if wants_dweight else None, wants_dhidden)
+        own = _OwnFormat(torch.empty_like(weight)) if wants_dweight and ctx.main is None else None
+        sums = own or ctx.main if wants_dweight else None
+        gradients = _Gradients(hidden, weight, sums, wants_dhidden, empty=own is not None)
         for part in _parts(len(hidden), ctx.chunk):
             logits = F.linear(hidden[part], weight)
             ctx.rows.subtract_target_(logits, columns[part], lse[part], grads[0][part])
@@ -118,8 +119,8 @@ class _ChunkedWeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
-        own = _OwnFormat.of(weight) if main is None else MainGrad(torch.zeros_like(main.total))
-        gradients = _Gradients(hidden, weight, own)
+        own = _OwnFormat(torch.empty_like(weight)) if main is None else MainGrad(torch.empty_like(main.total))
+        gradients = _Gradients(hidden, weight, own, empty=True)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)
             losses[part], lse = reduce_statistics(rows.statistics(logits, columns[part]), axis)
@@ -150,9 +151,9 @@ class _OwnFormat:
 
     total: Tensor
 
-    @classmethod
-    def of(cls, weight: Tensor) -> _OwnFormat:
-        return cls(torch.zeros_like(weight))
+    def set_product(self, rows: Tensor, inputs: Tensor) -> None:
+        """total [out, in] = rows^T inputs"""
+        torch.mm(rows.T, inputs, out=self.total)
 
     def add_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total [out, in] += rows^T inputs. rows [n, out], inputs [n, in]"""
@@ -162,20 +163,34 @@ class _OwnFormat:
 class _Gradients:
     """Of hidden and weight, filled a chunk of logits' gradients at a time; of one of them alone if that is wanted.
 
-    weight_sum: what the weight's is added to.
+    weight_sum: what the weight's is added to. empty: it has no content yet; the first product is written to it.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, weight_sum: MainGrad | _OwnFormat | None, wants_hidden: bool = True
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        weight_sum: MainGrad | _OwnFormat | None,
+        wants_hidden: bool = True,
+        *,
+        empty: bool,
     ) -> None:
         self._inputs, self._weight, self._weight_sum = hidden, weight, weight_sum
+        self._empty = empty
         self.hidden = torch.empty_like(hidden) if wants_hidden else None
+        if empty and weight_sum is not None and len(hidden) == 0:
+            weight_sum.total.zero_()
 
     def add(self, part: slice, logits: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(logits, self._weight, out=self.hidden[part])
-        if self._weight_sum is not None:
+        if self._weight_sum is None:
+            return
+        if self._empty:
+            self._weight_sum.set_product(logits, self._inputs[part])
+        else:
             self._weight_sum.add_product(logits, self._inputs[part])
+        self._empty = False
 
 
 def _parts(length: int, chunk: int) -> Iterator[slice]:

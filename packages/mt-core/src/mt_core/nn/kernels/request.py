@@ -1,4 +1,4 @@
-"""What a model asks of a kernel. Knows neither torch nor triton, so that configurations can be checked without them."""
+"""What a model requires of a kernel. Imports neither torch nor triton, so that configurations can be checked without them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Supports = Callable[[KernelRequest], bool | str]
 
 _HALF_AND_SINGLE = frozenset({"float32", "bfloat16", "float16"})
 WIDEST_ROW = 32768
-"""A row is held in the registers of one program; wider ones spill."""
+"""Forward passes hold a row in the registers of one program; wider ones spill."""
 
 
 def supports_torch(request: KernelRequest) -> bool | str:

@@ -23,7 +23,7 @@ class UsesKernels(Protocol):
 
 
 def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
-    """What the section `kernels` asks for, on the device and in the dtype of the run."""
+    """What the section `kernels` selects, on the device and in the dtype of the run."""
     wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
     return Kernels(wanted, ctx.device.type, DTYPES[config.precision.dtype])
 

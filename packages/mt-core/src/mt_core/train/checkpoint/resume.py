@@ -141,5 +141,5 @@ def _require_same_environment(stored: Mapping[str, Any], origin: str) -> None:
     changed = [f"{key}: {stored.get(key)} then, {now[key]} now" for key in now if stored.get(key) != now[key]]
     if changed:
         raise CheckpointError(
-            f"{origin} cannot be continued bit for bit, as train.deterministic asks: {'; '.join(changed)}"
+            f"{origin} cannot be continued bit for bit, as train.deterministic requires: {'; '.join(changed)}"
         )

@@ -187,7 +187,7 @@ class WritesNow:
 
     def write(self, path: Path, contents: Contents) -> None:
         fragments, write = self._method.begin(path, contents)
-        # All ranks wait for the first rank, which commits: after the barrier every rank knows that it is complete.
+        # All ranks wait for the first rank, which commits: after the barrier it is complete for every rank.
         self._done.append(write(fragments) or Committed(path))
 
     def committed(self) -> list[Committed]:

@@ -17,7 +17,7 @@ from mt_core.train.state import TrainResult
 from mt_core.train.trackers.names import evaluation_values, log_values, step_values
 
 IDS_FILE = "trackers.json"
-"""In the run directory: tracker -> the id under which it knows the run, so that a resumed run is the same there."""
+"""In the run directory: tracker -> its id of the run, so that a resumed run is the same there."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mt_core.train.trackers.tracker import TrackedRun, Tracker, require_package
 
 
 class TrackioWriter:
-    """trackio knows a run by its name."""
+    """trackio identifies a run by its name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio

@@ -49,7 +49,7 @@ class ConversationEncoder:
         """The tokens, those of the answers marked.
 
         Raises DataError, naming file and line, for a conversation without an answer, for one whose template
-        leaves nothing unmarked although a user speaks, and for a template that writes a turn in another way
+        leaves nothing unmarked although there is a user's turn, and for a template that writes a turn in another way
         when more turns follow it.
         """
         where, name = conversation.where, self.template.name
@@ -115,7 +115,7 @@ def _not_a_prefix(
     return DataError(
         f"{conversation.where}: {template.name} writes the conversation up to message {turn + 1} differently "
         f"when more follows ({shorter[same : same + 20]!r} becomes {longer[same : same + 20]!r} at character "
-        f"{same}), so where the answer begins or ends cannot be told; put {{% generation %}} and "
+        f"{same}), so where the answer begins or ends is not clear; put {{% generation %}} and "
         "{% endgeneration %} around the answer in the template (data.chat_template_file), split the "
         "conversation into one line an answer, or choose another data.chat_template"
     )

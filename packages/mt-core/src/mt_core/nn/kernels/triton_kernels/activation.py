@@ -77,7 +77,9 @@ def _through_factor(grad, up, NAME: tl.constexpr):
 
 
 @triton.jit
-def _forward(x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_forward(
+    x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -95,7 +97,9 @@ def _forward(x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: t
 
 
 @triton.jit
-def _backward(dy, x, bias, dx, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_backward(
+    dy, x, bias, dx, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -122,7 +126,7 @@ class _Activation(torch.autograd.Function):
         ctx.name = name
         if y.numel():
             with on_device(x):
-                _forward[_grid(y)](x, x if bias is None else bias, y, y.shape[-1], *_flags(name, bias))
+                _activation_forward[_grid(y)](x, x if bias is None else bias, y, y.shape[-1], *_flags(name, bias))
         return y
 
     @staticmethod
@@ -131,7 +135,9 @@ class _Activation(torch.autograd.Function):
         dx, dy = torch.empty_like(x), grads[0].contiguous()
         if dy.numel():
             with on_device(x):
-                _backward[_grid(dy)](dy, x, x if bias is None else bias, dx, dy.shape[-1], *_flags(ctx.name, bias))
+                _activation_backward[_grid(dy)](
+                    dy, x, x if bias is None else bias, dx, dy.shape[-1], *_flags(ctx.name, bias)
+                )
         dbias = None if bias is None else dx.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
         return dx, dbias, None
 

@@ -23,7 +23,9 @@ _WEIGHTS, _GRADIENTS, _MOMENTS1, _MOMENTS2, _STEPS, _REMAINDERS, _COPIES = (tl.c
 
 
 @triton.jit
-def _advance(addresses, tensors, scale, corrections, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
+def _adamw_advance(
+    addresses, tensors, scale, corrections, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr
+):
     """Steps go up by one unless the scale is not finite; corrections [2, tensors]: 1 - beta1^t, sqrt(1 - beta2^t)."""
     which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = which < tensors
@@ -66,7 +68,7 @@ def _pointer(addresses, row, tensors, which, TYPE: tl.constexpr, ALIGNED: tl.con
 
 
 @triton.jit
-def _update(
+def _adamw_update(
     addresses, sizes, owner, first, tensors, scale, corrections,
     lr, one_minus_beta1, beta2, one_minus_beta2, eps, decay,
     GRADIENT: tl.constexpr, MOMENT: tl.constexpr, COPY: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
@@ -120,7 +122,7 @@ def _update(
 
 
 @triton.jit
-def _sum_of_squares(
+def _adamw_sum_of_squares(
     addresses, sizes, owner, first, partial, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     which = tl.load(owner + tl.program_id(0))
@@ -152,7 +154,7 @@ class TritonAdamW:
         with on_device(tensors.weights[0]):
             corrections = _advance_steps(table, options, scale)
             if table.programs:
-                _update[(table.programs,)](
+                _adamw_update[(table.programs,)](
                     table.addresses, table.sizes, table.owner, table.first, table.tensors, scale, corrections,
                     options.lr, 1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
                     1 - options.lr * options.weight_decay,
@@ -167,7 +169,7 @@ class TritonAdamW:
         partial = torch.zeros(table.programs, dtype=torch.float32, device=tensors[0].device)
         if table.programs:
             with on_device(tensors[0]):
-                _sum_of_squares[(table.programs,)](
+                _adamw_sum_of_squares[(table.programs,)](
                     table.addresses, table.sizes, table.owner, table.first, partial, _TRITON_TYPES[tensors[0].dtype],
                     table.aligned, BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
@@ -176,7 +178,7 @@ class TritonAdamW:
 
 def _advance_steps(table: TensorTable, options: AdamWOptions, scale: Tensor) -> Tensor:
     corrections = torch.empty(2, table.tensors, dtype=torch.float32, device=scale.device)
-    _advance[(triton.cdiv(table.tensors, 128),)](
+    _adamw_advance[(triton.cdiv(table.tensors, 128),)](
         table.addresses, table.tensors, scale, corrections, _log(options.beta1), _log(options.beta2), 128
     )
     return corrections

@@ -13,23 +13,25 @@ from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
 from mt_core.parallel.context import Axis
 
 _BLOCK = 4096
+_DEPTH, _LANES = 4, 2048
 _WARPS = 8
 
 
 @triton.jit
-def _statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
+def _cross_entropy_statistics(logits, columns, result, rows, width, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """result [3, rows]: largest logit, sum of exponentials, logit of the column. width > 0."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
-    # One running maximum and sum for each lane; they meet after the last block.
+    # A running maximum and sum for each lane, over the DEPTH numbers that it loads at once: 1 + 1 / DEPTH exponentials
+    # a number. Lanes meet after the last block.
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    for first in range(0, width, DEPTH * BLOCK):
+        column = first + tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         value = tl.load(start + column, mask=column < width, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(largest, value)
+        higher = tl.maximum(largest, tl.max(value, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(largest - base) + tl.exp(value - base)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(value - base[None, :]), 0)
         largest = higher
     peak = tl.max(largest, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -41,7 +43,7 @@ def _statistics(logits, columns, result, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _subtract_target(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
+def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = row * width + column
@@ -59,7 +61,7 @@ def statistics(logits: Tensor, columns: Tensor) -> Tensor:
         result[0] = float("-inf")
     elif rows:
         with on_device(logits):
-            _statistics[(rows,)](logits, columns, result, rows, width, _BLOCK, num_warps=_WARPS)
+            _cross_entropy_statistics[(rows,)](logits, columns, result, rows, width, _DEPTH, _LANES, num_warps=_WARPS)
     return result
 
 
@@ -73,7 +75,9 @@ def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tenso
     if rows and width:
         grid = (rows, triton.cdiv(width, _BLOCK))
         with on_device(logits):
-            _subtract_target[grid](logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS)
+            _cross_entropy_gradient[grid](
+                logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS
+            )
 
 
 ROWS = RowKernels(statistics, subtract_target_)

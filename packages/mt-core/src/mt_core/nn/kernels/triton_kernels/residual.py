@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward(
+def _bias_dropout_add_forward(
     x, bias, residual, y, seed, width, probability, BIAS: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(dy, dx, seed, width, probability, BLOCK: tl.constexpr):
+def _bias_dropout_add_backward(dy, dx, seed, width, probability, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * width + column
     inside = column < width
@@ -48,7 +48,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         seed = torch.randint(2**31 - 1, (1,), device=x.device) if probability > 0 else x
         if x.numel():
             with on_device(x):
-                _forward[_grid(x)](
+                _bias_dropout_add_forward[_grid(x)](
                     x, x if bias is None else bias, residual, y, seed, x.shape[-1], probability,
                     bias is not None, probability > 0, _BLOCK,
                 )  # fmt: skip
@@ -64,7 +64,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dx = dy.to(ctx.dtype) if seed is None else torch.empty_like(dy, dtype=ctx.dtype)
         if seed is not None and dy.numel():
             with on_device(dy):
-                _backward[_grid(dy)](dy, dx, seed, dy.shape[-1], ctx.probability, _BLOCK)
+                _bias_dropout_add_backward[_grid(dy)](dy, dx, seed, dy.shape[-1], ctx.probability, _BLOCK)
         dbias = None
         if ctx.bias_dtype is not None:
             dbias = dx.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)

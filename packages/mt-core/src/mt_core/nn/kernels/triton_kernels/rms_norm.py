@@ -11,9 +11,12 @@ from torch import Tensor
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 from mt_core.nn.kernels.triton_kernels.row_tiles import RowTiles
 
+WIDEST_BACKWARD = 8192
+"""Columns that a program of the backward pass holds in registers; from the next power of two on they spill."""
+
 
 @triton.jit
-def _forward(
+def _rms_norm_forward(
     x, weight, y, rstd, rows, width, eps, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -30,7 +33,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _rms_norm_backward(
     dy, x, weight, rstd, dx, dweight, rows, width, tiles,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +58,42 @@ def _backward(
     tl.store(dweight + tl.program_id(0).to(tl.int64) * width + column, total, mask=column < width)
 
 
+@triton.jit
+def _rms_norm_backward_by_columns(
+    dy, x, weight, rstd, dx, dweight, rows, width, tiles,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As _rms_norm_backward, for rows wider than the registers: each is read again from the cache."""
+    first = tl.program_id(0).to(tl.int64) * tiles * ROWS
+    for tile in range(tiles):
+        row = first + tile * ROWS + tl.arange(0, ROWS)
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        along = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            offsets = row[:, None] * width + column[None, :]
+            scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+            if ZERO_CENTERED:
+                scale += 1.0
+            normed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
+            along += tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * scale[None, :] * normed
+        mean = (tl.sum(along, 1) / width)[:, None]
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            offsets = row[:, None] * width + column[None, :]
+            scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+            if ZERO_CENTERED:
+                scale += 1.0
+            normed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
+            grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + offsets, inverse * (grad * scale[None, :] - normed * mean), mask=inside)
+            own = dweight + tl.program_id(0).to(tl.int64) * width + column
+            before = tl.load(own, mask=(column < width) & (tile > 0), other=0.0)
+            tl.store(own, before + tl.sum(grad * normed, 0), mask=column < width)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -64,7 +103,7 @@ class _RMSNorm(torch.autograd.Function):
         rstd = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         if rows.numel():
             with on_device(rows):
-                _forward[(tiles.count,)](
+                _rms_norm_forward[(tiles.count,)](
                     rows, weight, y, rstd, *rows.shape, eps, zero_centered, tiles.rows, tiles.block,
                     num_warps=tiles.warps,
                 )  # fmt: skip
@@ -75,12 +114,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weight, rstd = ctx.saved_tensors
-        tiles = RowTiles.of(rows)
+        is_wide = rows.shape[1] > WIDEST_BACKWARD
+        tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
+        kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
         dx = torch.empty_like(rows)
         parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
         if rows.numel():
             with on_device(rows):
-                _backward[(tiles.programs,)](
+                kernel[(tiles.programs,)](
                     grads[0].contiguous(), rows, weight, rstd, dx, parts, *rows.shape, tiles.per_program,
                     ctx.zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
                 )  # fmt: skip

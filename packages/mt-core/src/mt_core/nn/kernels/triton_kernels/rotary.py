@@ -43,7 +43,7 @@ def _turn(
 
 
 @triton.jit
-def _rotate(
+def _rotary(
     q, k, q_out, k_out, cos, sin, sequence, q_heads, k_heads, half, head_dim,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, angle_batch_stride,
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -78,7 +78,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
     if batch * sequence:
         rest = head_dim - 2 * half
         with on_device(q):
-            _rotate[(batch * sequence,)](
+            _rotary[(batch * sequence,)](
                 q, k, turned_q, turned_k, cos, sin, sequence, q_heads, k_heads, half, head_dim,
                 *q.stride()[:3], *k.stride()[:3], sequence * half if cos.shape[0] > 1 else 0,
                 inverse, interleaved,

@@ -12,6 +12,10 @@ from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, warps_for
 _TILE = 2048
 """Elements under which a program takes several rows."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
+WIDE_BLOCK = 4096
+"""Columns at a time of kernels that loop over the columns of rows too wide for registers."""
+WIDE_WARPS = 16
+_WIDE_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,11 @@ class RowTiles:
         busy = multiprocessors(matrix) * (_PROGRAMS_PER_MULTIPROCESSOR if block <= 8192 else 1)
         per_program = max(triton.cdiv(count, busy), 1)
         return cls(rows, block, count, triton.cdiv(count, per_program), per_program, warps_for(rows * block))
+
+    @classmethod
+    def by_columns(cls, matrix: Tensor) -> RowTiles:
+        """For a pass that loops over blocks of columns. It keeps its sums over rows in memory: with one program a
+        multiprocessor these stay in the L2 cache."""
+        count = triton.cdiv(len(matrix), _WIDE_ROWS)
+        per_program = max(triton.cdiv(count, multiprocessors(matrix)), 1)
+        return cls(_WIDE_ROWS, WIDE_BLOCK, count, triton.cdiv(count, per_program), per_program, WIDE_WARPS)

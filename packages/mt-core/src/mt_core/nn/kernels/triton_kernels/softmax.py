@@ -9,10 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.kernels.triton_kernels.launch import on_device, warps_for
+from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK
+
+WIDEST_BACKWARD = 16384
+"""Keys that a program of the backward pass holds in registers; from the next power of two on they spill."""
 
 
 @triton.jit
-def _forward(
+def _softmax_forward(
     scores, mask, weights, scale, heads, queries, keys, mask_batch, mask_head, mask_query,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -37,13 +41,30 @@ def _forward(
 
 
 @triton.jit
-def _backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
+def _softmax_backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, BLOCK)
     weight = tl.load(weights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
     grad = tl.load(dweights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
     mean = tl.sum(weight * grad, 0)
     tl.store(dscores + row * keys + key, scale * weight * (grad - mean), mask=key < keys)
+
+
+@triton.jit
+def _softmax_backward_by_columns(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
+    """As _softmax_backward, for a row wider than the registers: it is read again from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    products = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, keys, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
+        products += weight * tl.load(dweights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
+    mean = tl.sum(products, 0)
+    for start in range(0, keys, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
+        grad = tl.load(dweights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
+        tl.store(dscores + row * keys + key, scale * weight * (grad - mean), mask=key < keys)
 
 
 class _ScaledMaskedSoftmax(torch.autograd.Function):
@@ -57,7 +78,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
             seen = scores if mask is None else mask.expand(scores.shape).view(torch.uint8)
             strides = (0, 0, 0) if mask is None else seen.stride()[:3]
             with on_device(scores):
-                _forward[(scores.numel() // keys,)](
+                _softmax_forward[(scores.numel() // keys,)](
                     scores, seen, weights, scale, heads, queries, keys, *strides, mask is not None, causal, block,
                     num_warps=warps_for(block),
                 )  # fmt: skip
@@ -71,9 +92,11 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
         dscores = torch.empty_like(weights)
         if weights.numel():
             keys = weights.shape[-1]
-            block = triton.next_power_of_2(keys)
+            is_wide = keys > WIDEST_BACKWARD
+            kernel = _softmax_backward_by_columns if is_wide else _softmax_backward
+            block = WIDE_BLOCK if is_wide else triton.next_power_of_2(keys)
             with on_device(weights):
-                _backward[(weights.numel() // keys,)](
+                kernel[(weights.numel() // keys,)](
                     grads[0].contiguous(), weights, dscores, ctx.scale, keys, block, num_warps=warps_for(block)
                 )
         return dscores, None, None, None

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# One of four parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
+# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 4. FOLDER: of part-PART.zip with all JSON files and logs;
+#                                   default bench/gpu/results
+set -uo pipefail
+here="$(dirname "$(realpath "$0")")"
+part="${1:?the part, 1 to 4}"
+folder="$(realpath -m "${2:-$here/results}")"
+results="$folder/part-$part"
+site="${TMPDIR:-/tmp}/mt-bench-site"
+seconds_in_all=570
+failed=()
+
+rm -rf "$results" "$site"
+mkdir -p "$results" "$site"
+python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$here"/bundle/wheels/*.whl ||
+    exit 2
+export PYTHONPATH="$site" OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+cd "$here/bundle" || exit 2
+
+# measure NAME SECONDS COMMAND...: its output into NAME.log. The limit is also what is left of all the time.
+measure() {
+    local name="$1" limit="$2" left=$((seconds_in_all - SECONDS)) began=$SECONDS
+    shift 2
+    if ((left < 5)); then
+        failed+=("$name (no time left)")
+        return
+    fi
+    timeout "$((limit < left ? limit : left))" "$@" >"$results/$name.log" 2>&1 || failed+=("$name (exit status $?)")
+    echo "== $name: $((SECONDS - began)) s"
+    tail -n 40 "$results/$name.log"
+}
+
+mt() {
+    local name="$1" limit="$2"
+    shift 2
+    measure "$name" "$limit" python3 -m mt_cli "$@"
+}
+
+bench() {
+    local name="$1" limit="$2"
+    shift 2
+    mt "$name" "$limit" bench "$@" --out "$results/$name.json"
+}
+
+compiled=(--set train.compile=blocks)
+graphs=(--set train.cuda_graphs=blocks)
+# A rehearsal on a CPU, which has no graphs and generates code for minutes.
+[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=(); }
+
+case "$part" in
+1)
+    mt doctor 60 doctor
+    bench calibrate 60 calibrate
+    bench train-1.2b 120 train --preset 1.2b
+    bench train-8b 180 train --preset 8b
+    measure tests-gpu 300 python3 -m pytest -q -n 0 -p no:cacheprovider tests/gpu
+    ;;
+2)
+    bench kernels 200 kernels --no-compile
+    bench attention 120 attention
+    bench train-124m 90 train --preset 124m
+    bench train-124m-graphs 90 train --preset 124m "${graphs[@]}"
+    bench train-1.2b-graphs 120 train --preset 1.2b "${graphs[@]}"
+    [ ${#compiled[@]} = 0 ] || bench kernels-compile 200 kernels --only rms_norm --only layer_norm --only activation --only rotary
+    ;;
+3)
+    bench train-1.2b-remainders 90 train --preset 1.2b --set optimizer.main_weights=remainders \
+        --set precision.accumulate_allreduce_grads_in_fp32=false
+    bench train-1.2b-compile 150 train --preset 1.2b "${compiled[@]}"
+    bench train-1.2b-fp8 150 train --preset 1.2b --precision fp8 "${compiled[@]}"
+    bench train-8b-fp8 210 train --preset 8b --precision fp8 "${compiled[@]}"
+    bench train-124m-compile 120 train --preset 124m "${compiled[@]}" "${graphs[@]}"
+    ;;
+4)
+    bench moe 120 moe
+    bench train-7b-a1b 150 train --preset 7b-a1b
+    bench train-3b 120 train --preset 3b
+    bench train-1.2b-again 90 train --preset 1.2b
+    bench train-8b-fp8-rowwise 240 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
+        "${compiled[@]}"
+    ;;
+*)
+    echo "bench/gpu/run.sh $part: the part is 1, 2, 3 or 4" >&2
+    exit 2
+    ;;
+esac
+
+(cd "$results" && python3 -m zipfile -c "../part-$part.zip" ./*)
+echo "written to $folder/part-$part.zip after $SECONDS s"
+for name in "${failed[@]}"; do
+    echo "failed: $name" >&2
+done
+((${#failed[@]} == 0))
