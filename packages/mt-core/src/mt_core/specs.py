@@ -241,7 +241,7 @@ VocabPadding = Literal["repeat-last", "mean", "minus-inf-like", "zero"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What a user of `mt convert` requests of the written checkpoint. A saver refuses what its format cannot express."""
+    """What `mt convert` requests of the written checkpoint. A saver refuses what its format cannot express."""
 
     target_tensor_parallel_size: int = 1
     target_pipeline_parallel_size: int = 1

@@ -497,8 +497,8 @@ def _require_outputs(loss: Loss, config: Config) -> Loss:
     """Raises ConfigError for a loss that needs something else from the model than its outputs."""
     if options := model_options(loss):
         raise ConfigError(
-            f"train.loss={config.train.loss} needs {', '.join(options)} from the model in place of its logits, which are "
-            "wanted here; set it to auto or cross_entropy"
+            f"train.loss={config.train.loss} needs {', '.join(options)} from the model in place of its logits, which "
+            "are wanted here; set it to auto or cross_entropy"
         )
     return loss
 

@@ -92,7 +92,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Running:
-    """workers: processes. overwrite: make again what was made otherwise. advance: called with documents and files done."""
+    """workers: processes. overwrite: make again what was made otherwise. advance: called with their counts."""
 
     workers: int = 1
     overwrite: bool = False

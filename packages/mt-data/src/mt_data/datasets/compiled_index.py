@@ -77,7 +77,7 @@ class CompiledShuffler:
         self._targets = np.empty(_DRAWN, np.uint32)
 
     def shuffle(self, array: NDArray[Any], advance: Callable[[int], None] = lambda count: None) -> None:
-        """Shuffle a one-dimensional array of at most 2^32 elements in place; `advance` is called with the number of elements done."""
+        """Shuffle a one-dimensional array of at most 2^32 elements in place; `advance` is called with counts."""
         top = len(array) - 1
         while top > 0:
             steps = min(top, _STEPS)

@@ -115,6 +115,6 @@ def _ids_before(tokenizer: Tokenizer, added: list[int]) -> int:
         if all(ids[:before] == head and ids[len(ids) - len(tail) :] == tail for ids in probes):
             return before
     raise ConfigError(
-        f"the tokenizer puts the ids {added} around each text in a way that cannot be distinguished from the text's own; set "
-        "it up to add none (tokenizer.tokenizer_hf_no_include_special_tokens=true for HuggingFaceTokenizer)"
+        f"the tokenizer puts the ids {added} around each text in a way that cannot be distinguished from the text's "
+        "own; set it up to add none (tokenizer.tokenizer_hf_no_include_special_tokens=true for HuggingFaceTokenizer)"
     )

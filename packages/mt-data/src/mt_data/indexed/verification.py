@@ -54,7 +54,7 @@ def verify(
 
     vocab_size: ids must be below it; the manifest's tokenizer's by default. multimodal: whether there must be
     modes; None to tell it from the size of `.idx`; only sequences of mode 0, text, are compared with vocab_size.
-    on_bytes: called with the size of each chunk of `.bin` read. Problems of the data are in the report; nothing is raised for them.
+    on_bytes: called with the size of each chunk of `.bin`. Problems are in the report; nothing is raised for them.
     """
     report = VerifyReport(os.fspath(prefix), vocab_size=vocab_size)
     try:

@@ -91,7 +91,7 @@ class IndexedDatasetWriter:
         self.end_document()
 
     def append(self, prefix: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> None:
-        """Append all documents of another finished data set; `on_bytes` is called with the size of each chunk of tokens copied.
+        """Append all documents of another finished data set; `on_bytes` is called with the size of each chunk.
 
         Its index is checked while it is read. Raises DataError when it is damaged, or has another dtype.
         """

@@ -1,4 +1,4 @@
-"""What a model requires of a kernel. Imports neither torch nor triton, so that configurations can be checked without them."""
+"""What a model requires of a kernel. Imports no torch, so that configurations can be checked without it."""
 
 from __future__ import annotations
 
