@@ -14,6 +14,7 @@ from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
 from mt_core.train import Callback, Trainer
+from mt_core.train.checkpoint.resume import differences
 from mt_core.train.checkpoint.run_directory import RunDirectory
 
 VARIANTS = {
@@ -107,6 +108,25 @@ def test_another_model_cannot_be_accepted(tiny, tmp_path) -> None:
     run(tiny(), tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.num_layers: 2 in the checkpoint, 3 now"):
         Trainer(tiny("model.num_layers=3", 'checkpoint.accept_changes=["model.num_layers"]'), run_dir=tmp_path)
+
+
+def test_attention_may_be_computed_by_another_backend_unless_bits_count(tiny, tmp_path) -> None:
+    run(tiny("model.attention_backend=eager", "train.exit_iteration=2"), tmp_path / "any")
+    assert Trainer(tiny("model.attention_backend=sdpa"), run_dir=tmp_path / "any").state.iteration == 2
+    exact = ("model.attention_backend=eager", "train.deterministic=true", "train.exit_iteration=2")
+    run(tiny(*exact), tmp_path / "exact")
+    with pytest.raises(CheckpointError, match=r"model\.attention_backend: eager in the checkpoint, sdpa now"):
+        Trainer(tiny("model.attention_backend=sdpa", "train.deterministic=true"), run_dir=tmp_path / "exact")
+
+
+def test_a_key_that_the_checkpoint_lacks_has_its_default(tiny) -> None:
+    config = tiny().config
+    stored = config.to_dict()
+    del stored["train"]["full_validation"]
+    assert list(differences(stored, config)) == []
+    assert [change.key for change in differences(stored, tiny("train.full_validation=true").config)] == [
+        "train.full_validation"
+    ]
 
 
 def test_required_and_never(tiny, tmp_path) -> None:

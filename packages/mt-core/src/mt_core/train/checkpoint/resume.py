@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.checkpoint_lookup import find_checkpoint
-from mt_core.config.schema import CheckpointConfig, Config
+from mt_core.config.schema import CheckpointConfig, Config, Section
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.data_identity import CONTENT, TOKENIZER, Change, data_changes
@@ -40,6 +40,7 @@ FREE_KEYS = frozenset(
     }
 )
 """Keys that do not affect the trained weights."""
+BACKEND = "attention_backend"
 FREE_SECTIONS = frozenset({"checkpoint", "logging", "inference", "eval", "timeouts"})
 
 
@@ -68,30 +69,49 @@ def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
         if section in FREE_SECTIONS:
             continue
         old, new = stored.get(section, {}), now[section]
+        defaults = _defaults(getattr(config, section))
         for key in sorted({*old, *new}):
-            if f"{section}.{key}" not in FREE_KEYS and old.get(key) != new.get(key):
+            added = key not in old and key in defaults
+            if f"{section}.{key}" not in FREE_KEYS and not added and old.get(key) != new.get(key):
                 yield Change(f"{section}.{key}", old.get(key), new.get(key))
+
+
+def _defaults(section: Section) -> set[str]:
+    """The keys that have their default. A checkpoint of before such a key was added is of a run that did the same."""
+    fields = type(section).model_fields
+    return {
+        key for key, field in fields.items() if field.get_default(call_default_factory=True) == getattr(section, key)
+    }
 
 
 def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, host: PluginHost) -> list[Change]:
     """Returns the accepted differences. Raises CheckpointError for any that checkpoint.accept_changes does not name.
 
-    Implementations of the same loss, which differ in rounding, count as different with train.deterministic only.
+    Implementations of the same loss or attention, which differ in rounding, count as different with
+    train.deterministic only.
     """
     found = differences(metadata["config"], config)
     if not config.train.deterministic:
-        found = (change for change in found if not _is_same_loss(change, host))
+        found = (change for change in found if not _is_other_rounding(change, host))
     changes = _require_accepted(found, config, origin)
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
     return changes
 
 
-def _is_same_loss(change: Change, host: PluginHost) -> bool:
+def _is_other_rounding(change: Change, host: PluginHost) -> bool:
+    """Whether the two are implementations of the same loss, or differ in the implementation of attention."""
+    if change.key.startswith("model."):
+        return change.key == f"model.{BACKEND}" or _without_backend(change.then) == _without_backend(change.now)
     if change.key != "train.loss":
         return False
     base = {spec.name: spec.equivalent_to or spec.name for spec in host.losses}
     return base.get(change.then, change.then) == base.get(change.now, change.now)
+
+
+def _without_backend(value: Any) -> Any:
+    """Of a part of a model, such as the decoder of LLaVA, all but its attention backend."""
+    return {key: entry for key, entry in value.items() if key != BACKEND} if isinstance(value, dict) else value
 
 
 def require_same_data(stored: Mapping[str, str], now: Mapping[str, str], config: Config, origin: str) -> list[Change]:
