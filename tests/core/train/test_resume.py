@@ -122,10 +122,10 @@ def test_attention_may_be_computed_by_another_backend_unless_bits_count(tiny, tm
 def test_a_key_that_the_checkpoint_lacks_has_its_default(tiny) -> None:
     config = tiny().config
     stored = config.to_dict()
-    del stored["train"]["full_validation"]
+    del stored["optimizer"]["clip_grad"]
     assert list(differences(stored, config)) == []
-    assert [change.key for change in differences(stored, tiny("train.full_validation=true").config)] == [
-        "train.full_validation"
+    assert [change.key for change in differences(stored, tiny("optimizer.clip_grad=0.5").config)] == [
+        "optimizer.clip_grad"
     ]
 
 
