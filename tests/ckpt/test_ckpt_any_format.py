@@ -96,7 +96,7 @@ def test_verify_a_whole_one(written, name: str) -> None:
     path = written(name)
     result = run("verify", path)
     assert result.exit_code == 0, result.exception
-    assert f"{path}: whole as far as {name} tells" in result.output
+    assert f"{path}: whole as far as {name} shows" in result.output
     assert ("their checksums are right" in result.output) == (name not in ("hf", "gguf", "megatron-dist"))
 
 
