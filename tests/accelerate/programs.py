@@ -212,13 +212,13 @@ def weighted_step() -> type:
     return WeightedStep
 
 
-def custom_loss(fields: Mapping[str, Any], world: int) -> dict[str, Any]:
+def custom_loss(fields: Mapping[str, Any], world: int, family: str = "gpt2") -> dict[str, Any]:
     """Losses of steps with a loss of the program's own; what its loss function reported."""
     options = {
         "custom_train_step_class": weighted_step(),
         "custom_train_step_kwargs": {"keys": KEY_TOKENS, "alpha": 0.5},
     }
-    _, model, _, loader, _ = start("gpt2", fields, world, **options)
+    _, model, _, loader, _ = start(family, fields, world, **options)
     found = [model.train_step(**batch)[0] for batch, _ in zip(loader, range(STEPS), strict=False)]
     return {
         "losses": [one["loss"].item() for one in found],
@@ -349,6 +349,7 @@ def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping
     for name, (family, fields) in layouts.items():
         if family == "mixtral":
             found[name] += own_batches(fields, world, family)
+            found[name] += custom_loss(fields, world, family)["losses"]
     found["refused"] = refusal(world, {"context_parallel_size": 2}) if world > 1 else None
     return found
 

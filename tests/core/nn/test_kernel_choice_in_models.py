@@ -44,7 +44,7 @@ def test_naming_torch_changes_nothing_but_what_is_said(tiny) -> None:
     plain, chosen = run(tiny()), run(tiny(*named))
     assert chosen.losses == plain.losses
     assert not [message for message in plain.messages if message.startswith("kernel ")]
-    assert [message for message in chosen.messages if "rms_norm: torch (as kernels.rms_norm asks" in message]
+    assert [message for message in chosen.messages if "rms_norm: torch (as kernels.rms_norm says" in message]
 
 
 class Noted(Kernels):

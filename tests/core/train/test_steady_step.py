@@ -205,7 +205,7 @@ def test_telling_late_changes_what_is_told_in_nothing_but_its_time(more, tiny, t
     assert later.engine.step.deferred
     assert [step["iteration"] for step in deferred] == [1, 2, 3, 4, 5, 6]
     assert [without_time(step) for step in deferred] == [without_time(step) for step in at_once]
-    assert later.last_losses == now.last_losses
+    assert later.last_evaluation == now.last_evaluation
     assert all(torch.equal(a, b) for a, b in zip(later.model.parameters(), now.model.parameters(), strict=True))
 
 

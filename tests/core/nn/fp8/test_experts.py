@@ -148,7 +148,7 @@ def test_an_moe_model_trains_with_its_experts_in_fp8_and_its_router_not(tiny, re
     for more in ((), fp8_keys):
         trainer = Trainer(tiny(*keys, *more))
         trainer.train()
-        losses.append(trainer.last_losses.get("valid_loss"))
+        losses.append(trainer.last_evaluation.get("valid_loss"))
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1] != losses[0]
     assert fp8_report(trainer.model).converted == 2 * (2 + 2)

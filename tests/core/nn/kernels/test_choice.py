@@ -109,8 +109,8 @@ def test_a_model_lists_what_it_got_once_for_each_use() -> None:
     kernels.pick("rotary", "interleaved", width=16)
     assert norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
     assert [str(choice) for choice in kernels.choices] == [
-        "rms_norm: torch (as kernels.rms_norm asks, for cpu, float32, width 64)",
-        "rms_norm: torch (as kernels.rms_norm asks, for cpu, float32, width 16)",
+        "rms_norm: torch (as kernels.rms_norm says, for cpu, float32, width 64)",
+        "rms_norm: torch (as kernels.rms_norm says, for cpu, float32, width 16)",
         "rotary: torch (auto on cpu)",
     ]
 
