@@ -223,7 +223,7 @@ def test_exact_samples(write_tokens: Callable[..., str], tokenizer: Any) -> None
     config = GPTDataConfig.model_validate({"train_data_path": entries})
     dataset = built(config, tokenizer, request(samples=23))
     assert sorted(int(dataset[k]["tokens"][0]) for k in range(len(dataset))) == [1] * 3 + [2] * 20
-    with pytest.raises(DataError, match=r"needs 24 samples.*asks for exactly 23"):
+    with pytest.raises(DataError, match=r"needs 24 samples.*names exactly 23"):
         build_gpt(config, tokenizer, request(samples=24))
 
 

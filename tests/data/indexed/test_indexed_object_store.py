@@ -74,7 +74,7 @@ def test_missing_and_shrunk_objects_are_named(bucket: Any) -> None:
 
 
 def test_an_unknown_protocol_is_named() -> None:
-    with pytest.raises(DataError, match="nosuch://bucket/data.idx: .*nosuch.*give a protocol that fsspec knows"):
+    with pytest.raises(DataError, match="nosuch://bucket/data.idx: .*nosuch.*give a protocol of fsspec"):
         IndexedDataset("nosuch://bucket/data")
 
 

@@ -55,8 +55,12 @@ class PlannedEnvironment(ModelEnvironment):
         elif backend == "eager":
             core = self._written_out(request.get("logit_softcap"))
         else:
-            core = fused_attention(self.counting.ledger)
+            core = fused_attention(self.counting.ledger, on_gpu=self._on_gpu)
         return recomputed(core) if self.recompute.selects("core_attn") else core
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.config.train.device != "cpu"
 
     def _written_out(self, logit_softcap: float | None) -> AttentionCore:
         in_fp32 = self.config.precision.attention_softmax_in_fp32
@@ -76,7 +80,7 @@ class PlannedEnvironment(ModelEnvironment):
 
     def _over_ranks(self) -> AttentionCore:
         method, context, ledger = self.config.parallel.cp_comm_type, self.parallel, self.counting.ledger
-        inside = fused_attention(ledger)
+        inside = fused_attention(ledger, on_gpu=self._on_gpu)
         if method == "a2a":
             return ulysses_attention(context.cp, inside)
         if method == "a2a+p2p":
@@ -113,14 +117,16 @@ class _Kept(torch.autograd.Function):
         return torch.empty_like(q), None, None, None, *(q.new_empty(shape) for shape in ctx.shapes)
 
 
-def fused_attention(ledger: Ledger) -> AttentionCore:
-    """Flash attention on one rank; with a mask key-value groups are repeated for their query heads first."""
+def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
+    """Flash attention on one rank. Key-value groups are repeated for their query heads where the kernel does not take
+    them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         mask = None
         if not pattern.over(k.shape[1]).is_plain:
-            k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
+        if mask is not None or not on_gpu or q.dtype == torch.float32:
+            k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         ledger.flops += attention_flops(q, k, v, pattern.causal)
         return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
 

@@ -72,6 +72,7 @@ def decode_image(
 
 @contextmanager
 def _opened(file: ImageFile) -> Iterator[Image]:
+    _require_pillow(str(file))
     with file.open() as whole:
         part = _member(whole, file) if file.member else whole
         with _decoded(part, str(file)) as image:
@@ -87,13 +88,9 @@ def _member(archive: BinaryIO, file: ImageFile) -> Any:
 @contextmanager
 def _decoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> Iterator[Image]:
     """A Pillow image of a path or an open file. Raises DataError for what is no image, also while it is used."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise DataError(
-            f"{name}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
-            ".npy files of uint8 [height, width, 3] need nothing"
-        ) from error
+    _require_pillow(name)
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with Image.open(source, formats=formats) as image:
             yield image
@@ -101,6 +98,16 @@ def _decoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> 
         raise DataError(f"{name} cannot be read as an image: {', '.join(formats or ['no format'])} fits it") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{name} cannot be read as an image: {error}") from error
+
+
+def _require_pillow(name: str) -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"{name}: image files are decoded by Pillow, which is not installed (pip install 'mt-data[images]'); "
+            ".npy files of uint8 [height, width, 3] need nothing"
+        ) from error
 
 
 def fit(image: NDArray[np.uint8], height: int, width: int, how: Resize) -> NDArray[np.uint8]:
