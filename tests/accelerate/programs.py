@@ -28,8 +28,14 @@ def build(family: str, layers: int = 2) -> Any:
         return transformers.LlamaForCausalLM(config)
     if family == "mixtral":
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, vocab_size=96))
+        # The loss of the router's balance is one of a micro-batch, and micro-batches have other sizes in other layouts.
+        experts = {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.0,
+            "intermediate_size": 48,
+        }
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, router_aux_loss_coef=0.0))
     if family == "bert":
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
         config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
@@ -334,6 +340,12 @@ def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) ->
     found["generated"] = generate(fields, world) if dp == 1 else None
     found["mt train"] = losses_of_mt_train(fields, world, folder)
     return found
+
+
+def families_and_styles(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Losses of each family, of a loss and of batches of the program's own."""
+    found = {family: train(family, fields, world, f"{folder}/{family}")["losses"] for family in FAMILIES}
+    return {**found, "custom": custom_loss(fields, world)["losses"], "own batches": own_batches(fields, world)}
 
 
 def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:

@@ -144,6 +144,18 @@ def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(alone, tmp_path) -> None:
+    fields = {"tp_degree": 2, "sequence_parallelism": True, "pp_degree": 2}
+    expected = {family: alone[family]["losses"] for family in FAMILIES}
+    expected |= {"custom": alone["custom"]["losses"], "own batches": alone["own batches"]}
+    for found in run_ranks(4, programs.families_and_styles, fields, str(tmp_path), timeout=300):
+        for name, losses in expected.items():
+            if found[name]:  # a loss of the program's own is known on the last stage
+                assert found[name] == pytest.approx(losses, rel=1e-4), name
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_script_has_the_losses_of_mt_train_to_the_last_bit(alone, on_ranks, layout: str) -> None:
     for found in (alone, *(of_rank[layout] for of_rank in on_ranks)):
