@@ -56,8 +56,9 @@ class PairRules:
 
 
 def _bert_rules(tokenizer: Tokenizer, length: int, truncation: Truncation, dataset: str) -> PairRules:
-    hint = 'BertWordPieceLowerCase has them), or data.sequence_format="eod" for a decoder'
-    ids = special_ids(tokenizer, ("cls", "sep", "pad"), dataset, hint)
+    ids = special_ids(
+        tokenizer, ("cls", "sep", "pad"), dataset, alternative=', or data.sequence_format="eod" for a decoder'
+    )
     return PairRules(length, ids["cls"], ids["sep"], ids["pad"], truncation)
 
 
@@ -67,16 +68,16 @@ def _decoder_rules(tokenizer: Tokenizer, length: int, truncation: Truncation, da
     return PairRules(length, tokenizer.special.bos, eod, eod if pad is None else pad, truncation)
 
 
-def special_ids(
-    tokenizer: Tokenizer, names: Sequence[str], dataset: str, hint: str = "BertWordPieceLowerCase has them)"
-) -> dict[str, int]:
-    """Special ids by name; ConfigError naming all that the tokenizer does not have."""
+def special_ids(tokenizer: Tokenizer, names: Sequence[str], dataset: str, alternative: str = "") -> dict[str, int]:
+    """Special ids by name; ConfigError naming all that the tokenizer does not have. alternative: to another tokenizer,
+    the end of the message."""
     ids = {name: getattr(tokenizer.special, name) for name in names}
     missing = [name for name, token in ids.items() if token is None]
     if missing:
         raise ConfigError(
             f'data.dataset_type="{dataset}" needs the special tokens {", ".join(names)}, and the tokenizer has no '
-            f"{', '.join(missing)}; choose another tokenizer.tokenizer_type ({hint}"
+            f"{', '.join(missing)}; choose another tokenizer.tokenizer_type (BertWordPieceLowerCase has them)"
+            f"{alternative}"
         )
     return ids
 
