@@ -125,7 +125,7 @@ def test_single_sentence_documents_keep_their_query(write_sentences: Any, wordpi
 def test_titles_that_do_not_fit(write_sentences: Any, documents: Any, wordpiece: Any) -> None:
     prefix = write_sentences(documents)
     write_sentences([[[60]]], "few_titles")
-    with pytest.raises(DataError, match=r"few_titles has 1 titles and .* has 120 documents"):
+    with pytest.raises(DataError, match=r"few_titles has 1 titles and .* has 120 documents; .* with --json-keys title"):
         ict(prefix, wordpiece, titles_data_path=prefix.replace("corpus_text_sentence", "few_titles"))
     write_sentences([[[60] * 61], *[[[60]]] * 119], "corpus_title_document")
     with pytest.raises(DataError, match=r"corpus_title_document, document 0: the title has 61 tokens"):

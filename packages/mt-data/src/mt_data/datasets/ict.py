@@ -21,16 +21,14 @@ from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files, open_tokens
 from mt_data.datasets.pair_encoding import special_ids
 from mt_data.datasets.sentence_index import BlockIndexPlan, build_block_index
-from mt_data.datasets.sentences import SentenceSamples
+from mt_data.datasets.sentences import SentenceDataset, SentenceSamples
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 from mt_data.indexed.reader import SequenceReader
 
 SPECIAL_PLACES = 3
 """CLS, and SEP after title and block."""
-
-
 SENTENCES, TITLES = "_text_sentence", "_title_document"
-"""Endings of what preprocessing with --json-keys text (--split-sentences) and title writes."""
+"""Endings of what preprocessing with --json-keys text --split-sentences and with --json-keys title writes."""
 
 
 class ICTDataConfig(IndexedDataConfig):
@@ -94,19 +92,13 @@ class ICTRules:
     pad: int
 
 
-class ICTDataset:
+class ICTDataset(SentenceDataset):
     """Sample k is made of row k of the block index (first, end, document, block)."""
 
     def __init__(self, samples: SentenceSamples, titles: Titles, rules: ICTRules) -> None:
-        self.samples = samples
+        super().__init__(samples)
         self.titles = titles
         self.rules = rules
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def describe(self, index: int) -> str:
-        return self.samples.describe(index)
 
     def fingerprint(self) -> str:
         """The content of the two token files."""
@@ -201,8 +193,9 @@ def _checked_title_lengths(titles: Titles, tokens: OpenedTokens, sequence_length
     documents = tokens.reader.num_documents
     if len(titles) != documents:
         raise DataError(
-            f"{titles.name} has {len(titles)} titles and {tokens.name} has {documents} documents; both must be made "
-            "from the same file, such as with mt data preprocess --json-keys text title"
+            f"{titles.name} has {len(titles)} titles and {tokens.name} has {documents} documents; make both "
+            "from the same file: mt data preprocess --json-keys text --split-sentences, and again with --json-keys "
+            "title alone"
         )
     lengths = titles.lengths()
     longest = int(lengths.argmax()) if len(lengths) else 0
