@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import random
 import tarfile
 from pathlib import Path
@@ -270,6 +271,17 @@ def shard_of(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
+def test_names_need_not_be_utf8(tmp_path: Path) -> None:
+    """In a shard and in a folder."""
+    name, content = os.fsdecode(b"caf\xe9"), io.BytesIO()
+    image = save(tmp_path, f"{name}.png", 3)
+    image.save(content, "png")
+    shard = shard_of(tmp_path / "x.tar", {f"{name}.png": content.getvalue(), f"{name}.txt": b"text"})
+    lines = write_lines(tmp_path, {"image": f"{name}.png", "text": "text"})
+    for path in (shard, lines):
+        assert np.array_equal(build(path)[0]["images"][0], pixels(image))
+
+
 def test_bad_shards_and_records_are_named(tmp_path: Path, shards: Path) -> None:
     whole = (shards / "shapes-0.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 2])
@@ -279,6 +291,8 @@ def test_bad_shards_and_records_are_named(tmp_path: Path, shards: Path) -> None:
     save(tmp_path, "x.png", 0)
     lines = {
         "images": ({"image": [3], "text": "x"}, "expected a path or a list of paths"),
+        "null": ({"image": "x\0.png", "text": "x"}, "cannot be the path of a file: embedded null"),
+        "surrogate": ({"image": "x\ud800.png", "text": "x"}, r"x\\ud800.png' cannot be the path of a file"),
         "marks": ({"text": "<image>"}, '"<image>" 1 times, and 0 images'),
         "answers": ({"image": "x.png", "question": "?", "answers": []}, 'list of texts under "answers"'),
         "views": ({"image": ["x.png", "x.png"], "text": "x"}, "2 views, more than data.max_images=1"),

@@ -59,9 +59,9 @@ class EncodedRecords:
     from the very first (the length of the record when there is none), and the views of its images.
     tokens int32, counted bool [all tokens]; bounds int64 [records + 1]; number int64, file int32 [records]: the place
     of each. grid uint8 [images, 2]: rows and columns of tiles; image_bounds int64 [records + 1]. An image is a file
-    below its record's folder, or a member of its record's shard: name_bounds int64 [images + 1] into names uint8
-    (UTF-8); offset, size int64 [images], of members (size -1: a file). unusable int64 [records left out, 2]: file,
-    number. paths: the files; folders: where the images of each begin.
+    below its record's folder, or a member of its record's shard: name_bounds int64 [images + 1] into names uint8 (as
+    the file system has them); offset, size int64 [images], of members (size -1: a file). unusable int64 [records left
+    out, 2]: file, number. paths: the files; folders: where the images of each begin.
     """
 
     tokens: NDArray[np.int32]
@@ -100,10 +100,10 @@ class EncodedRecords:
         return [(self._image(number, int(self.file[record])), Grid(*self.grid[number].tolist())) for number in numbers]
 
     def _image(self, image: int, file: int) -> ImageFile:
-        name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes().decode()
+        name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes()
         if (size := int(self.size[image])) < 0:
-            return ImageFile(self.folders[file] / name)
-        return ImageFile(self.paths[file], name, int(self.offset[image]), size)
+            return ImageFile(self.folders[file] / os.fsdecode(name))
+        return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
     def expanded(self, record: int, shape: ViewShape) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The text of a record with IMAGE once for each feature of each view."""
@@ -195,7 +195,7 @@ class _Gathered:
         self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids))
         self.grids += grids
         for image in record.images:
-            self.names.append((image.member or os.path.relpath(image.path, folder)).encode())
+            self.names.append(os.fsencode(image.member or os.path.relpath(image.path, folder)))
             self.parts.append((image.offset, image.size))
 
     def _sizes(

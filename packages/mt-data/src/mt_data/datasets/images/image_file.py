@@ -29,11 +29,14 @@ class ImageFile:
         return f"{self.path}, member {self.member}" if self.member else str(self.path)
 
     def open(self) -> BinaryIO:
-        """The whole of `path`. Raises DataError for a file that is missing or cannot be opened."""
+        """The whole of `path`. Raises DataError for a file that is missing or cannot be opened, and for a path that no
+        file can have."""
         try:
             return self.path.open("rb")
         except OSError as error:
             raise DataError(f"{self} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:  # a null character, or a surrogate that no byte stands for
+            raise DataError(f"{str(self)!a} cannot be the path of a file: {error}") from error
 
     def read(self) -> bytes:
         """Raises DataError for a file that cannot be read, or ends before the member does."""
