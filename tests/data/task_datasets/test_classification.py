@@ -226,6 +226,12 @@ def test_other_lines_are_another_data_set_and_another_place_is_not(tmp_path: Pat
         ({"labels": ["0", "1"]}, "text\tlabel\nwa\t0\nwb\t2\n", DataError, "line 3: label is '2', known are 0, 1"),
         ({}, "text\tlabel\nwa\tgood\n", DataError, "line 2: label is 'good', it must be a number"),
         ({}, "text\tlabel\n", DataError, "is empty"),
+        (
+            {"uid_column": "n"},
+            f"n\ttext\tlabel\n{2**63}\twa\t1\n",
+            DataError,
+            "n is '9.*8', which is no number of at",
+        ),
         ({"text_columns": ["a", "b", "c"]}, "", ValueError, "must name one column, or two"),
         ({"labels": ["1"]}, "", ValueError, "two or more different classes"),
         ({"header": False}, "", ValueError, "text, label is a name; give places from 0"),
@@ -242,6 +248,7 @@ def test_bad_texts(tmp_path: Path, wordpiece: Any, keys: Any, text: str, error: 
     [
         ('{"text": "wa"', "line 2: not JSON"),
         ("[1]", "line 2: must be an object with the keys text"),
+        ("[" * 100_000, "line 2: JSON nested too deeply"),
         ('{"txt": "wa", "label": 1}', "line 2: there is no column text; .* They are txt, label"),
         ('{"text": "wa", "label": 3}', "line 2: label is '3', known are 0, 1"),
     ],

@@ -18,6 +18,8 @@ from mt_data.datasets.glue_tasks import Column, TextTask
 from mt_data.datasets.pair_encoding import clean_text
 
 NO_LABEL = -1
+INT64_DIGITS = 18
+"""Numbers of so many digits are int64, the dtype of the numbers of lines."""
 _LISTED = 5
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ def _json_row(line: str, task: TextTask, where: str) -> Row | str:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         return f"{where}: not JSON ({error.msg})"
+    except RecursionError:
+        return f"{where}: JSON nested too deeply"
     if not isinstance(value, dict):
         return f"{where}: must be an object with the keys {_listed(task.texts)}"
     row = {key: _as_text(field) for key, field in value.items() if field is not None}
@@ -134,8 +138,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _parse(row: Row, index: int, task: TextTask, where: str) -> LabelledTexts | str:
     uid = str(index) if task.uid is None else row[task.uid].strip()
-    if not uid.isdecimal():
-        return f"{where}: {task.uid} is {uid!r}, which is no number"
+    if not uid.isdecimal() or len(uid) > INT64_DIGITS:
+        return f"{where}: {task.uid} is {uid!r}, which is no number of at most {INT64_DIGITS} digits"
     texts = tuple(clean_text(row[column]).strip() for column in task.texts)
     if "" in texts:
         return f"{where}: {task.texts[texts.index('')]} is empty"

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
+from mt_data.datasets.labelled_texts import INT64_DIGITS
 from mt_data.datasets.text_files import bare_encoder
 from mt_retrieval.evidence.passages import Passage
 
@@ -44,15 +45,15 @@ class TSVEvidence:
         return self._digest.hexdigest()
 
     def passage(self, row: int) -> Passage:
-        """Raises DataError for a row without its fields, or whose id is no number."""
+        """Raises DataError for a row without its fields, or whose id is no number of int64."""
         self._file.seek(self._offsets[row])
         fields = next(_records(_lines(self._file)))
         where = f"{self.name}, passage {row + 1}"
         if len(fields) < len(self._columns):
             raise DataError(f"{where} has {len(fields)} fields, must have {', '.join(self._columns)}")
         values = dict(zip(self._columns, fields, strict=False))
-        if not values["id"].isdecimal():
-            raise DataError(f"{where} has the id {values['id']!r}, which is no number")
+        if not values["id"].isdecimal() or len(values["id"]) > INT64_DIGITS:
+            raise DataError(f"{where} has the id {values['id']!r}, which is no number of at most {INT64_DIGITS} digits")
         return Passage(int(values["id"]), values["text"], values["title"])
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
