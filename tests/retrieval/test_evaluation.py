@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.retrieval.corpus import PASSAGES, TRAINED
 
 from mt_core.errors import DataError
 from mt_retrieval.answers import has_answer
+from mt_retrieval.dpr.files import read_training_questions
 from mt_retrieval.evaluation import measure_recall
 from mt_retrieval.evidence.tsv import TSVEvidence
 from mt_retrieval.questions import Question, read_questions
@@ -110,6 +112,32 @@ def test_files_that_are_no_questions(tmp_path: Path, content: str, words: str) -
     path.write_text(content)
     with pytest.raises(DataError, match=words):
         read_questions(path)
+
+
+@pytest.mark.parametrize("read", [read_questions, read_training_questions])
+def test_compressed_files_that_are_damaged(tmp_path: Path, read) -> None:
+    whole = gzip.compress(b"who?\t['a']\n" * 1000)
+    cases = {
+        "cut": (whole[:-20], r"was cut short: its compressed data ends too early"),
+        "bits": (whole[:20] + b"\xff" * 9 + whole[29:], r"is damaged gzip data"),
+        "plain": (b"who?", r"is damaged gzip data"),
+        "bytes": (gzip.compress(b"\xff"), r"is no UTF-8"),
+    }
+    for name, (content, words) in cases.items():
+        path = tmp_path / f"{name}.gz"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            read(path)
+    with pytest.raises(DataError, match=r"none.gz cannot be read: No such file"):
+        read(tmp_path / "none.gz")
+
+
+def test_a_line_of_json_ends_with_a_newline_alone(tmp_path: Path) -> None:
+    """U+2028 is a line separator to Python's splitlines, and an ordinary character of a JSON string."""
+    path = tmp_path / "train.jsonl.gz"
+    record = {"question": "a\u2028b", "positive_ctxs": [{"title": "t", "text": "c"}]}
+    path.write_bytes(gzip.compress(f"{json.dumps(record, ensure_ascii=False)}\n \n{json.dumps(record)}".encode()))
+    assert [one.question for one in read_training_questions(path)] == ["a\u2028b"] * 2
 
 
 def test_answers_are_read_as_python_and_json_write_them(tmp_path: Path) -> None:

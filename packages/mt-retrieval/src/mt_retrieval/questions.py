@@ -1,14 +1,13 @@
 """Questions with their answers, from the files of Natural Questions as DPR has them.
 
 A line is: question, tab, list of answers as Python or JSON writes it. The file has no line of names, and may be
-compressed (.gz). Lists are parsed as literals, never evaluated.
+compressed (.gz, .zst). Lists are parsed as literals, never evaluated.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
-import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mt_core.errors import DataError
+from mt_retrieval.compressed_text import open_text
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,13 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Raises DataError for a file that cannot be read, has no questions, or a line that is none."""
     try:
-        with _opened(path) as file:
+        with open_text(path, newline="") as file:
             questions = [_question(fields, f"{path}, line {number}") for number, fields in _records(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise DataError(f"the questions {path} cannot be read: {error}") from error
     if not questions:
         raise DataError(f"{path} has no questions; a line is a question, a tab, and a list of answers")
     return questions
-
-
-def _opened(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
 
 
 def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:

@@ -1,19 +1,20 @@
 """Questions with passages from DPR's JSON files.
 
 A file is an array (or JSON lines) of objects with `question`, `positive_ctxs`, `negative_ctxs`, `hard_negative_ctxs`
-and `answers`; a passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz).
+and `answers`; a passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz,
+.zst).
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_retrieval.compressed_text import open_text
 
 NEGATIVES = ("hard_negative_ctxs", "negative_ctxs")
 
@@ -45,7 +46,7 @@ def read_training_questions(path: Path) -> list[TrainingQuestion]:
     """
     questions = [
         _question(value, f"{path}, question {number}")
-        for number, value in enumerate(read_records(path), 1)
+        for number, value in enumerate(_records(path), 1)
         if not isinstance(value, dict) or value.get("positive_ctxs") != []
     ]
     if not questions:
@@ -53,17 +54,17 @@ def read_training_questions(path: Path) -> list[TrainingQuestion]:
     return questions
 
 
-def read_records(path: Path) -> Iterator[Any]:
+def _records(path: Path) -> list[Any]:
     """The JSON values of an array or of lines."""
+    with open_text(path) as file:
+        text = file.read()
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            text = file.read()
-        values = (
-            json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.splitlines() if line]
-        )
-    except (OSError, ValueError, RecursionError) as error:
+        if text.lstrip()[:1] == "[":
+            return list(json.loads(text))
+        # Not splitlines: texts may have other line separators, such as U+2028.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON array or JSON lines: {error}") from error
-    yield from values
 
 
 def _question(value: Any, where: str) -> TrainingQuestion:
