@@ -101,7 +101,10 @@ def test_a_folder_of_another_job_is_refused(trained: Trained, tmp_path: Path) ->
         ("id\ttext\n1\tone\n", r"line 1: there is no column title; the first line must name id, text and title"),
         ("id\ttext\ttitle\n", r"has no passages behind its first line"),
         ("id\ttext\ttitle\nx\tone\ttwo\n", r"passage 1 has the id 'x', which is no number"),
-        (f"id\ttext\ttitle\n{2**63}\tone\ttwo\n", r"has the id '9223372036854775808', which is no number of at most 18"),
+        (
+            f"id\ttext\ttitle\n{2**63}\tone\ttwo\n",
+            r"has the id '9223372036854775808', which is no number of at most 18",
+        ),
         ("id\ttext\ttitle\n1\tone\n", r"passage 1 has 2 fields, must have id, text, title"),
         ("id\ttext\ttitle\n1\t\udcff\ttwo\n", r"codec can't decode byte"),
     ],

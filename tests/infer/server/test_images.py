@@ -132,6 +132,8 @@ def test_images_that_cannot_be_are_errors(served: Live, folder: Path) -> None:
     cases = [
         ([image_part("http://127.0.0.1/a.png")], "does not fetch"),
         ([image_part("gopher:x")], "does not fetch"),
+        ([image_part("file://[")], "is no URL"),
+        ([image_part(f"file://{folder}/a%00.png")], "is no URL: embedded null"),
         ([image_part(f"file://{folder}/../outside.png")], "outside the folders"),
         ([image_part(f"file://{folder}/link.png")], "outside the folders"),
         ([image_part(f"file://elsewhere{folder}/it.png")], "does not fetch"),
@@ -143,6 +145,7 @@ def test_images_that_cannot_be_are_errors(served: Live, folder: Path) -> None:
         ([image_part(data_url(png(np.zeros((1, 33_000_000, 3), np.uint8))))], "33000000 x 1 pixels"),
         ([image_part(good), {"type": "text", "text": "<image>"}], "<image> 2 times, and there are 1 images"),
         ([image_part(good)] * 200, "context is 512"),
+        ([image_part(data_url(b"no image"))] * 129, "129 images take 516 and more"),  # none of them is decoded
         ([{"type": "image_url", "image_url": {"url": good, "detail": "high"}}], "auto"),
     ]
     for content, words in cases:

@@ -142,8 +142,17 @@ def _prompt(model: ServedModel, body: ChatBody, views: Sequence[int]) -> list[in
 
 
 async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> list[Tensor]:
-    """The views of each image. One request's at a time: an image takes much memory while it is decoded."""
+    """The views of each image. One request's at a time: an image takes much memory while it is decoded.
+
+    Raises ApiError for more images than the context has room for, before any is decoded.
+    """
     data = image_data(model.require_generator().config)
+    if (tokens := len(urls) * data.image_seq_length) > model.longest:
+        raise ApiError(
+            f"this model's context is {model.longest} tokens; {len(urls)} images take {tokens} and more; send fewer",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     def read() -> list[Tensor]:
         return views_of(read_image_urls(urls, service.options.media_folders), data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -22,10 +22,10 @@ MAX_PIXELS = 32_000_000
 """Of an image; a small file may hold many."""
 
 
-def read_image_urls(urls: Sequence[str], folders: Sequence[Path]) -> list[NDArray[np.uint8]]:
-    """uint8 [height, width, 3] each. folders: those that file: URLs may name. Raises ApiError for all other URLs, and
-    for what is no image."""
-    return [_read(url, f"messages: image {number}", folders) for number, url in enumerate(urls, 1)]
+def read_image_urls(urls: Sequence[str], folders: Sequence[Path]) -> Iterator[NDArray[np.uint8]]:
+    """uint8 [height, width, 3] each, decoded when it is taken. folders: those that file: URLs may name. Raises ApiError
+    for all other URLs, and for what is no image."""
+    return (_read(url, f"messages: image {number}", folders) for number, url in enumerate(urls, 1))
 
 
 def _read(url: str, name: str, folders: Sequence[Path]) -> NDArray[np.uint8]:
@@ -48,18 +48,28 @@ def _data(url: str, name: str) -> bytes:
 
 
 def _file(url: str, name: str, folders: Sequence[Path]) -> Path:
-    parts = urlsplit(url)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+    try:
+        path = _path_of(url)
+    except ValueError as error:
+        raise _refused(f"{name} is at {url[:50]!r}, which is no URL: {error}") from error
+    if path is None:
         raise _refused(
             f"{name} is at {url[:50]!r}, which this server does not fetch; send it as data:image/...;base64,..."
         )
-    path = Path(unquote(parts.path)).resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise _refused(
             f"{name} is a file outside the folders that this server reads images from (--allowed-local-media-path "
             "of mt serve); send it as data:image/...;base64,..."
         )
     return path
+
+
+def _path_of(url: str) -> Path | None:
+    """Of a file: URL, without links and `..`; None for others. Raises ValueError for what is no URL or no path."""
+    parts = urlsplit(url)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        return None
+    return Path(unquote(parts.path)).resolve()
 
 
 def _refused(message: str) -> ApiError:
