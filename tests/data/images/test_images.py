@@ -211,6 +211,12 @@ def test_arrays_that_are_no_images_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "grey.npy", np.zeros((4, 4), np.uint8))
     with pytest.raises(DataError, match=r"grey.npy holds uint8 \[4, 4\]; an image is uint8 \[height, width, 3\]"):
         read_image(ImageFile(tmp_path / "grey.npy"))
+    # 3 PB, of which none are in the file.
+    head = {"descr": "|u1", "fortran_order": False, "shape": (10**15, 1, 3)}
+    with (tmp_path / "huge.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, head)
+    with pytest.raises(DataError, match=r"huge.npy cannot be read as an array"):
+        read_image(ImageFile(tmp_path / "huge.npy"))
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match=r"objects.npy cannot be read as an array"):
         read_image(ImageFile(tmp_path / "objects.npy"))
