@@ -20,7 +20,7 @@ from mt_retrieval.retriever import Retriever
 
 @pytest.mark.parametrize("k", [1, 7, 60])
 def test_exact_search_is_a_sorted_product(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """Over matrices that are cut into blocks in the middle; of equal scores the first row comes first."""
+    """Over matrices that are cut into blocks in the middle; of equal scores the lower row comes first."""
     monkeypatch.setattr(exact, "BLOCK_ROWS", 8)
     random = np.random.default_rng(1)
     rows = random.integers(-3, 4, (50, 5)).astype(np.float16)
@@ -32,6 +32,7 @@ def test_exact_search_is_a_sorted_product(monkeypatch: pytest.MonkeyPatch, k: in
         assert best.tolist() == [products[row] for row in expected]
         assert k == 1 or len(set(numbers.tolist())) == len(expected)
         assert [products[row] for row in numbers] == [products[row] for row in expected]
+        assert numbers.tolist() == sorted(numbers.tolist(), key=lambda row: (-products[row], row))
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,11 @@ def damage(trained: Trained, folder: Path) -> Path:
     return folder
 
 
+def written(folder: Path, content: bytes) -> Path:
+    (folder / "x.npy").write_bytes(content)
+    return folder / "x.npy"
+
+
 def untrained(trained: Trained, folder: Path) -> Path:
     """Another encoder of the same shape."""
     config = training_config(trained.world, "train.train_iters=1", "train.seed=5")
@@ -85,6 +91,9 @@ def untrained(trained: Trained, folder: Path) -> Path:
     [
         (lambda t, p: open_index(p), DataError, r"is no index: give a folder that mt retrieve embed"),
         (lambda t, p: open_index(t.embeddings, "nprobe=2"), ConfigError, r"searched exactly"),
+        (lambda t, p: open_index(written(p, b"")), DataError, r"is no array in NumPy's format: No data left in file"),
+        (lambda t, p: open_index(written(p, b"\x80\x04.")), DataError, r"x.npy is no array in NumPy's format"),
+        (lambda t, p: open_index(p / "none.npy"), DataError, r"is no array in NumPy's format: .*No such file"),
         (lambda t, p: open_index(damage(t, p)), DataError, r"index.faiss is damaged: .*run mt retrieve index again"),
         (
             lambda t, p: Retriever.open(t.embeddings, checkpoint=untrained(t, p), device="cpu"),

@@ -59,7 +59,7 @@ def read_matrix(path: Path) -> NDArray[np.floating]:
     """Mapped into memory. Raises DataError for a file that is no matrix of numbers in NumPy's format."""
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is no array in NumPy's format: {error}") from error
     if matrix.ndim != 2 or matrix.dtype.kind != "f":
         raise DataError(f"{path} holds {matrix.dtype} of shape {list(matrix.shape)}; embeddings are a matrix of floats")
@@ -67,7 +67,8 @@ def read_matrix(path: Path) -> NDArray[np.floating]:
 
 
 def _merged(a: Found, b: Found, k: int) -> Found:
-    """The k best of both; of equal scores the first row."""
+    """The k best of both; of equal scores the lower row first. Which of several with the k-th score are kept is not
+    defined."""
     scores, rows = np.concatenate([a.scores, b.scores], 1), np.concatenate([a.rows, b.rows], 1)
     if scores.shape[1] > k:
         kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
