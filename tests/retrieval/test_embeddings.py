@@ -19,7 +19,8 @@ from mt_retrieval.embeddings.reader import Embeddings
 from mt_retrieval.embeddings.writer import embed_evidence
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.evidence.tsv import TSVEvidence
-from mt_retrieval.retriever import evidence_of
+from mt_retrieval.index.exact import ExactIndex
+from mt_retrieval.retriever import Retriever, evidence_of
 
 
 def test_each_is_the_vector_of_its_passage(trained: Trained) -> None:
@@ -71,6 +72,22 @@ def test_an_encoder_that_is_divided_gives_the_same_vectors(trained: Trained, tmp
     run_ranks(2, on_rank, trained.run, trained.world.passages, tmp_path, None, 2)
     divided, whole = (np.concatenate(list(Embeddings(folder).shards())) for folder in (tmp_path, trained.embeddings))
     np.testing.assert_allclose(divided.astype(np.float32), whole.astype(np.float32), rtol=2e-3, atol=1e-2)
+
+
+def test_a_checkpoint_may_be_removed_while_it_is_embedded(trained: Trained, tmp_path: Path) -> None:
+    """As checkpoint.keep_last does while hard negatives are mined from it."""
+    shutil.copytree(trained.run, tmp_path / "run")
+    encoder = Encoder.load(tmp_path / "run", device="cpu")
+    evidence = evidence_of(str(trained.world.passages), encoder)
+
+    def on_progress(done: int, total: int) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    folder = tmp_path / "embeddings"
+    embed_evidence(encoder, evidence, folder, shard_rows=SHARD, batch_size=BATCH, on_progress=on_progress)
+    found = Retriever(encoder, ExactIndex.of_embeddings(folder), evidence).search([trained.world.texts[3]], 1)
+    assert not (tmp_path / "run").exists()
+    assert found[0][0].passage.id == 1003
 
 
 def test_a_damaged_shard_is_found_and_replaced(trained: Trained, tmp_path: Path) -> None:

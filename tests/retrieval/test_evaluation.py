@@ -71,6 +71,7 @@ def test_a_trained_retriever_is_measured_by_the_command(trained: Trained, tmp_pa
     assert result["made_with"]["precision"] == "fp32"
     vectors = tmp_path / "questions.npy"
     retriever = Retriever.open(trained.embeddings, device="cpu")
+    assert retriever.search([], 5) == []
     np.save(vectors, retriever.encoder.questions([question.text for question in read_questions(questions)]))
     passages = tmp_path / "passages.npy"
     np.save(passages, np.concatenate(retriever.index.matrices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ class Encoder:
     def tokenizer(self) -> Tokenizer:
         return self._trained.tokenizer
 
+    @cached_property
     def fingerprint(self) -> str:
-        """See `encoder_fingerprint`. Reads the checkpoint again."""
+        """See `encoder_fingerprint`. The first time the checkpoint is read again; later it need not exist any more."""
         return encoder_fingerprint(open_checkpoint(self.checkpoint, self._host), self.tokenizer)
 
     def questions(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -87,7 +87,7 @@ class EncodedQuestions:
         encoder = self.retriever.encoder
         return {
             **_origin(self.retriever.index, self.evidence, questions),
-            "checkpoint": {"path": str(encoder.checkpoint), "sha256": encoder.fingerprint()},
+            "checkpoint": {"path": str(encoder.checkpoint), "sha256": encoder.fingerprint},
             "made_with": computation(encoder.config, encoder.ctx),
         }
 

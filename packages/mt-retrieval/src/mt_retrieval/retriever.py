@@ -98,14 +98,13 @@ def find_in_batches(
     on_progress: Callable[[int, int], None],
 ) -> Found:
     """vectors: (first, end) -> embeddings [end - first, dim] of these questions. k is cut to the size of the index."""
-    scores, rows = [], []
+    k = min(k, len(index))
+    found = [Found(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
     for first in range(0, count, BATCH):
         end = min(first + BATCH, count)
-        found = index.search(require_width(vectors(first, end), index), min(k, len(index)))
-        scores.append(found.scores)
-        rows.append(found.rows)
+        found.append(index.search(require_width(vectors(first, end), index), k))
         on_progress(end, count)
-    return Found(np.concatenate(scores), np.concatenate(rows))
+    return Found(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def require_width(questions: NDArray[np.float32], index: Index) -> NDArray[np.float32]:
@@ -132,7 +131,7 @@ def recorded(index: Index, what: Literal["encoder", "evidence"], option: str) ->
 def require_evidence(index: Index, evidence: Evidence) -> None:
     """Raises ConfigError unless the evidence is what was indexed."""
     if index.source is not None:
-        require_same("evidence", index.source.evidence, evidence.fingerprint, evidence.name)
+        require_same("evidence", index.source.evidence, evidence.fingerprint(), evidence.name)
     if len(evidence) != len(index):
         raise ConfigError(
             f"{evidence.name} has {len(evidence)} passages and the index {len(index)}; give the evidence that was "
@@ -140,8 +139,9 @@ def require_evidence(index: Index, evidence: Evidence) -> None:
         )
 
 
-def require_same(what: str, origin: Origin, fingerprint: Callable[[], str], path: str) -> None:
-    if (found := fingerprint()) != origin.sha256:
+def require_same(what: str, origin: Origin, found: str, path: str) -> None:
+    """found: the SHA-256 of what is at `path`. Raises ConfigError unless it is the one that was embedded."""
+    if found != origin.sha256:
         option = "--checkpoint" if what == "encoder" else "--evidence"
         raise ConfigError(
             f"the index is of another {what}: SHA-256 {origin.sha256[:16]}... ({origin.path}), and {path} has "

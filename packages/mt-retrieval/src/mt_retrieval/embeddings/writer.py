@@ -77,7 +77,7 @@ def embed_evidence(
 def _job(encoder: Encoder, evidence: Evidence, shard_rows: int, batch_size: int) -> EmbeddingJob:
     return EmbeddingJob(
         source=Source(
-            encoder=Origin(sha256=encoder.fingerprint(), path=str(encoder.checkpoint.absolute())),
+            encoder=Origin(sha256=encoder.fingerprint, path=str(encoder.checkpoint.absolute())),
             evidence=Origin(sha256=evidence.fingerprint(), path=str(Path(evidence.name).absolute())),
             seq_length=encoder.seq_length,
         ),
