@@ -166,20 +166,7 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
     encoder = ImageTextEncoder(tokenizer, template, ENCODED_IMAGE)
 
     def make(source: TextSource, num_samples: int | None) -> ImageTextDataset:
-        paths = expand_globs([source.name])
-        folders = [path.parent if config.image_folder is None else Path(config.image_folder) for path in paths]
-        key = cache_key(
-            paths,
-            folders=[str(folder.resolve()) for folder in folders],
-            tokenizer=tokenizer.fingerprint(),
-            template=template.fingerprint(),
-            tiling=repr(config.tiling),
-            image_seq_length=config.image_seq_length,
-            limit=config.max_unusable_records,
-        )
-        views = ViewShape(config.tiling, config.image_seq_length)
-        build = partial(encode_files, paths, folders, encoder, views, config.max_unusable_records)
-        records = EncodedRecords(**source.cache.get(key, build), paths=paths, folders=folders)
+        records = _encoded_records(source, config, tokenizer, encoder)
         unusable = UnusableRecords(config.max_unusable_records, records.unusable)
         selection = select(records, source.elements(len(records), "records"), config, shape, unusable)
         if config.packing:
@@ -192,6 +179,26 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
         return dataset
 
     return build_from_text(config, request, make)
+
+
+def _encoded_records(
+    source: TextSource, config: ImageTextDataConfig, tokenizer: Tokenizer, encoder: ImageTextEncoder
+) -> EncodedRecords:
+    """All records of the source's files, from the cache or encoded now."""
+    paths = expand_globs([source.name])
+    folders = [path.parent if config.image_folder is None else Path(config.image_folder) for path in paths]
+    views, limit = ViewShape(config.tiling, config.image_seq_length), config.max_unusable_records
+    key = cache_key(
+        paths,
+        folders=[str(folder.resolve()) for folder in folders],
+        tokenizer=tokenizer.fingerprint(),
+        template=encoder.template.fingerprint(),
+        tiling=repr(config.tiling),
+        image_seq_length=config.image_seq_length,
+        limit=limit,
+    )
+    arrays = source.cache.get(key, partial(encode_files, paths, folders, encoder, views, limit))
+    return EncodedRecords(**arrays, paths=paths, folders=folders)
 
 
 def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
