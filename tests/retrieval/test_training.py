@@ -240,6 +240,10 @@ def test_negatives_are_mined_from_a_checkpoint_and_used_later(trained: Trained, 
         (["data.refresh.evidence=none.tsv"], r"data.refresh.evidence=none.tsv: no such file"),
         (["data.refresh.questions=none.json"], r"data.refresh.questions=none.json: no such file"),
         ([], r"mines from checkpoints while training runs, and checkpoint.save_interval is null"),
+        (
+            ["checkpoint.save_interval=2", "checkpoint.keep_last=1"],
+            r"reads a checkpoint while training continues, and checkpoint.keep_last=1 removes it",
+        ),
     ],
 )
 def test_mining_that_could_never_work_is_refused(world: World, settings: list[str], words: str) -> None:

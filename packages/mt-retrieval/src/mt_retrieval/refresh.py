@@ -104,6 +104,11 @@ def build_refresh(config: Config) -> Callback:
             "data.refresh mines from checkpoints while training runs, and checkpoint.save_interval is null; set it to "
             "the steps between them"
         )
+    if refresh.in_background and config.checkpoint.keep_last == 1:
+        raise ConfigError(
+            "data.refresh.in_background=true reads a checkpoint while training continues, and checkpoint.keep_last=1 "
+            "removes it with the next one; set it to 2 or more"
+        )
     return RefreshNegatives(refresh, config)
 
 
