@@ -74,6 +74,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         ConfigError,
         'Megatron has no vocab_fil (did you mean "vocab_file"?)',
     ),
+    "argument that is a field": (
+        lambda: prepare(fields={"other_megatron_args": {"tensor_model_parallel_size": 2}}),
+        ConfigError,
+        "tensor_model_parallel_size is a field of the plugin; give MegatronLMPlugin(tp_degree=...)",
+    ),
+    "argument that the loader decides": (
+        lambda: prepare(fields={"other_megatron_args": {"micro_batch_size": 3}}),
+        ConfigError,
+        "gives train.micro_batch_size=3, and the program's model, optimizer, loaders and seed give 2; leave it out",
+    ),
     "processes": (lambda: prepare(fields={"tp_degree": 3}), ConfigError, "1 processes are no multiple of tp_degree=3"),
     "positions": (lambda: prepare(fields={"use_rotary_position_embeddings": True}), ConfigError, "contradicts"),
     "accumulation": (lambda: Accelerator(gradient_accumulation_steps=2), ConfigError, "num_micro_batches"),

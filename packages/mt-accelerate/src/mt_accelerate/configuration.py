@@ -33,7 +33,8 @@ def training_sections(
 ) -> Sections:
     """All sections. model, tokenizer: those of the transformers model. schedule, data: as the program gives them.
 
-    Raises ConfigError for a field of the plugin that contradicts the model, and an optimizer that cannot be followed.
+    Raises ConfigError for a field of the plugin that contradicts the model or the program, and an optimizer that cannot
+    be followed.
     """
     own = plugin.sections(mixed_precision)
     others = other_sections(plugin.other_megatron_args or {}, str(model["family"]))
@@ -43,7 +44,7 @@ def training_sections(
         "seed": seed,
         "device": device,
     }
-    return merged(
+    given = merged(
         own,
         schedule,
         {
@@ -55,8 +56,20 @@ def training_sections(
             "optimizer": _optimizer(optimizer, plugin),
             "logging": _logging(plugin),
         },
-        others,
     )
+    _require_no_contradiction(given, others)
+    return merged(given, others)
+
+
+def _require_no_contradiction(given: Sections, others: Sections) -> None:
+    """others: of other_megatron_args. Raises ConfigError for a key that the program gives another value."""
+    for section, keys in others.items():
+        for key, value in keys.items():
+            if (found := given.get(section, {}).get(key, value)) != value:
+                raise ConfigError(
+                    f"other_megatron_args gives {section}.{key}={value!r}, and the program's model, optimizer, loaders "
+                    f"and seed give {found!r}; leave it out, and change it there"
+                )
 
 
 def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:

@@ -7,18 +7,21 @@ from typing import Any
 
 from mt_accelerate.megatron_lm_plugin import Sections
 from mt_core.errors import ConfigError, Problems, did_you_mean
+from mt_tools.config_import.accelerate import KEYS
 from mt_tools.megatron_arguments.entry_scripts import BERT_TOKENIZER, GPT_TOKENIZER
 from mt_tools.megatron_arguments.table import REASONS, Argument, by_dest
 
 EXPLICIT: Mapping[str, str] = {"exp_avg_dtype": "optimizer.exp_avg_dtype"}
 """Arguments that other fields of the plugin make a key of."""
+FIELDS = {key: field for field, key in KEYS.items()}
+"""Key -> the field of the plugin that sets it."""
 TOKENIZERS = {"bert": BERT_TOKENIZER, "t5": BERT_TOKENIZER}
 """Model family -> the tokenizer that Megatron takes unless tokenizer_type is given; others take that of GPT."""
 
 
 def other_sections(arguments: Mapping[str, Any], family: str) -> Sections:
     """arguments: attribute of Megatron's namespace -> value. Raises one ConfigError that names each argument which
-    Megatron does not have, which the model decides, or which has no effect here."""
+    Megatron does not have, which the model or a field of the plugin decides, or which has no effect here."""
     found: Sections = {}
     problems = Problems()
     for dest, value in arguments.items():
@@ -39,6 +42,8 @@ def _key_of(dest: str) -> str:
         raise ConfigError(f"other_megatron_args: Megatron has no {dest}{did_you_mean(dest, by_dest())}")
     if argument.outcome != "copy" or len(argument.keys) != 1 or argument.keys[0].startswith("model."):
         raise ConfigError(f"other_megatron_args: {dest} cannot be given: {_reason(argument)}; leave it out")
+    if (field := FIELDS.get(argument.keys[0])) is not None:
+        raise ConfigError(f"other_megatron_args: {dest} is a field of the plugin; give MegatronLMPlugin({field}=...)")
     return argument.keys[0]
 
 
