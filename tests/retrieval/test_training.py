@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,6 +252,17 @@ def test_mining_that_could_never_work_is_refused(world: World, settings: list[st
     config = training_config(world, *refresh, "data.refresh.folder=mined", *settings).config
     with pytest.raises(ConfigError, match=words):
         build_refresh(config)
+
+
+def test_negatives_of_another_run_are_refused(world: World, tmp_path: Path) -> None:
+    refresh = RefreshConfig(evidence="a", questions="b", folder=str(tmp_path))
+    callback = RefreshNegatives(refresh, training_config(world).config)
+    new, resumed = SimpleNamespace(resumed_from=None), SimpleNamespace(resumed_from=tmp_path)
+    callback.on_train_start(new)
+    (tmp_path / "mined-000000000064.json").write_text("[]")
+    callback.on_train_start(resumed)
+    with pytest.raises(ConfigError, match=r"has negatives that another run has mined; give another folder, or remove"):
+        callback.on_train_start(new)
 
 
 def test_a_failure_of_mining_in_the_background_ends_training(world: World, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mt_core.errors import ConfigError, TrainingError
 from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.state import TrainResult
 from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
-from mt_retrieval.dpr.mined import mined_file
+from mt_retrieval.dpr.mined import MinedNegatives, mined_file
 
 STEPS_AHEAD = 2
 """Steps that ranks may be ahead of the first one, beside the batches that they prefetch."""
@@ -61,6 +61,14 @@ class RefreshNegatives(Callback):
         self._ahead = (steps + STEPS_AHEAD) * global_batch_size(config)
         self._mining: Mining | None = None
         self._checkpoints = 0
+
+    def on_train_start(self, run: Run) -> None:
+        """Raises ConfigError for a new run in the folder of another, whose negatives its samples would have."""
+        if run.resumed_from is None and MinedNegatives(Path(self.refresh.folder)).first_samples():
+            raise ConfigError(
+                f"data.refresh.folder={self.refresh.folder} has negatives that another run has mined; give another "
+                "folder, or remove its mined-*.json"
+            )
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         self._checkpoints += 1
