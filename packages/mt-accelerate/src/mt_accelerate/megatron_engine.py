@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_accelerate.batches import Fields, ToFields, fields_for
+from mt_accelerate.batches import ToFields, fields_for
 from mt_accelerate.data_parallel import from_first_rank, is_first_rank
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.step_handler import batch_function, build_handler
@@ -187,7 +187,7 @@ class MegatronEngine:
 
     def _rank_batch(self, batch: Mapping[str, Tensor]) -> RankBatch:
         if self._get_batch is None:
-            return self.engine.rank_batch(self._used(self._fields(batch)))
+            return self.engine.rank_batch(self._fields(batch))
         assert self.handler is not None
         values = self._get_batch(iter([batch]))
         named = {name: value for name, value in zip(self.handler.fields, values, strict=True) if value is not None}
@@ -195,10 +195,6 @@ class MegatronEngine:
         raw = {name: value.detach().cpu().numpy() for name, value in batch.items()}
         rank_batch = self.engine.rank_batch(fields)
         return step_batch(rank_batch, lambda start, end: {name: value[start:end] for name, value in raw.items()})
-
-    def _used(self, fields: Fields) -> Fields:
-        """Without segments of a data set that masks nothing by them."""
-        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def _losses(self, loss: float) -> dict[str, Tensor]:
         reports = self._step_loss.take_reports() if self._step_loss is not None else {}
