@@ -17,7 +17,7 @@ from mt_retrieval.evidence.passages import Evidence
 from mt_retrieval.evidence.tsv import TSVEvidence
 from mt_retrieval.index.exact import read_matrix
 from mt_retrieval.index.opening import open_index
-from mt_retrieval.index.search import Found, Index
+from mt_retrieval.index.search import Index, SearchResult
 from mt_retrieval.provenance import computation, versions
 from mt_retrieval.questions import Question
 from mt_retrieval.retriever import Retriever, find_in_batches, recorded, require_evidence
@@ -27,7 +27,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Recall:
-    """first_hits: for each question the place (from 0) of the first passage with an answer, -1 without one."""
+    """first_hits: for each question the rank (from 0) of the first passage with an answer, -1 without one."""
 
     first_hits: NDArray[np.int64]
 
@@ -51,19 +51,19 @@ def measure_recall(
 
 
 def _first_hit(question: Question, rows: NDArray[np.int64], evidence: Evidence, match: Match) -> int:
-    for place, row in enumerate(rows.tolist()):
+    for rank, row in enumerate(rows.tolist()):
         if row >= 0 and has_answer(question.answers, evidence.passage(row).text, match):
-            return place
+            return rank
     return -1
 
 
-class Run(Protocol):
-    """Where the passages of questions come from."""
+class Searcher(Protocol):
+    """Finds passages for questions, and records with what."""
 
     @property
     def evidence(self) -> Evidence: ...
 
-    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found: ...
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> SearchResult: ...
 
     def origin(self, questions: Path) -> dict[str, Any]:
         """What a result file records: JSON values."""
@@ -80,7 +80,7 @@ class EncodedQuestions:
     def evidence(self) -> Evidence:
         return self.retriever.evidence
 
-    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found:
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> SearchResult:
         return self.retriever.find([question.text for question in questions], k, on_progress)
 
     def origin(self, questions: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class EmbeddedQuestions:
         require_evidence(opened, passages)
         return cls(opened, read_matrix(embeddings), passages, embeddings)
 
-    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> Found:
+    def find(self, questions: Sequence[Question], k: int, on_progress: OnProgress) -> SearchResult:
         if len(questions) != len(self.matrix):
             raise ConfigError(
                 f"--question-embeddings {self.path} has {len(self.matrix)} rows for {len(questions)} questions"

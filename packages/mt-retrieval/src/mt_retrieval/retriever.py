@@ -16,7 +16,7 @@ from mt_retrieval.encoder import Encoder
 from mt_retrieval.evidence.opening import open_evidence
 from mt_retrieval.evidence.passages import Evidence, Passage
 from mt_retrieval.index.opening import open_index
-from mt_retrieval.index.search import Found, Index
+from mt_retrieval.index.search import Index, SearchResult
 
 BATCH = 128
 """Questions that are embedded and searched at a time."""
@@ -81,7 +81,7 @@ class Retriever:
 
     def find(
         self, questions: Sequence[str], k: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> Found:
+    ) -> SearchResult:
         """As `search`, rows of the evidence."""
 
         def vectors(first: int, end: int) -> NDArray[np.float32]:
@@ -96,15 +96,15 @@ def find_in_batches(
     count: int,
     k: int,
     on_progress: Callable[[int, int], None],
-) -> Found:
+) -> SearchResult:
     """vectors: (first, end) -> embeddings [end - first, dim] of these questions. k is cut to the size of the index."""
     k = min(k, len(index))
-    found = [Found(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
+    found = [SearchResult(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
     for first in range(0, count, BATCH):
         end = min(first + BATCH, count)
         found.append(index.search(require_width(vectors(first, end), index), k))
         on_progress(end, count)
-    return Found(*map(np.concatenate, zip(*found, strict=True)))
+    return SearchResult(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def require_width(questions: NDArray[np.float32], index: Index) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ from mt_core.paths import write_whole
 from mt_retrieval.commands.options import CHECKPOINT, DEVICE, EVIDENCE, INDEX, SEARCH_PARAMETERS, progress_bar
 
 if TYPE_CHECKING:
-    from mt_retrieval.evaluation import Run
+    from mt_retrieval.evaluation import Searcher
 
 
 def evaluate(
@@ -47,16 +47,16 @@ def evaluate(
     from mt_retrieval.questions import read_questions
 
     asked, wanted = read_questions(questions), sorted(set(top_k or (1, 5, 20, 100)))
-    run = _opened(index, question_embeddings, checkpoint, evidence, search_parameters, device)
+    searcher = _opened(index, question_embeddings, checkpoint, evidence, search_parameters, device)
     with progress_bar("searching") as update:
-        found = run.find(asked, wanted[-1], update)
+        found = searcher.find(asked, wanted[-1], update)
     with progress_bar("matching") as update:
-        recall = measure_recall(asked, found.rows, run.evidence, match, update)
+        recall = measure_recall(asked, found.rows, searcher.evidence, match, update)
     values = {str(k): recall.at(k) for k in wanted}
     for k, value in values.items():
         typer.echo(f"recall@{k:<4} {value:.4f}")
     if output is not None:
-        result = {"recall": values, "questions": len(asked), "match": match, **run.origin(questions)}
+        result = {"recall": values, "questions": len(asked), "match": match, **searcher.origin(questions)}
         write_whole(output, (json.dumps(result, indent=1) + "\n").encode())
 
 
@@ -67,7 +67,7 @@ def _opened(
     evidence: str | None,
     search_parameters: str | None,
     device: str,
-) -> Run:
+) -> Searcher:
     from mt_retrieval.evaluation import EmbeddedQuestions, EncodedQuestions
     from mt_retrieval.retriever import Retriever
 

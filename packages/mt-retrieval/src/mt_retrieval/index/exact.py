@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_retrieval.embeddings.manifest import Source
 from mt_retrieval.embeddings.reader import Embeddings
-from mt_retrieval.index.search import Found
+from mt_retrieval.index.search import SearchResult
 
 BLOCK_ROWS = 16384
 """Passages whose scores are in memory at a time."""
@@ -42,15 +42,15 @@ class ExactIndex:
     def dim(self) -> int:
         return int(self.matrices[0].shape[1])
 
-    def search(self, questions: NDArray[np.float32], k: int) -> Found:
-        best = Found(np.zeros((len(questions), 0), np.float32), np.zeros((len(questions), 0), np.int64))
+    def search(self, questions: NDArray[np.float32], k: int) -> SearchResult:
+        best = SearchResult(np.zeros((len(questions), 0), np.float32), np.zeros((len(questions), 0), np.int64))
         first = 0
         for matrix in self.matrices:
             for start in range(0, len(matrix), BLOCK_ROWS):
                 block = matrix[start : start + BLOCK_ROWS].astype(np.float32)
                 rows = np.arange(first + start, first + start + len(block))
                 scores = questions @ block.T
-                best = _merged(best, Found(scores, np.broadcast_to(rows, scores.shape)), k)
+                best = _merged(best, SearchResult(scores, np.broadcast_to(rows, scores.shape)), k)
             first += len(matrix)
         return best
 
@@ -66,7 +66,7 @@ def read_matrix(path: Path) -> NDArray[np.floating]:
     return matrix
 
 
-def _merged(a: Found, b: Found, k: int) -> Found:
+def _merged(a: SearchResult, b: SearchResult, k: int) -> SearchResult:
     """The k best of both; of equal scores the lower row first. Which of several with the k-th score are kept is not
     defined."""
     scores, rows = np.concatenate([a.scores, b.scores], 1), np.concatenate([a.rows, b.rows], 1)
@@ -74,4 +74,4 @@ def _merged(a: Found, b: Found, k: int) -> Found:
         kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
         scores, rows = np.take_along_axis(scores, kept, 1), np.take_along_axis(rows, kept, 1)
     order = np.lexsort((rows, -scores), axis=1)
-    return Found(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))
+    return SearchResult(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))

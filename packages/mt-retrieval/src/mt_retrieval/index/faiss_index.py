@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mt_core.errors import ConfigError, PluginError
 from mt_retrieval.embeddings.manifest import Record, Source, StoredFile, read_record, require_unchanged, write_record
 from mt_retrieval.embeddings.reader import Embeddings
-from mt_retrieval.index.search import Found
+from mt_retrieval.index.search import SearchResult
 from mt_retrieval.provenance import versions
 
 INDEX_FILE, INDEX_RECORD = "index.faiss", "index.json"
@@ -56,9 +56,9 @@ class FaissIndex:
     def dim(self) -> int:
         return self._record.dim
 
-    def search(self, questions: NDArray[np.float32], k: int) -> Found:
+    def search(self, questions: NDArray[np.float32], k: int) -> SearchResult:
         scores, rows = self._index.search(np.ascontiguousarray(questions, np.float32), k)
-        return Found(scores, rows)
+        return SearchResult(scores, rows)
 
 
 def faiss() -> Any:

@@ -1,4 +1,4 @@
-"""Opens whatever can be searched."""
+"""Opens an index by its path."""
 
 from __future__ import annotations
 

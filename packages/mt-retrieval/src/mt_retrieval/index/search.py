@@ -1,4 +1,4 @@
-"""What an index does, whatever finds the passages."""
+"""`Index`: search by inner product, exact or of faiss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mt_retrieval.embeddings.manifest import Source
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """scores fp32, rows (of the evidence) int64: [questions, k], the best first; the row -1 where fewer are found."""
 
     scores: NDArray[np.float32]
@@ -28,6 +28,6 @@ class Index(Protocol):
     @property
     def dim(self) -> int: ...
 
-    def search(self, questions: NDArray[np.float32], k: int) -> Found:
+    def search(self, questions: NDArray[np.float32], k: int) -> SearchResult:
         """questions: [questions, dim]"""
         ...
