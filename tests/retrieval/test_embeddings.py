@@ -133,6 +133,14 @@ def test_files_that_are_no_passages(tmp_path: Path, content: str, words: str) ->
         TSVEvidence(path).passage(0)
 
 
+def test_compressed_passages_are_refused(tmp_path: Path) -> None:
+    """DPR publishes psgs_w100.tsv.gz."""
+    path = tmp_path / "passages.tsv.gz"
+    path.write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match=r"is compressed, and passages are read at random places; decompress it first"):
+        TSVEvidence(path)
+
+
 def test_quoted_fields_may_have_tabs_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
     path.write_text('id\ttext\ttitle\n5\t"a ""b""\tc\nd"\t"t"\n\n6\te\tf\n')

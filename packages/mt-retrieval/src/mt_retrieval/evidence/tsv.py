@@ -17,6 +17,7 @@ from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.labelled_texts import INT64_DIGITS
 from mt_data.datasets.text_files import bare_encoder
+from mt_data.preprocess.formats import COMPRESSIONS
 from mt_retrieval.evidence.passages import Passage
 
 COLUMNS = ("id", "text", "title")
@@ -93,6 +94,8 @@ def _checked_columns(columns: list[str], name: str) -> list[str]:
 
 
 def _opened(path: Path) -> BinaryIO:
+    if path.suffix in COMPRESSIONS:
+        raise DataError(f"{path} is compressed, and passages are read at random places; decompress it first")
     try:
         return path.open("rb")
     except OSError as error:
