@@ -35,7 +35,7 @@ def build(family: str, layers: int = 2) -> Any:
             "router_aux_loss_coef": 0.0,
             "intermediate_size": 48,
         }
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, router_aux_loss_coef=0.0))
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, vocab_size=96))
     if family == "bert":
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
         config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
