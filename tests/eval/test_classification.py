@@ -14,9 +14,11 @@ from tests.models.rule_tasks import mnli_settings, write_mnli
 
 from mt_cli import main
 from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_core.train.trained_model import load_trained_model
+from mt_eval.detoxification.classifier_scorer import build_classifier
 from mt_eval.results import read_evaluation
 
 LABELS = ["contradiction", "entailment", "neutral"]
@@ -90,6 +92,11 @@ def test_texts_that_were_cut_are_counted(folder, tmp_path) -> None:
     command = ["eval", "classification", str(folder / "run"), "--data", str(folder / "matched.tsv")]
     assert main.run([*command, "--set", "data.seq_length=8", "--output", str(output)]) == 0
     assert read_evaluation(output).tasks["matched"].truncated == 50
+
+
+def test_a_model_for_pairs_of_texts_scores_no_texts(folder) -> None:
+    with pytest.raises(ConfigError, match="data.dataset_type=mnli; a scorer is a model with classes of single texts"):
+        build_classifier({"checkpoint": str(folder / "run")}, load_plugins())
 
 
 def test_a_test_set_without_labels_gives_predictions_only(folder, tmp_path, capsys) -> None:

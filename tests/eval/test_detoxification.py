@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.eval.conftest import train
+from tests.models.rule_tasks import SMALL, write_vocabulary
 
 from mt_cli.main import run
+from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError
+from mt_core.plugins import load_plugins
+from mt_core.train import Trainer
+from mt_core.train.trained_model import load_trained_model
 from mt_eval.detoxification import http_scorers
 from mt_eval.detoxification.annotation import annotate, read_lines
+from mt_eval.detoxification.classifier_scorer import build_classifier
 from mt_eval.detoxification.loop import Detoxification, Plan
 from mt_eval.detoxification.metrics import toxicity_metrics
 from mt_eval.detoxification.selection import select_least_toxic
@@ -139,6 +147,63 @@ def test_perspective_is_asked_for_six_attributes(server) -> None:
     with pytest.raises(DataError) as failed:
         scorer.scores(["a"])
     assert "secret" not in str(failed.value)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned which texts are toxic: those with the word red."""
+    folder = tmp_path_factory.mktemp("classifier")
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(["red", "dog", "cat", "sun"], weights=(1, 3, 3, 3), k=4)) for _ in range(200)]
+    rows = [json.dumps({"text": text, "label": "toxic" if "red" in text else "fine"}) for text in texts]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    settings = [
+        *SMALL,
+        f"tokenizer.vocab_file={write_vocabulary(folder)}",
+        f'data.train_data_path=["{folder}/train.jsonl"]',
+        "data.dataset_type=text_classification",
+        'data.labels=["fine", "toxic"]',
+        "model.num_classes=2",
+        "checkpoint.best_metric=null",
+    ]
+    Trainer(load_config(preset="mnli-bert-tiny", overrides=settings), run_dir=folder / "run").train()
+    return folder / "run"
+
+
+def test_a_finetuned_classifier_as_a_scorer(classifier: Path, tmp_path: Path, capsys) -> None:
+    """Probabilities are those of one forward pass for each text."""
+    texts = ["dog red", "cat sun dog", "sun", "", "dog " * 30]
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"completions": [{"text": text}]}) + "\n" for text in texts))
+    command = ["eval", "toxicity", str(source), "--scorer", "classifier", "--json"]
+    options = ("--scorer-option", f"checkpoint={classifier}", "--scorer-option", "attribute=insult")
+    assert run([*command, *options, "--attribute", "insult"]) == 0
+    assert json.loads(capsys.readouterr().out)["toxicity_probability"] == 1 / 4
+    trained = load_trained_model(classifier, load_plugins())
+    found = [line["completions"][0]["scores"] for line in read_lines(tmp_path / "texts.scored.jsonl")]
+    for text, scores in zip(texts, found, strict=True):
+        if not text:
+            assert scores is None
+            continue
+        tokens = torch.tensor([[2, *trained.tokenizer.encode(text)[:14], 3]])
+        with torch.no_grad():
+            odds = trained.model(tokens, torch.zeros_like(tokens))[0].exp()
+        assert scores == {"insult": pytest.approx(float(odds[1] / odds.sum()), abs=1e-5)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "needs --scorer-option checkpoint=PATH"),
+        ({"checkpoint": "RUN", "class": "2"}, r"class=2: the classes of the model are 0 \(fine\), 1 \(toxic\)"),
+        ({"checkpoint": "RUN", "class": "toxic"}, "give the number of a class"),
+        ({"checkpoint": "RUN", "atribute": "a"}, 'has no option atribute .did you mean "attribute"'),
+    ],
+)
+def test_options_of_a_classifier(classifier: Path, options: dict[str, str], words: str) -> None:
+    given = {name: value.replace("RUN", str(classifier)) for name, value in options.items()}
+    with pytest.raises(ConfigError, match=words):
+        build_classifier(given, load_plugins())
 
 
 @pytest.mark.slow

@@ -62,7 +62,6 @@ def classification(
             evaluation = evaluate_sets(
                 classifier,
                 sets,
-                path,
                 predictions=predictions,
                 output=output,
                 on_samples=lambda name, count, done: bar.update(rows[name], completed=done, total=count),

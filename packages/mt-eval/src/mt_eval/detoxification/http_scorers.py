@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
+from mt_eval.detoxification.scorer_options import require_known
 
 ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
 """Those that Megatron-LM's detoxification requested of Perspective."""
@@ -100,7 +101,7 @@ def post(
 
 
 def build_http(options: Mapping[str, str], host: Any) -> HttpScorer:
-    known = _require_known("http", options, "url")
+    known = require_known("http", options, "url")
     url = known.get("url", "")
     if not url.startswith(("http://", "https://")):
         raise ConfigError("--scorer http needs --scorer-option url=http://HOST:PORT/PATH")
@@ -108,7 +109,7 @@ def build_http(options: Mapping[str, str], host: Any) -> HttpScorer:
 
 
 def build_perspective(options: Mapping[str, str], host: Any) -> PerspectiveScorer:
-    known = _require_known("perspective", options, "workers", "language")
+    known = require_known("perspective", options, "workers", "language")
     key = os.environ.get(PERSPECTIVE_KEY)
     if not key:
         raise ConfigError(f"--scorer perspective needs the API key in the environment variable {PERSPECTIVE_KEY}")
@@ -116,13 +117,6 @@ def build_perspective(options: Mapping[str, str], host: Any) -> PerspectiveScore
     if not workers.isdigit() or not int(workers):
         raise ConfigError(f"--scorer-option workers={workers}: give the number of requests at a time")
     return PerspectiveScorer(key, workers=int(workers), language=known.get("language", "en"))
-
-
-def _require_known(scorer: str, options: Mapping[str, str], *names: str) -> Mapping[str, str]:
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise ConfigError(f"--scorer {scorer} has no option {unknown[0]}; it has {', '.join(names)}")
-    return options
 
 
 def _checked(url: str, scores: Any) -> Scores:
