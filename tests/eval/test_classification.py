@@ -80,7 +80,9 @@ def test_predictions_are_the_models_and_scores_are_theirs(folder, evaluated) -> 
 def test_results_have_provenance_and_samples(evaluated) -> None:
     evaluation = read_evaluation(evaluated)
     assert evaluation.provenance["checkpoint_hash"]
-    assert evaluation.tasks["matched"].settings["task"] == "mnli"
+    matched, mismatched = (evaluation.tasks[name].settings for name in ("matched", "mismatched"))
+    assert matched["task"] == "mnli"
+    assert matched["data_hash"] != mismatched["data_hash"]
     samples = lines_of(evaluated.with_suffix(".samples.jsonl"))[1:]
     assert len(samples) == 81
     of_set = [line["values"]["accuracy"] for line in samples if line["task"] == "matched"]

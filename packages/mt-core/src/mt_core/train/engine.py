@@ -85,7 +85,7 @@ from mt_core.train.optimizer_step import (
     defers_metrics,
 )
 from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
-from mt_core.train.predictions import Predictions, predict, require_whole_outputs
+from mt_core.train.predictions import Predictions, predict
 from mt_core.train.split_step import SplitStep
 from mt_core.train.state import TrainState
 
@@ -413,12 +413,22 @@ class Engine:
     def predict(self, dataset: Dataset) -> Predictions:
         """The outputs and losses of the samples that `evaluate` takes, each computed once; on every rank. Collective.
 
-        Raises ConfigError as `require_whole_outputs` does.
+        Raises ConfigError as `require_predictions` does.
         """
-        require_whole_outputs(self.config)
+        self.require_predictions()
         self.weights.finish_gather()
         steps = ((rank_batch.samples, batches) for rank_batch, batches in self._evaluation_batches(dataset))
         return predict(self.model, steps, self.loss, self.evaluated_samples(dataset), self.ctx)
+
+    def require_predictions(self) -> None:
+        """Raise ConfigError for a layout in which no process has a model's whole outputs."""
+        for key in ("pipeline_model_parallel_size", "context_parallel_size"):
+            size = getattr(self.config.parallel, key)
+            if size > 1:
+                raise ConfigError(
+                    f"parallel.{key}={size}: metrics take whole outputs, which no process has; set it to 1, or "
+                    "train.eval_metrics=[]"
+                )
 
     def _evaluation_batches(self, dataset: Dataset) -> Iterator[tuple[RankBatch, list[Batch]]]:
         size, count = self.batch_size.full, self.evaluated_samples(dataset)

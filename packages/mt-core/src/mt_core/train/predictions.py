@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config
-from mt_core.errors import ConfigError
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
@@ -35,17 +33,6 @@ class Predictions:
         """(outputs, losses, labels) of the samples that have a label."""
         kept = self.fields["loss_mask"] > 0
         return self.outputs[kept], self.losses[kept], self.fields["labels"][kept]
-
-
-def require_whole_outputs(config: Config) -> None:
-    """Raise ConfigError for a layout in which no process has a model's whole outputs."""
-    for key in ("pipeline_model_parallel_size", "context_parallel_size"):
-        size = getattr(config.parallel, key)
-        if size > 1:
-            raise ConfigError(
-                f"parallel.{key}={size}: metrics take whole outputs, which no process has; set it to 1 (or, to train "
-                "without metrics, train.eval_metrics=[])"
-            )
 
 
 @torch.no_grad()

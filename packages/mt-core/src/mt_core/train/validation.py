@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Metric
 from mt_core.train.engine import Engine
-from mt_core.train.predictions import Predictions, require_whole_outputs
+from mt_core.train.predictions import Predictions
 
 OVERALL = "overall"
 """Stands for all validation sets together, where there are several."""
@@ -53,7 +53,7 @@ class Validation:
         self.engine, self.sets = engine, sets
         self.metrics = configured_metrics(engine.config, engine.host) if sets else {}
         if self.metrics:
-            require_whole_outputs(engine.config)
+            engine.require_predictions()
 
     def names(self) -> list[str]:
         several = [OVERALL] if len(self.sets) > 1 else []

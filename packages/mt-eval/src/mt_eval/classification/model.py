@@ -20,7 +20,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Metric
 from mt_core.train.loss_choice import with_loss
-from mt_core.train.predictions import Predictions, predict, require_whole_outputs
+from mt_core.train.predictions import Predictions, predict
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_core.train.validation import configured_metrics, scores
 from mt_data.datasets.config import BlendEntry
@@ -61,7 +61,6 @@ class TrainedClassifier:
         others = {name: values for name, values in settings.items() if name != "data"}
         self.host = host
         self.trained: TrainedModel = load_trained_model(path, host, device=device, settings=others)
-        require_whole_outputs(self.trained.config)
         _require_choice(self.trained.config, path)
         keys = _data_keys(self.trained.config, task, path) | dict(settings.get("data", {}))
         self.config = _evaluation_config(self.trained.config, keys, host)
