@@ -173,6 +173,14 @@ def test_seeds_have_a_mean_and_a_deviation(folder, tmp_path, capsys) -> None:
     assert read_evaluation(tmp_path / "again.json").tasks == tasks
 
 
+def test_no_other_seed_follows_a_run_that_was_stopped(folder, tmp_path, capsys) -> None:
+    settings = [*mnli_settings(folder), "train.exit_iteration=1"]
+    command = ["eval", "finetune", "--preset", "mnli-bert-tiny", "--run-dir", str(tmp_path), "--seed", "1", "--seed"]
+    assert main.run([*command, "2", *(part for setting in settings for part in ("--set", setting))]) == 6
+    assert "seed 1 was stopped by train.exit_iteration=1 after step 1" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
