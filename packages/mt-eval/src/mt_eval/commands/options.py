@@ -86,11 +86,11 @@ def _named(entry: str) -> tuple[str, str]:
     return Path(entry).name.partition(".")[0] or entry, entry
 
 
-def progress_bar() -> Progress:
+def progress_bar(*, shown: bool = True) -> Progress:
     """On standard error, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not (shown and console.is_terminal))
 
 
 def need_extra(extra: str, *modules: str, command: str) -> None:
