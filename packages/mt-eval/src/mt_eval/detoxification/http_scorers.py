@@ -7,8 +7,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ class HttpScorer:
         if not texts:
             return []
         answer = post(self.url, {"texts": list(texts)})
-        found = answer.get("scores")
+        found = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(found, list) or len(found) != len(texts):
             raise DataError(f'{self.url}: the answer has no list "scores" of {len(texts)} entries, one for each text')
         return [None if scores is None else _checked(self.url, scores) for scores in found]
@@ -74,9 +75,7 @@ class RefusedError(DataError):
     """The server answers that it does not judge the text."""
 
 
-def post(
-    url: str, content: Mapping[str, Any], *, shown: str | None = None, wait: Callable[[float], None] = time.sleep
-) -> Any:
+def post(url: str, content: Mapping[str, Any], *, shown: str | None = None) -> Any:
     """The JSON of the answer. shown: the URL in messages, without a key.
 
     Raises RefusedError when the server finds the request bad, and DataError when it does not answer after several
@@ -94,9 +93,9 @@ def post(
                 raise RefusedError(f"{shown}: {problem}") from error
             if error.code not in RETRIED:
                 raise DataError(f"{shown}: {problem}; check the address and the key") from error
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        wait(FIRST_WAIT * 2**attempt)
+        except (OSError, HTTPException, ValueError) as error:
+            problem = str(error) or type(error).__name__
+        time.sleep(FIRST_WAIT * 2**attempt)
     raise DataError(f"{shown}: no answer after {ATTEMPTS} attempts: {problem}; run the same command again to go on")
 
 

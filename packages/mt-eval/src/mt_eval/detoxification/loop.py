@@ -26,6 +26,7 @@ from mt_eval.detoxification.selection import select_least_toxic
 from mt_eval.results import read_evaluation
 
 PLAN, REPORT = "detoxification.json", "report.json"
+LENGTH = "data.seq_length"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Detoxification:
         command: RunCommand = run_process,
     ) -> None:
         self.plan, self.folder, self.scorer, self.on_step, self.command = plan, folder, scorer, on_step, command
+        self._length = _length_setting(plan)
         folder.mkdir(parents=True, exist_ok=True)
         _require_plan(plan, folder / PLAN)
 
@@ -145,7 +147,7 @@ class Detoxification:
     def _annotated(self, output: Path) -> Path:
         scored = output.with_suffix(".scored.jsonl")
         self.on_step(f"scores of {output.name} -> {scored.name}")
-        annotate(output, scored, self.scorer)
+        annotate(output, scored, self.scorer, {"name": self.plan.scorer, "options": self.plan.scorer_options})
         return scored
 
     def _finetune(self, texts: Path) -> None:
@@ -154,7 +156,7 @@ class Detoxification:
             "data.dataset_type=gpt",
             f"data.data_path={json.dumps([str(texts)])}",
             'data.split="1"',
-            f"data.seq_length={_sequence_length(self.plan.checkpoint)}",
+            *self._length,
             *FINETUNING,
             *self.plan.train,
         ]
@@ -170,9 +172,17 @@ class Detoxification:
             raise StepFailedError(f"mt {typed[0]} ended with exit code {code}; put it right, and run the same again")
 
 
-def _sequence_length(checkpoint: str) -> int:
-    reader = open_checkpoint(find_checkpoint(checkpoint), load_plugins())
-    return int(reader.metadata["config"]["data"]["seq_length"])
+def _length_setting(plan: Plan) -> list[str]:
+    """data.seq_length of the model's training; none where the plan has one. Raises ConfigError where neither has."""
+    if any(setting.startswith(f"{LENGTH}=") for setting in plan.train):
+        return []
+    reader = open_checkpoint(find_checkpoint(plan.checkpoint), load_plugins())
+    stored = reader.metadata.get("config", {}).get("data", {}).get("seq_length")
+    if stored is None:
+        raise ConfigError(
+            f"{plan.checkpoint} does not say how long the samples of its training were; give --train {LENGTH}=N"
+        )
+    return [f"{LENGTH}={stored}"]
 
 
 def _require_plan(plan: Plan, file: Path) -> None:
