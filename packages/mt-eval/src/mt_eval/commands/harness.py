@@ -25,7 +25,10 @@ def harness(
         int | None, typer.Option("--num-fewshot", "-f", min=0, help="Examples before each question.")
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(parser=as_path, metavar="DIR", help="A folder with tasks of your own (YAML).")
+        Path | None,
+        typer.Option(
+            parser=as_path, metavar="DIR", help="A folder with tasks of your own (YAML); its !function files are run."
+        ),
     ] = None,
     limit: Annotated[
         float | None, typer.Option(min=0, help="The first documents of each task only; below 1 a share of them.")
