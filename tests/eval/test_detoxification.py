@@ -198,6 +198,21 @@ def test_a_checkpoint_that_does_not_say_its_length_is_refused_first(tmp_path, mo
     Detoxification(Plan("hf", num_samples=1, train=("data.seq_length=8",)), tmp_path / "work", WordScorer())
 
 
+def test_settings_of_the_finetuning_can_be_put_right_until_it_has_begun(tmp_path: Path) -> None:
+    def begin(*train: str, num_samples: int = 1) -> None:
+        plan = Plan("model", num_samples, train=("data.seq_length=8", *train))
+        Detoxification(plan, tmp_path, WordScorer())
+
+    begin("optimizer.lr=fast")
+    begin("optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match="was begun with num_samples=1, now 2"):
+        begin("optimizer.lr=1e-3", num_samples=2)
+    (tmp_path / "run").mkdir()
+    begin("optimizer.lr=1e-3")
+    with pytest.raises(ConfigError, match=r"was begun with train=.*1e-3.*, now .*1e-4"):
+        begin("optimizer.lr=1e-4")
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned which texts are toxic: those with the word red."""
