@@ -49,7 +49,8 @@ def _require_same(source: Path, target: Path, done: int, described: Mapping[str,
     """Raises DataError unless the `done` lines of the target are those of the source, with scores of this scorer."""
     if not done:
         return
-    for line, judged in zip_longest(islice(read_lines(source), done), read_lines(target), fillvalue={}):
+    none: Line = {}
+    for line, judged in zip_longest(islice(read_lines(source), done), read_lines(target), fillvalue=none):
         if judged.get(SCORER) != described:
             found = f"another scorer than {dict(described)}"
         elif _texts(line) != _texts(judged):
