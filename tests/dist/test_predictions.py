@@ -52,7 +52,7 @@ def scores(rank: int, world: int, folder: Path, layout: dict) -> dict[str, dict]
     settings = {"parallel": layout} if world > 1 else {}
     classifier = TrainedClassifier(folder / "run", load_plugins(), device="cpu", settings=settings)
     sets = {name: str(folder / f"{name}.tsv") for name in ("matched", "mismatched")}
-    results = evaluate_sets(classifier, sets, folder / "run", predictions=folder / f"predictions-{world}").tasks
+    results = evaluate_sets(classifier, sets, predictions=folder / f"predictions-{world}").tasks
     return {name: {**result.metrics, "samples": result.samples} for name, result in results.items()}
 
 

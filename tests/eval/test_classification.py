@@ -14,9 +14,11 @@ from tests.models.rule_tasks import mnli_settings, write_mnli
 
 from mt_cli import main
 from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_core.train.trained_model import load_trained_model
+from mt_eval.detoxification.classifier_scorer import build_classifier
 from mt_eval.results import read_evaluation
 
 LABELS = ["contradiction", "entailment", "neutral"]
@@ -78,7 +80,9 @@ def test_predictions_are_the_models_and_scores_are_theirs(folder, evaluated) -> 
 def test_results_have_provenance_and_samples(evaluated) -> None:
     evaluation = read_evaluation(evaluated)
     assert evaluation.provenance["checkpoint_hash"]
-    assert evaluation.tasks["matched"].settings["task"] == "mnli"
+    matched, mismatched = (evaluation.tasks[name].settings for name in ("matched", "mismatched"))
+    assert matched["task"] == "mnli"
+    assert matched["data_hash"] != mismatched["data_hash"]
     samples = lines_of(evaluated.with_suffix(".samples.jsonl"))[1:]
     assert len(samples) == 81
     of_set = [line["values"]["accuracy"] for line in samples if line["task"] == "matched"]
@@ -90,6 +94,11 @@ def test_texts_that_were_cut_are_counted(folder, tmp_path) -> None:
     command = ["eval", "classification", str(folder / "run"), "--data", str(folder / "matched.tsv")]
     assert main.run([*command, "--set", "data.seq_length=8", "--output", str(output)]) == 0
     assert read_evaluation(output).tasks["matched"].truncated == 50
+
+
+def test_a_model_for_pairs_of_texts_scores_no_texts(folder) -> None:
+    with pytest.raises(ConfigError, match="data.dataset_type=mnli; a scorer is a model with classes of single texts"):
+        build_classifier({"checkpoint": str(folder / "run")}, load_plugins())
 
 
 def test_a_test_set_without_labels_gives_predictions_only(folder, tmp_path, capsys) -> None:
@@ -162,6 +171,14 @@ def test_seeds_have_a_mean_and_a_deviation(folder, tmp_path, capsys) -> None:
     # Complete runs are read again, not trained.
     assert main.run([*command, "--output", str(tmp_path / "again.json")]) == 0
     assert read_evaluation(tmp_path / "again.json").tasks == tasks
+
+
+def test_no_other_seed_follows_a_run_that_was_stopped(folder, tmp_path, capsys) -> None:
+    settings = [*mnli_settings(folder), "train.exit_iteration=1"]
+    command = ["eval", "finetune", "--preset", "mnli-bert-tiny", "--run-dir", str(tmp_path), "--seed", "1", "--seed"]
+    assert main.run([*command, "2", *(part for setting in settings for part in ("--set", setting))]) == 6
+    assert "seed 1 was stopped by train.exit_iteration=1 after step 1" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-1"]
 
 
 @pytest.mark.parametrize(

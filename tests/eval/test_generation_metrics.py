@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -60,14 +61,13 @@ def test_bleu_and_rouge_of_a_file(tmp_path: Path) -> None:
     assert found.metrics["bleu"] == pytest.approx(100 * precisions**0.25 * 2.718281828 ** (1 - 16 / 14), rel=1e-4)
 
 
-def test_programs_are_run_with_limits(tmp_path: Path) -> None:
-    secret = tmp_path / "kept"
-    secret.write_text("here")
-    runner = ProgramRunner(Limits(seconds=5, memory_mb=300))
+def test_programs_are_run_with_limits() -> None:
+    runner = ProgramRunner(Limits(seconds=5, memory_mb=300, file_mb=1))
     assert runner.failure("assert 1 + 1 == 2\nopen('own', 'w').write('x')") is None
     assert runner.failure("assert 1 + 1 == 3") == "AssertionError"
     assert runner.failure("import os; os._exit(0)") == "ended with status 0"
     assert "MemoryError" in str(runner.failure("x = bytearray(1 << 30)"))
+    assert "File too large" in str(runner.failure("open('own', 'wb').write(bytes(2 << 20))"))
     assert "SyntaxError" in str(runner.failure("def f(:"))
     if runner.isolates:
         reach = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
@@ -76,11 +76,13 @@ def test_programs_are_run_with_limits(tmp_path: Path) -> None:
 
 def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     runner = ProgramRunner(Limits(seconds=1))
-    mark = tmp_path / "mark"
-    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    started, survived = tmp_path / "started", tmp_path / "survived"
+    child = f"import time; open({str(started)!r}, 'w'); time.sleep(1.5); open({str(survived)!r}, 'w')"
     program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
     assert runner.failure(program) == "did not end within 1 s"
-    assert not mark.exists()
+    time.sleep(1)
+    assert started.exists()
+    assert not survived.exists()
 
 
 def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:
@@ -88,9 +90,8 @@ def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:
     given = {"prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3\n", "entry_point": "add"}
     lines = [
         line("    return a + b\n", "    return a - b\n", "    return 3\n", **given),
-        line("    return 0\n" * 1, **given),
+        line(*["    return a\n"] * 3, **given),
     ]
-    lines[1]["completions"] = [{"text": "    return a\n"}] * 3
     path, output = write(tmp_path / "p.jsonl", lines), tmp_path / "r.json"
     task = Generation(path, ["pass@k"], k=(1, 2), runner=ProgramRunner(Limits()))
     found = measure_generation(task, output).tasks["generation"]
@@ -108,6 +109,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     given = ["eval", "generation", str(path), "--metric", "exact_match", "--reference-key", "answer"]
     assert run([*given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tasks"]["generation"]["metrics"] == {"exact_match": 0.5}
+    assert run([*given, "--output", str(path / "r.json")]) == 2
+    assert "p.jsonl/r.samples.jsonl cannot be written: " in " ".join(capsys.readouterr().err.split())
     assert run(["eval", "generation", str(path), "--metric", "pass@k"]) == 2
     assert "--allow-code-execution" in capsys.readouterr().err
 
@@ -120,7 +123,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([line("x", references=[1])], ["f1"], DataError, "line 1: no text"),
         ([line("x")], ["pass@k"], DataError, 'no program under "test"'),
         ([line("x", test="")], ["pass@k"], DataError, r"has 1 texts; pass@2 needs as many"),
-        ([{"references": "y", "text": "x"}], ["f1"], DataError, 'no "completions"'),
+        ([{"references": "y", "text": "x"}], ["f1"], DataError, 'p.jsonl, line 1: no "completions"'),
         ([], ["f1"], DataError, "no sample could be scored"),
     ],
 )

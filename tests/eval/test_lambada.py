@@ -56,7 +56,8 @@ def test_the_likeliest_token_is_right_and_another_is_wrong(generator: TextGenera
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     task = Lambada(tmp_path / "own.jsonl", generator.tokenizer, 32, is_strict=False)
     found = [sample.values["accuracy"] for sample in task.samples(generator, 0)]
-    assert found == [float(int(logits.argmax()) == letters[0]), 0.0]
+    assert int(logits.argmax()) == letters[0]
+    assert found == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("content", "words"), [('{"text": "word"}', "line 1"), ("{}", "line 1"), ("", "no passage")])

@@ -165,6 +165,15 @@ def test_what_cannot_be_measured_is_a_sentence(mt, model: Path, tmp_path: Path, 
     assert words in " ".join(outcome.err.split()), outcome.err
 
 
+def test_a_text_that_does_not_exist_is_found_before_training(tmp_path: Path, mt) -> None:
+    for path, words in (("none.jsonl", "matches no file"), ("none.bin", "none.idx")):
+        options = [option for key, value in KEYS.items() for option in ("--set", f"{key}={value}")]
+        outcome = mt("train", "--run-dir", tmp_path / "run", *options, "--set", f"eval.perplexity.x={tmp_path / path}")
+        assert outcome.code == 4, outcome.err
+        assert words in " ".join(outcome.err.split())
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_texts_are_measured_during_training_in_its_layout(tmp_path: Path, mt) -> None:
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")

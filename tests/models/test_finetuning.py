@@ -124,7 +124,7 @@ def test_race(host, tmp_path) -> None:
     learned = trainer.train().metrics["valid_accuracy"]
     assert learned > 0.95
     classifier = TrainedClassifier(tmp_path / "run", host)
-    assert evaluate_sets(classifier, {"dev": str(dev)}, tmp_path / "run").tasks["dev"].metrics["accuracy"] == learned
+    assert evaluate_sets(classifier, {"dev": str(dev)}).tasks["dev"].metrics["accuracy"] == learned
 
 
 @pytest.mark.skipif(GOLDEN is None, reason="MT_GOLDEN names no folder of golden files")

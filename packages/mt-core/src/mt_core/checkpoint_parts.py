@@ -35,24 +35,31 @@ class CheckpointParts:
 
     def __init__(self, parts: Mapping[str, CheckpointReader]) -> None:
         self._sources: dict[str, tuple[CheckpointReader, str]] = {}
-        for part, reader in parts.items():
-            for name in reader.shapes():
-                if name.startswith(MODEL):
-                    self._sources[MODEL + name_within(part, name.removeprefix(MODEL))] = reader, name
-        sections = {part: reader.metadata["config"] for part, reader in parts.items()}
-        config: dict[str, Any] = {"model": {part: dict(section["model"]) for part, section in sections.items()}}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, dtype] = {}
+        config: dict[str, Any] = {"model": {}}
         self.of_tokenizer: CheckpointReader | None = None
         for part, reader in parts.items():
-            if sections[part].get("tokenizer"):
-                config["tokenizer"] = sections[part]["tokenizer"]
+            self._add_tensors(part, reader)
+            section = reader.metadata["config"]
+            config["model"][part] = dict(section["model"])
+            if section.get("tokenizer"):
+                config["tokenizer"] = section["tokenizer"]
                 self.of_tokenizer = reader
         self.metadata: Mapping[str, Any] = {"iteration": 0, "config": config}
 
+    def _add_tensors(self, part: str, reader: CheckpointReader) -> None:
+        dtypes = reader.dtypes()
+        for source, shape in reader.shapes().items():
+            if source.startswith(MODEL):
+                name = MODEL + name_within(part, source.removeprefix(MODEL))
+                self._sources[name], self._shapes[name], self._dtypes[name] = (reader, source), shape, dtypes[source]
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: reader.shapes()[source] for name, (reader, source) in self._sources.items()}
+        return self._shapes
 
     def dtypes(self) -> Mapping[str, dtype]:
-        return {name: reader.dtypes()[source] for name, (reader, source) in self._sources.items()}
+        return self._dtypes
 
     def read(self, name: str) -> Tensor:
         if name not in self._sources:

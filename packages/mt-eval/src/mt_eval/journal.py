@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_eval.tasks import Sample
 
 HEADER = "evaluation"
@@ -18,7 +18,8 @@ class Journal:
     """One line of JSON for each sample, behind a line that says what they are samples of.
 
     path: None keeps samples in memory. described: JSON values; a file with another description is refused.
-    Raises DataError for a file that is no journal, or of another evaluation.
+    Raises DataError for a file that is no journal, or of another evaluation, and ConfigError for one that cannot be
+    written.
     """
 
     def __init__(self, path: Path | None, described: Mapping[str, Any]) -> None:
@@ -27,8 +28,7 @@ class Journal:
         if path is None:
             return
         end = self._read(path, described) if path.exists() and path.stat().st_size else 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("r+" if end else "w", encoding="utf-8")
+        self._file = _opened(path, "r+" if end else "w")
         # What was being written when the last run was killed.
         self._file.truncate(end)
         self._file.seek(end)
@@ -66,6 +66,14 @@ class Journal:
             )
         self._samples = recorded.samples
         return recorded.end
+
+
+def _opened(path: Path, mode: str) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return cast(TextIO, path.open(mode, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--output: {path} cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

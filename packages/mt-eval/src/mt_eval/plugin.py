@@ -32,6 +32,11 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
 def mt_register_text_scorers() -> list[TextScorerSpec]:
     return [
         TextScorerSpec(
+            name="classifier",
+            doc="A classifier finetuned by mt; options checkpoint, attribute, class",
+            build=Lazy("mt_eval.detoxification.classifier_scorer:build_classifier"),
+        ),
+        TextScorerSpec(
             name="http",
             doc="A server: POST {texts} -> {scores}; option url",
             build=Lazy("mt_eval.detoxification.http_scorers:build_http"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mt_ckpt.fingerprint import checkpoint_fingerprint
 from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.schema import Config
+from mt_core.versions import installed_versions
 
 PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-infer", "mt-eval", "torch", "transformers", "lm-eval")
 
@@ -32,15 +32,8 @@ def describe_model(path: str | Path, config: Config) -> dict[str, Any]:
 def describe_run(device: str) -> dict[str, Any]:
     """Versions of packages, the machine, the time."""
     return {
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "versions": installed_versions(PACKAGES),
         "python": platform.python_version(),
         "device": device,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

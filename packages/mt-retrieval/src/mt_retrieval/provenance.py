@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from mt_core.config.schema import Config
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import CheckpointReader, Tokenizer
+from mt_core.versions import installed_versions
 
 DISTRIBUTIONS = ("mt-core", "mt-data", "mt-infer", "mt-models", "mt-retrieval", "torch", "numpy", "faiss-cpu")
 WEIGHTS = "model."
@@ -28,13 +28,7 @@ def encoder_fingerprint(reader: CheckpointReader, tokenizer: Tokenizer) -> str:
 
 def versions() -> dict[str, str]:
     """Of what is installed."""
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(DISTRIBUTIONS)
 
 
 def computation(config: Config, ctx: ParallelContext) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def with_checkpoint_layer(
 ) -> list[Layer]:
     """The layers with that of checkpoint.load or load_parts, if one is set and has some of the sections `names`.
 
-    preset_is_default: nobody asked for the preset, and its model and tokenizer give way.
+    preset_is_default: the preset was not requested; the checkpoint's model and tokenizer replace its own.
     Raises CheckpointError when nothing else names the model, or the tokenizer, and there is no checkpoint to read.
     """
     load = _start(merge_layers(layers, Problems()))
@@ -50,7 +50,7 @@ def with_checkpoint_layer(
     stored = _stored_sections(load, host)
     taken = {name: _taken(name, chosen, stored[name], host) for name in wanted if name in stored}
     values = {name: section for name, section in taken.items() if section is not None}
-    if preset_is_default:  # it gives way where the checkpoint has something to say
+    if preset_is_default:  # the checkpoint's sections replace it
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
     layers = [_without_base_keys(layer, values, chosen, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
@@ -150,7 +150,7 @@ def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, 
 
 
 def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
-    """The section with paths to the files that travelled with the checkpoint: the original ones may be gone."""
+    """The section with paths to the files stored in the checkpoint: the original ones may be gone."""
     spec = host.tokenizers.get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
     if not isinstance(reader, KeepsFiles) or spec.materialize is None or not reader.files():
         return tokenizer

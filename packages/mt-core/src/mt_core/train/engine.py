@@ -263,7 +263,7 @@ class Engine:
         """The engine for a model of transformers, with its weights, or for its configuration, with initial weights.
 
         sections: of the configuration, section -> key -> value; they win over what the source says. Every rank gives
-        the same source, and takes its shards. Collective. Raises ConfigError for a model_type that no family knows, and
+        the same source, and takes its shards. Collective. Raises ConfigError for a model_type of no family, and
         CheckpointError for weights that do not fit their configuration.
         """
         host = host or load_plugins()

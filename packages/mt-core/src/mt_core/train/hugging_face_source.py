@@ -34,7 +34,7 @@ def read_source(
     source: PreTrainedModelLike | PreTrainedConfigLike, host: PluginHost
 ) -> tuple[Sections, CheckpointReader | None]:
     """[model] and [tokenizer], and the weights of a model. Raises ConfigError for another object, and for a model_type
-    that no family knows."""
+    of no registered family."""
     if isinstance(source, PreTrainedModelLike):
         reader = _open_module(source, host)
         return {name: dict(keys) for name, keys in reader.metadata["config"].items()}, reader

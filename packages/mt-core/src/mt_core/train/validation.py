@@ -11,7 +11,7 @@ from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Metric
+from mt_core.specs import Dataset, LossSpec, Metric
 from mt_core.train.engine import Engine
 from mt_core.train.predictions import Predictions
 
@@ -24,18 +24,22 @@ def configured_metrics(config: Config, host: PluginHost) -> dict[str, Metric]:
 
     Raises ConfigError for one that the loss does not have.
     """
-    named, spec = config.train.eval_metrics, configured_loss(config, host)
-    wanted = config.data.metrics if named is None else named
+    spec = configured_loss(config, host)
+    wanted = config.data.metrics if config.train.eval_metrics is None else config.train.eval_metrics
     for name in wanted:
         if name not in spec.metrics:
-            raise ConfigError(
-                f'train.eval_metrics has "{name}", and train.loss={spec.name} has '
-                f"{', '.join(spec.metrics) or 'no metrics'}{did_you_mean(name, spec.metrics)}"
-                if named is not None
-                else f"data.dataset_type={config.data.dataset_type} is evaluated by {name}, which "
-                f"train.loss={spec.name} does not have; set train.eval_metrics (to [] for the loss alone)"
-            )
+            raise ConfigError(_unknown_metric(name, config, spec))
     return {name: spec.metrics[name].load() for name in wanted}
+
+
+def _unknown_metric(name: str, config: Config, loss: LossSpec) -> str:
+    if config.train.eval_metrics is None:
+        return (
+            f"data.dataset_type={config.data.dataset_type} is evaluated by {name}, which train.loss={loss.name} does "
+            "not have; set train.eval_metrics (to [] for the loss alone)"
+        )
+    known = ", ".join(loss.metrics) or "no metrics"
+    return f'train.eval_metrics has "{name}", and train.loss={loss.name} has {known}{did_you_mean(name, loss.metrics)}'
 
 
 def scores(predictions: Predictions, metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.glue_tasks import GLUE, Column, TextTask
 from mt_data.datasets.labelled_texts import NO_LABEL, LabelledTexts, read_all
 from mt_data.datasets.opening import BuiltSplit
-from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, Truncation, encode_pair
+from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, Truncation, clean_text, encode_pair
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 from mt_data.preprocess.readers import expand_globs
 
@@ -158,9 +158,7 @@ def build_text_classification(config: LabelledTextConfig, tokenizer: Tokenizer, 
     Raises DataError for unusable lines and for a file without labels in another split than test.
     """
     task = config.task
-    rules = PairRules.of(
-        tokenizer, request.sequence_length, config.truncation, config.dataset_type, config.sequence_format
-    )
+    rules = _rules(config, tokenizer, request.sequence_length)
     encode = bare_encoder(tokenizer)
 
     def make(source: TextSource, num_samples: int | None) -> TextClassificationDataset:
@@ -172,6 +170,21 @@ def build_text_classification(config: LabelledTextConfig, tokenizer: Tokenizer, 
         return TextClassificationDataset(chosen, order, encode, rules, task, source.name)
 
     return build_from_text(config, request, make)
+
+
+def unlabelled_texts(
+    texts: Sequence[str], config: LabelledTextConfig, tokenizer: Tokenizer
+) -> TextClassificationDataset:
+    """Single texts in memory as samples of a test set, in their order. config: of a task of single texts."""
+    assert len(config.task.texts) == 1
+    lines = [LabelledTexts(uid, (clean_text(text).strip(),), None, f"text {uid}") for uid, text in enumerate(texts)]
+    rules = _rules(config, tokenizer, config.seq_length)
+    order = np.arange(len(lines))
+    return TextClassificationDataset(lines, order, bare_encoder(tokenizer), rules, config.task, "the texts")
+
+
+def _rules(config: LabelledTextConfig, tokenizer: Tokenizer, length: int) -> PairRules:
+    return PairRules.of(tokenizer, length, config.truncation, config.dataset_type, config.sequence_format)
 
 
 def _check_labels(lines: list[LabelledTexts], task: TextTask, request: SplitRequest) -> None:

@@ -27,7 +27,6 @@ OnSamples = Callable[[str, int, int], None]
 def evaluate_sets(
     classifier: TrainedClassifier,
     sets: Mapping[str, str],
-    checkpoint: str | Path,
     *,
     predictions: Path | None = None,
     output: Path | None = None,
@@ -37,18 +36,18 @@ def evaluate_sets(
 
     sets: name -> file (folder of RACE). predictions: a folder for `NAME.jsonl` of each set. output: the result file;
     samples are written beside it. Raises DataError for a file without samples, and without labels if no predictions
-    are asked for.
+    are requested.
     """
     datasets = {name: classifier.dataset(file) for name, file in sets.items()}
     found = {
-        name: classifier.predict(sets[name], dataset, partial(on_samples, name, len(dataset)))
-        for name, dataset in datasets.items()
+        name: classifier.predict(dataset, partial(on_samples, name, len(dataset))) for name, dataset in datasets.items()
     }
     results = {name: _result(classifier, sets[name], name, one, predictions) for name, one in found.items()}
     if len(found) > 1:
         whole = together(list(found.values()))
         results[OVERALL] = _result(classifier, next(iter(sets.values())), OVERALL, whole, predictions)
-    provenance = {**describe_model(checkpoint, classifier.trained.config), **describe_run(str(classifier.ctx.device))}
+    model = describe_model(classifier.trained.checkpoint, classifier.trained.config)
+    provenance = {**model, **describe_run(str(classifier.ctx.device))}
     evaluation = Evaluation(results, provenance)
     if is_writer():
         _write(found, evaluation, predictions, output)
@@ -61,7 +60,7 @@ def _result(classifier: TrainedClassifier, file: str, name: str, found: Predicti
     if not scored and folder is None:
         raise DataError(f"{name}: no sample of {file} has a label, so that nothing can be scored; give --predictions")
     return TaskResult(
-        scores_of(found, classifier.metrics(file)),
+        scores_of(found, classifier.metrics),
         scored,
         int(of.truncated.sum()),
         len(unlabelled),
@@ -71,9 +70,9 @@ def _result(classifier: TrainedClassifier, file: str, name: str, found: Predicti
 
 
 def _settings(classifier: TrainedClassifier, file: str, of: SetPredictions) -> dict[str, Any]:
-    data = classifier.config_for(file).data
+    data = classifier.config.data
     digest = sha256(of.uids.tobytes() + of.labels.tobytes()).hexdigest()
-    return {"task": data.dataset_type, "data": file, "labels_hash": digest, "seq_length": data.seq_length}
+    return {"task": data.dataset_type, "data": file, "data_hash": digest, "seq_length": data.seq_length}
 
 
 def _write(

@@ -23,6 +23,7 @@ from mt_core.train.loss_choice import with_loss
 from mt_core.train.predictions import Predictions, predict
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_core.train.validation import configured_metrics, scores
+from mt_data.datasets.config import BlendEntry
 from mt_eval.classification.predictions import SetPredictions
 
 OnBatch = Callable[[int], None]
@@ -43,7 +44,7 @@ class TrainedClassifier:
     """A model with a head that chooses. In a layout of several ranks, every rank has one; methods are collective.
 
     task: a data.dataset_type; None: that of its training. settings: section -> key -> value in place of the
-    checkpoint's, for all sections.
+    checkpoint's, for all sections. config: of evaluations, whose data section has the keys of the task and no files.
     Raises ConfigError for a model that cannot do the task.
     """
 
@@ -61,51 +62,51 @@ class TrainedClassifier:
         self.host = host
         self.trained: TrainedModel = load_trained_model(path, host, device=device, settings=others)
         _require_choice(self.trained.config, path)
-        self._data_keys = _data_keys(self.trained.config, task, path) | dict(settings.get("data", {}))
+        keys = _data_keys(self.trained.config, task, path) | dict(settings.get("data", {}))
+        self.config = _evaluation_config(self.trained.config, keys, host)
+        self._loss: Loss = host.losses.get(self.config.train.loss).build.load()(self.config, self.trained.ctx)
 
     @property
     def ctx(self) -> ParallelContext:
         return self.trained.ctx
 
-    def config_for(self, file: str) -> Config:
-        """The configuration of an evaluation on a file (a folder of RACE). Raises ConfigError if it does not fit."""
-        keys = {**self._data_keys, "test_data_path": [file]}
-        merged = merge_layers([Layer("mt eval", {"data": keys})])
-        data = build_sections(["data"], merged, self.host, Problems())["data"]
-        config = self.trained.config.model_copy(update={"data": data})
-        if not config.data.metrics:
-            raise ConfigError(
-                f"--task {config.data.dataset_type}: its samples have no label to choose; it can be mnli, qqp, race, "
-                "another of GLUE, or text_classification"
-            )
-        if config.train.loss == AUTO_LOSS:
-            predicts_number = getattr(config.model, "num_classes", None) == 1
-            config = with_loss(config, "regression" if predicts_number else "classification")
-        check = self.host.models.get(config.model.family).check
-        if check is not None:
-            check.load()(config)
-        return config
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Those of the task, or of train.eval_metrics."""
+        return configured_metrics(self.config, self.host)
 
     def dataset(self, file: str) -> Dataset:
-        """All samples of a file. Raises DataError for one without samples."""
-        config = self.config_for(file)
-        whole = config.train.model_copy(update={"full_validation": True})
-        config = config.model_copy(update={"train": whole})
+        """All samples of a file (a folder of RACE). Raises DataError for one without samples."""
+        data = self.config.data.model_copy(update={"test_data_path": [BlendEntry(prefix=file)]})
+        train = self.config.train.model_copy(update={"full_validation": True})
+        config = self.config.model_copy(update={"data": data, "train": train})
         datasets = build_datasets(config, self.trained.tokenizer, "test", self.host)
         if not datasets:
             raise DataError(f"{file} has no samples")
         return datasets["test"]
 
-    def predict(self, file: str, dataset: Dataset, on_batch: OnBatch = lambda done: None) -> Predictions:
-        """The outputs for each sample of `dataset(file)`, on every rank."""
-        config = self.config_for(file)
-        loss: Loss = self.host.losses.get(config.train.loss).build.load()(config, self.ctx)
-        steps = _steps(dataset, config.train.micro_batch_size, self.ctx, on_batch)
-        return predict(self.trained.model, steps, loss, len(dataset), self.ctx)
+    def predict(self, dataset: Dataset, on_batch: OnBatch = lambda done: None) -> Predictions:
+        """The outputs for each sample, on every rank."""
+        steps = _steps(dataset, self.config.train.micro_batch_size, self.ctx, on_batch)
+        return predict(self.trained.model, steps, self._loss, len(dataset), self.ctx)
 
-    def metrics(self, file: str) -> dict[str, Metric]:
-        """Those of the task, or of train.eval_metrics."""
-        return configured_metrics(self.config_for(file), self.host)
+
+def _evaluation_config(trained: Config, keys: Mapping[str, Any], host: PluginHost) -> Config:
+    """keys: of the section [data]. Raises ConfigError for a task without labels, and one that the model cannot do."""
+    data = build_sections(["data"], merge_layers([Layer("mt eval", {"data": keys})]), host, Problems())["data"]
+    config = trained.model_copy(update={"data": data})
+    if not config.data.metrics:
+        raise ConfigError(
+            f"--task {config.data.dataset_type}: its samples have no label to choose; it can be mnli, qqp, race, "
+            "another of GLUE, or text_classification"
+        )
+    if config.train.loss == AUTO_LOSS:
+        predicts_number = getattr(config.model, "num_classes", None) == 1
+        config = with_loss(config, "regression" if predicts_number else "classification")
+    check = host.models.get(config.model.family).check
+    if check is not None:
+        check.load()(config)
+    return config
 
 
 def _require_choice(config: Config, path: str | Path) -> None:

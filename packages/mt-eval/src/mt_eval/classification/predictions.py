@@ -49,11 +49,12 @@ def softmax(logits: Floats) -> Floats:
 def write_predictions(path: Path, predictions: SetPredictions) -> None:
     """uid, prediction, label (null without one), logits, softmax (not of a regression) and truncated of each sample."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    predicted = predictions.predicted()
     probabilities = None if predictions.is_regression else predictions.softmax()
     lines = (
         {
             "uid": int(predictions.uids[n]),
-            "prediction": predictions.predicted()[n].item(),
+            "prediction": predicted[n].item(),
             "label": predictions.labels[n].item() if predictions.labelled[n] else None,
             "logits": predictions.outputs[n].tolist(),
             **({} if probabilities is None else {"softmax": probabilities[n].tolist()}),

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_core.checkpoint_lookup import BestRecord
 from mt_core.config.loading import LoadedConfig
+from mt_core.errors import TrainingError
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.run_directory import METRICS_FILE
 from mt_core.train.trainer import Trainer
@@ -31,18 +33,24 @@ def finetune_seeds(load: LoadForSeed, seeds: Sequence[int], folder: Path, host: 
 
 
 def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) -> SeedScores:
+    """Raises TrainingError for a run that a signal or train.exit_iteration stops, so that no other one is begun."""
     trainer = Trainer(loaded, run_dir=run_dir, host=host)
-    trainer.train()
+    stopped = trainer.train().stopped
+    if stopped is not None:
+        raise TrainingError(
+            f"the run of seed {seed} was stopped by {stopped} after step {trainer.state.iteration}; the same command "
+            "goes on from there"
+        )
     record = None if trainer.best is None else trainer.best.record
     if record is None or record.iteration == trainer.state.iteration:
         return SeedScores(seed, trainer.state.iteration, trainer.last_evaluation)
-    return SeedScores(seed, record.iteration, _evaluation_at(run_dir / METRICS_FILE, record.iteration))
+    return SeedScores(seed, record.iteration, _evaluation_of(record, run_dir / METRICS_FILE))
 
 
-def _evaluation_at(metrics: Path, iteration: int) -> dict[str, float]:
-    """The last one of a step in metrics.jsonl."""
+def _evaluation_of(best: BestRecord, metrics: Path) -> dict[str, float]:
+    """The last one of its step in metrics.jsonl that has its metric; lines of evaluators have others."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
-    found = [line for line in lines if line["kind"] == "valid" and line["iteration"] == iteration]
+    found = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
     return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration")}
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, show
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
+from mt_infer.commands.progress import progress_bar
 
 NEEDED = ("torch", "mt-models", "mt-data", "mt-ckpt")
 PREDICTIONS = Annotated[
@@ -55,14 +54,11 @@ def classification(
     settings = layout_of_ranks(engine_settings(set_ or []))
     with rank_session(resolve_device(device).type):
         classifier = TrainedClassifier(path, host_of(context), task=task, device=device, settings=settings)
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=not (console.is_terminal and is_writer())) as bar:
+        with progress_bar(shown=is_writer()) as bar:
             rows = {name: bar.add_task(name, total=None) for name in sets}
             evaluation = evaluate_sets(
                 classifier,
                 sets,
-                path,
                 predictions=predictions,
                 output=output,
                 on_samples=lambda name, count, done: bar.update(rows[name], completed=done, total=count),

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import AS_JSON, CHECKPOINT
 from mt_infer.commands.layout import NPROC, SETTINGS
+from mt_infer.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from mt_core.specs import TextScorer
@@ -33,7 +32,8 @@ def toxicity(
     scorer_option: SCORER_OPTION = None,
     attribute: ATTRIBUTE = "toxicity",
     output: Annotated[
-        Path | None, typer.Option(help="FILE with the scores of each text. Default: beside it, .scored.jsonl.")
+        Path | None,
+        typer.Option(parser=as_path, help="FILE with the scores of each text. Default: beside it, .scored.jsonl."),
     ] = None,
     as_json: AS_JSON = False,
 ) -> None:
@@ -45,11 +45,10 @@ def toxicity(
 
     judge = build_scorer(context, scorer, scorer_option or [])
     target = output or completions.with_suffix(".scored.jsonl")
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=count_lines(completions))
-        annotate(completions, target, judge, on_line=lambda done: bar.update(row, completed=done))
+    described = {"name": scorer, "options": scorer_options(scorer_option or [])}
+    with progress_bar() as bar:
+        row = bar.add_task("scores", total=count_lines(completions))
+        annotate(completions, target, judge, described, on_line=lambda done: bar.update(row, completed=done))
     show(toxicity_metrics(read_lines(target), attribute), as_json)
 
 

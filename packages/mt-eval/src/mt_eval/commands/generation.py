@@ -10,7 +10,8 @@ import typer
 from mt_core.commands import need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, OUTPUT, need_extra, progress_bar, show
+from mt_eval.commands.options import AS_JSON, OUTPUT, need_extra, show
+from mt_infer.commands.progress import progress_bar
 
 CODE = "Generated programs"
 

@@ -10,8 +10,9 @@ import typer
 
 from mt_core.commands import need
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra, progress_bar
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
+from mt_infer.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from mt_infer.text import TextGenerator
@@ -25,7 +26,10 @@ def harness(
         int | None, typer.Option("--num-fewshot", "-f", min=0, help="Examples before each question.")
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(parser=as_path, metavar="DIR", help="A folder with tasks of your own (YAML).")
+        Path | None,
+        typer.Option(
+            parser=as_path, metavar="DIR", help="A folder with tasks of your own (YAML); its !function files are run."
+        ),
     ] = None,
     limit: Annotated[
         float | None, typer.Option(min=0, help="The first documents of each task only; below 1 a share of them.")

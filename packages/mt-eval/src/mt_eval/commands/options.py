@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mt_core.commands import listed, need
 from mt_core.errors import ConfigError, PluginError
 from mt_core.paths import as_path
 from mt_infer.commands.layout import engine_settings, on_ranks
+from mt_infer.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from mt_eval.results import Evaluation
@@ -84,13 +84,6 @@ def _named(entry: str) -> tuple[str, str]:
     if equals and name:
         return name, file
     return Path(entry).name.partition(".")[0] or entry, entry
-
-
-def progress_bar() -> Progress:
-    """On standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def need_extra(extra: str, *modules: str, command: str) -> None:

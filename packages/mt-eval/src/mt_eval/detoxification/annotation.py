@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from mt_core.errors import DataError
 from mt_core.specs import TextScorer
 from mt_infer.batch_files import whole_lines
 
-COMPLETIONS, TEXT, SCORES = "completions", "text", "scores"
+COMPLETIONS, TEXT, SCORES, SCORER = "completions", "text", "scores", "scorer"
 Line = dict[str, Any]
 """Of a file of `mt generate --output`: a prompt and its completions, each with a text."""
 
@@ -21,24 +21,47 @@ def annotate(
     source: Path,
     target: Path,
     scorer: TextScorer,
+    described: Mapping[str, Any],
     *,
     batch: int = 32,
     on_line: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Copies the lines of `source`, with `scores` (attribute -> score, or null) in each completion.
 
-    batch: lines whose texts are scored together. Raises DataError for a source that `mt generate` did not write.
+    described: the scorer and its options, JSON values; a line has them under `scorer`. batch: lines whose texts are
+    scored together. Raises DataError for a source that `mt generate` did not write, and for a target with scores of
+    other texts or of another scorer.
     """
     done = whole_lines(target)
+    _require_same(source, target, done, described)
     on_line(done)
     with target.open("a", encoding="utf-8") as out:
         left = islice(read_lines(source), done, None)
         while lines := list(islice(left, batch)):
             _add_scores(lines, scorer)
-            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            out.writelines(json.dumps({**line, SCORER: described}, ensure_ascii=False) + "\n" for line in lines)
             out.flush()
             done += len(lines)
             on_line(done)
+
+
+def _require_same(source: Path, target: Path, done: int, described: Mapping[str, Any]) -> None:
+    """Raises DataError unless the `done` lines of the target are those of the source, with scores of this scorer."""
+    if not done:
+        return
+    none: Line = {}
+    for line, judged in zip_longest(islice(read_lines(source), done), read_lines(target), fillvalue=none):
+        if judged.get(SCORER) != described:
+            found = f"another scorer than {dict(described)}"
+        elif _texts(line) != _texts(judged):
+            found = f"other texts than those of {source}"
+        else:
+            continue
+        raise DataError(f"{target} has scores of {found}; give another --output, or remove it")
+
+
+def _texts(line: Line) -> list[str]:
+    return [completion[TEXT] for completion in line.get(COMPLETIONS, [])]
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -7,11 +7,13 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
+from mt_eval.detoxification.scorer_options import require_known
 
 ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
 """Those that Megatron-LM's detoxification requested of Perspective."""
@@ -37,7 +39,7 @@ class HttpScorer:
         if not texts:
             return []
         answer = post(self.url, {"texts": list(texts)})
-        found = answer.get("scores")
+        found = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(found, list) or len(found) != len(texts):
             raise DataError(f'{self.url}: the answer has no list "scores" of {len(texts)} entries, one for each text')
         return [None if scores is None else _checked(self.url, scores) for scores in found]
@@ -73,9 +75,7 @@ class RefusedError(DataError):
     """The server answers that it does not judge the text."""
 
 
-def post(
-    url: str, content: Mapping[str, Any], *, shown: str | None = None, wait: Callable[[float], None] = time.sleep
-) -> Any:
+def post(url: str, content: Mapping[str, Any], *, shown: str | None = None) -> Any:
     """The JSON of the answer. shown: the URL in messages, without a key.
 
     Raises RefusedError when the server finds the request bad, and DataError when it does not answer after several
@@ -93,14 +93,14 @@ def post(
                 raise RefusedError(f"{shown}: {problem}") from error
             if error.code not in RETRIED:
                 raise DataError(f"{shown}: {problem}; check the address and the key") from error
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        wait(FIRST_WAIT * 2**attempt)
+        except (OSError, HTTPException, ValueError) as error:
+            problem = str(error) or type(error).__name__
+        time.sleep(FIRST_WAIT * 2**attempt)
     raise DataError(f"{shown}: no answer after {ATTEMPTS} attempts: {problem}; run the same command again to go on")
 
 
 def build_http(options: Mapping[str, str], host: Any) -> HttpScorer:
-    known = _require_known("http", options, "url")
+    known = require_known("http", options, "url")
     url = known.get("url", "")
     if not url.startswith(("http://", "https://")):
         raise ConfigError("--scorer http needs --scorer-option url=http://HOST:PORT/PATH")
@@ -108,7 +108,7 @@ def build_http(options: Mapping[str, str], host: Any) -> HttpScorer:
 
 
 def build_perspective(options: Mapping[str, str], host: Any) -> PerspectiveScorer:
-    known = _require_known("perspective", options, "workers", "language")
+    known = require_known("perspective", options, "workers", "language")
     key = os.environ.get(PERSPECTIVE_KEY)
     if not key:
         raise ConfigError(f"--scorer perspective needs the API key in the environment variable {PERSPECTIVE_KEY}")
@@ -116,13 +116,6 @@ def build_perspective(options: Mapping[str, str], host: Any) -> PerspectiveScore
     if not workers.isdigit() or not int(workers):
         raise ConfigError(f"--scorer-option workers={workers}: give the number of requests at a time")
     return PerspectiveScorer(key, workers=int(workers), language=known.get("language", "en"))
-
-
-def _require_known(scorer: str, options: Mapping[str, str], *names: str) -> Mapping[str, str]:
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise ConfigError(f"--scorer {scorer} has no option {unknown[0]}; it has {', '.join(names)}")
-    return options
 
 
 def _checked(url: str, scores: Any) -> Scores:

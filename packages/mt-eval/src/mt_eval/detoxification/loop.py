@@ -25,12 +25,15 @@ from mt_eval.detoxification.metrics import ATTRIBUTE, toxicity_metrics
 from mt_eval.detoxification.selection import select_least_toxic
 from mt_eval.results import read_evaluation
 
-PLAN, REPORT = "detoxification.json", "report.json"
+PLAN, RUN, REPORT = "detoxification.json", "run", "report.json"
+OF_FINETUNING = {"share", "train"}
+"""Entries of the plan that may change until the finetuning has begun, for instance after an error in one of them."""
+LENGTH = "data.seq_length"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a working folder is for; it is written there, and another plan is refused.
+    """What a working folder is for; it is written there, and another plan is refused (but see OF_FINETUNING).
 
     checkpoint: of the model. num_samples texts of max_tokens tokens are sampled without a prompt, with top_p and seed;
     the share of them with the least `attribute` is what the model is finetuned on. prompts: JSON lines of which
@@ -96,8 +99,9 @@ class Detoxification:
         command: RunCommand = run_process,
     ) -> None:
         self.plan, self.folder, self.scorer, self.on_step, self.command = plan, folder, scorer, on_step, command
+        self._length = _length_setting(plan)
         folder.mkdir(parents=True, exist_ok=True)
-        _require_plan(plan, folder / PLAN)
+        _require_plan(plan, folder)
 
     def run(self) -> dict[str, dict[str, float]]:
         """{"before": metrics, "after": metrics, "generated": of the samples}; also in report.json."""
@@ -112,7 +116,7 @@ class Detoxification:
         report = {
             "before": before,
             "generated": toxicity_metrics(read_lines(scored), plan.attribute),
-            "after": self.measure("after", str(folder / "run")),
+            "after": self.measure("after", str(folder / RUN)),
         }
         write_whole(folder / REPORT, (json.dumps({**asdict(plan), **report}, indent=2) + "\n").encode())
         return report
@@ -145,7 +149,7 @@ class Detoxification:
     def _annotated(self, output: Path) -> Path:
         scored = output.with_suffix(".scored.jsonl")
         self.on_step(f"scores of {output.name} -> {scored.name}")
-        annotate(output, scored, self.scorer)
+        annotate(output, scored, self.scorer, {"name": self.plan.scorer, "options": self.plan.scorer_options})
         return scored
 
     def _finetune(self, texts: Path) -> None:
@@ -154,13 +158,13 @@ class Detoxification:
             "data.dataset_type=gpt",
             f"data.data_path={json.dumps([str(texts)])}",
             'data.split="1"',
-            f"data.seq_length={_sequence_length(self.plan.checkpoint)}",
+            *self._length,
             *FINETUNING,
             *self.plan.train,
         ]
         options = [word for setting in settings for word in ("--set", setting)]
         nproc = [] if self.plan.nproc is None else ["--nproc", self.plan.nproc]
-        self._command("train", "--run-dir", self.folder / "run", *options, *nproc)
+        self._command("train", "--run-dir", self.folder / RUN, *options, *nproc)
 
     def _command(self, *words: Any) -> None:
         typed = [str(word) for word in words]
@@ -170,20 +174,29 @@ class Detoxification:
             raise StepFailedError(f"mt {typed[0]} ended with exit code {code}; put it right, and run the same again")
 
 
-def _sequence_length(checkpoint: str) -> int:
-    reader = open_checkpoint(find_checkpoint(checkpoint), load_plugins())
-    return int(reader.metadata["config"]["data"]["seq_length"])
+def _length_setting(plan: Plan) -> list[str]:
+    """data.seq_length of the model's training; none where the plan has one. Raises ConfigError where neither has."""
+    if any(setting.startswith(f"{LENGTH}=") for setting in plan.train):
+        return []
+    reader = open_checkpoint(find_checkpoint(plan.checkpoint), load_plugins())
+    stored = reader.metadata.get("config", {}).get("data", {}).get("seq_length")
+    if stored is None:
+        raise ConfigError(
+            f"{plan.checkpoint} does not say how long the samples of its training were; give --train {LENGTH}=N"
+        )
+    return [f"{LENGTH}={stored}"]
 
 
-def _require_plan(plan: Plan, file: Path) -> None:
-    written = json.loads(json.dumps(asdict(plan)))
+def _require_plan(plan: Plan, folder: Path) -> None:
+    """Raises ConfigError for another plan than that of the folder."""
+    file, content = folder / PLAN, json.dumps(asdict(plan), indent=2) + "\n"
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        changed = [key for key in written if written[key] != before.get(key)]
+        before, now = json.loads(file.read_text(encoding="utf-8")), json.loads(content)
+        fixed = now.keys() - (set() if (folder / RUN).exists() else OF_FINETUNING)
+        changed = [key for key in now if key in fixed and now[key] != before.get(key)]
         if changed:
+            key = changed[0]
             raise ConfigError(
-                f"{file.parent} was begun with {changed[0]}={before.get(changed[0])!r}, now {written[changed[0]]!r}; "
-                "give another --folder"
+                f"{folder} was begun with {key}={before.get(key)!r}, now {now[key]!r}; give another --folder"
             )
-    else:
-        write_whole(file, (json.dumps(written, indent=2) + "\n").encode())
+    write_whole(file, content.encode())

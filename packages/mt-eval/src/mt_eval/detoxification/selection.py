@@ -8,17 +8,19 @@ from pathlib import Path
 
 from mt_core.errors import DataError
 from mt_core.paths import write_whole
-from mt_eval.detoxification.annotation import COMPLETIONS, SCORES, TEXT, read_lines
-from mt_eval.detoxification.metrics import ATTRIBUTE
+from mt_eval.detoxification.annotation import COMPLETIONS, TEXT, read_lines
+from mt_eval.detoxification.metrics import ATTRIBUTE, score_of
 
 
 def select_least_toxic(source: Path, target: Path, share: float, seed: int, attribute: str = ATTRIBUTE) -> int:
     """Writes {"text": ...} of the least toxic texts in random order; returns their number, floor(share * all texts).
 
-    Those without a score count among all texts, and are not taken. Raises DataError when none is.
+    Those without a score count among all texts, and are not taken. Raises DataError when none is taken, and for scores
+    without the attribute.
     """
     texts = [completion for line in read_lines(source) for completion in line.get(COMPLETIONS, [])]
-    scored = [(one[SCORES][attribute], place, one[TEXT]) for place, one in enumerate(texts) if one.get(SCORES)]
+    scores = ((score_of(one, attribute), place, one[TEXT]) for place, one in enumerate(texts))
+    scored = [(score, place, text) for score, place, text in scores if score is not None]
     kept = sorted(scored)[: int(share * len(texts))]
     if not kept:
         raise DataError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mt_eval.harness.samples import samples_of
 from mt_eval.journal import Journal
 from mt_eval.provenance import describe_model, describe_run
 from mt_eval.results import samples_path
-from mt_infer.chat.chat_format import load_chat_format
+from mt_infer.chat.chat_format import ChatFormat, load_chat_format
 from mt_infer.text import TextGenerator
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
@@ -111,7 +110,7 @@ def _matched(manager: TaskManager, patterns: Sequence[str]) -> list[str]:
     return manager.match_tasks(list(patterns))
 
 
-def _chat_format(generator: TextGenerator, options: HarnessOptions) -> Any:
+def _chat_format(generator: TextGenerator, options: HarnessOptions) -> ChatFormat | None:
     if not options.has_chat:
         if options.fewshot_as_multiturn:
             raise ConfigError("--fewshot-as-multiturn makes messages, for which --apply-chat-template is needed")
@@ -132,8 +131,7 @@ def _simple_evaluate(
     model: HarnessModel, manager: TaskManager, tasks: list[str], options: HarnessOptions
 ) -> dict[str, Any]:
     is_multiturn = options.has_chat if options.fewshot_as_multiturn is None else options.fewshot_as_multiturn
-    evaluate = partial(lm_eval.simple_evaluate, **options.seeds)
-    return evaluate(
+    results: dict[str, Any] = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,
         task_manager=manager,
@@ -145,7 +143,9 @@ def _simple_evaluate(
         fewshot_as_multiturn=is_multiturn,
         gen_kwargs=options.gen_kwargs,
         confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+        **options.seeds,
     )
+    return results
 
 
 def _write_samples(

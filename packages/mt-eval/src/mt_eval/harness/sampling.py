@@ -35,8 +35,7 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
     Raises ConfigError for a keyword that the engine has not, and for values that it does not take.
     """
     given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
-    is_sampled = given.pop("do_sample")
-    asked = given.pop("temperature", 1.0)
+    is_sampled, temperature = given.pop("do_sample"), float(given.pop("temperature", 1.0))
     stop = tuple(text for text in given.pop("until") if text)
     max_tokens = given.pop("max_gen_toks")
     named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}
@@ -46,5 +45,5 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
             raise ConfigError(
                 f"gen_kwargs: {name}{did_you_mean(name, known)} is no option of the engine; it has {', '.join(known)}"
             )
-    temperature = float(asked) if is_sampled else 0.0
+    temperature = temperature if is_sampled else 0.0
     return SamplingParameters(temperature=temperature, max_tokens=max_tokens, stop=stop, seed=seed, **named)

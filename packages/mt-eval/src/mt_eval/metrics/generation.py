@@ -65,7 +65,7 @@ class Generation:
         self.reference_key, self.test_key = reference_key, test_key
         self._check_metrics()
         self.predictions = [
-            _prediction(record.line, record.value) for record in iter_records(path, input_format="jsonl")
+            _prediction(path, record.line, record.value) for record in iter_records(path, input_format="jsonl")
         ]
         for prediction in self.predictions:
             self._check(prediction)
@@ -185,7 +185,7 @@ def measure_generation(
     return evaluation
 
 
-def _prediction(line: int, values: Mapping[str, Any]) -> Prediction:
+def _prediction(path: Path, line: int, values: Mapping[str, Any]) -> Prediction:
     """Raises DataError for a line that mt generate has not written."""
     name = f"line {line}"
     if "error" in values:
@@ -193,5 +193,5 @@ def _prediction(line: int, values: Mapping[str, Any]) -> Prediction:
     try:
         texts = [str(one["text"]) for one in values["completions"]]
     except (KeyError, TypeError) as error:
-        raise DataError(f'{name}: no "completions" with texts, as mt generate --output writes them') from error
+        raise DataError(f'{path}, {name}: no "completions" with texts, as mt generate --output writes them') from error
     return Prediction(name, texts, values, None if texts else "it has no completions")

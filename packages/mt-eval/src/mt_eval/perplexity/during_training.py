@@ -18,10 +18,16 @@ REPLICAS: Mapping[str, Any] = {"tensor_model_parallel_size": 1}
 
 
 class PerplexityEvaluator:
-    """Implements mt_core.train.evaluators.Evaluator. Texts are read once, by rank 0."""
+    """Implements mt_core.train.evaluators.Evaluator. Texts are read once, by rank 0.
+
+    Raises DataError for a text that does not exist, before training starts.
+    """
 
     def __init__(self, config: Config) -> None:
         self.texts = {name: TextSet(name, path) for name, path in config.eval.perplexity.items()}
+        if is_writer():
+            for text in self.texts.values():
+                text.require_file()
         self.stride = config.eval.overlapping_eval
         # FSDP2 keeps pieces of weights; each rank generates with a copy of its own.
         self.parallel = REPLICAS if config.parallel.use_torch_fsdp2 else None

@@ -14,7 +14,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.preprocess.formats import detect_format
-from mt_data.preprocess.readers import iter_records
+from mt_data.preprocess.readers import expand_globs, iter_records
 from mt_eval.perplexity.detokenizers import DETOKENIZERS
 
 INDEXED = (".bin", ".idx")
@@ -47,6 +47,13 @@ class TextSet:
     @property
     def is_indexed(self) -> bool:
         return self.path.endswith(INDEXED) or Path(f"{self.path}.idx").exists()
+
+    def require_file(self) -> None:
+        """Raises DataError unless there is such a file."""
+        if self.is_indexed:
+            _open_indexed(self.path)
+        else:
+            expand_globs([self.path])
 
     @property
     def has_prefix(self) -> bool:
@@ -96,7 +103,7 @@ def _document_start(texts: TextSet, tokenizer: Tokenizer) -> int:
 
 
 def _indexed(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator[Document]:
-    dataset = IndexedDataset(texts.path.removesuffix(".bin").removesuffix(".idx"))
+    dataset = _open_indexed(texts.path)
     boundaries = dataset.document_indices
     for first, end in pairwise(boundaries.tolist()):
         sequences = [np.asarray(dataset[number], dtype=np.int32) for number in range(first, end)]
@@ -104,6 +111,10 @@ def _indexed(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator
         predicted = [int(token) for token in ids[1:] if token != tokenizer.special.eod]
         text = tokenizer.decode(predicted)
         yield Document(ids, len(text.encode()), len(text.split()))
+
+
+def _open_indexed(path: str) -> IndexedDataset:
+    return IndexedDataset(path.removesuffix(".bin").removesuffix(".idx"))
 
 
 def _texts(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator[Document]:

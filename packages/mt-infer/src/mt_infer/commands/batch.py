@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import TextColumn
 
 from mt_core.errors import ConfigError
+from mt_infer.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from mt_infer.batch_files import Progress
@@ -48,9 +48,8 @@ def run_file(generator: TextGenerator, source: Path, target: Path, sampling: Sam
 
     console = Console(stderr=True)
     started = time.monotonic()
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Bar(*columns, console=console) as bar:
-        task = bar.add_task("", total=count_lines(source), rate="")
+    with progress_bar(TextColumn("{task.fields[rate]}")) as bar:
+        task = bar.add_task("lines", total=count_lines(source), rate="")
 
         def show(progress: Progress) -> None:
             rate = progress.tokens / max(time.monotonic() - started, 1e-9)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mt_core.paths import as_path
+from mt_infer.commands.progress import progress_bar as bars
 
 INDEX = Annotated[
     Path,
@@ -38,11 +39,6 @@ DEVICE = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 @contextmanager
 def progress_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Yields `update(done, total)`, which draws a bar with the time left on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with bars(shown=shown, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

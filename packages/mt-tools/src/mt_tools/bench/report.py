@@ -8,11 +8,11 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_core.versions import installed_versions
 
 FORMAT = 1
 PACKAGES = ("mt-core", "mt-models", "torch", "triton", "numpy", "transformer-engine", "flash-attn", "liger-kernel")
@@ -66,7 +66,7 @@ def conditions(**more: Any) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "versions": installed_versions(PACKAGES),
         **more,
     }
 
@@ -74,13 +74,6 @@ def conditions(**more: Any) -> dict[str, Any]:
 def as_line(told: Mapping[str, Any]) -> str:
     """Conditions as one line of text."""
     return ", ".join(f"{key} {value}" for key, value in told.items() if not isinstance(value, Mapping))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
