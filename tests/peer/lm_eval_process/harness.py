@@ -1,7 +1,8 @@
 """Run by lm_eval's environment: tasks on its own `hf` model, and on ours in several layouts; writes what it logs.
 
-Arguments: JSON with "model" (a folder), "tasks" (names), "include_path", "layouts" (name -> section [parallel], one
-rank for none), "options" (of HarnessOptions), "hf" (arguments of the `hf` model), "output" (a folder).
+Arguments: JSON with "model" (a folder), "tasks" (names), "include_path", "layouts" (name -> section [parallel], on as
+many ranks as it has of tensor parallelism, else two; null for one process), "options" (of HarnessOptions), "hf"
+(arguments of the `hf` model), "output" (a folder).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def main() -> None:
             job["layouts"][layout] = {}
             of_mt(0, 1, job, layout)
         else:
-            run_ranks(2, of_mt, job, layout)
+            run_ranks(parallel.get("tensor_model_parallel_size", 2), of_mt, job, layout)
 
 
 if __name__ == "__main__":
