@@ -17,6 +17,7 @@ from mt_tools.config_import.checked import check_configuration, check_result
 from mt_tools.config_import.megatron import import_script
 from mt_tools.config_import.output import launch_line
 from mt_tools.config_import.result import ImportResult
+from mt_tools.megatron_arguments.entry_scripts import entry_of_file
 from mt_tools.megatron_arguments.translation import dotted
 
 
@@ -406,3 +407,17 @@ def test_the_model_has_the_parameters_that_it_should_have(case: str, host: Plugi
     config = check_configuration(sections, CASES[case].world, host).config
     values = plan_values(Planner(config, host, machine).plan(config, CASES[case].world), machine)
     assert values["parameters"]["total"] == parameters
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("examples/multimodal/train.py", "vlm"),
+        ("train.py", None),
+        ("my/train.py", None),
+        ("/opt/megatron/pretrain_gpt.py", "gpt"),
+    ],
+)
+def test_a_script_of_another_program_is_none_of_megatrons(path: str, name: str | None) -> None:
+    found = entry_of_file(path)
+    assert (None if found is None else found.name) == name

@@ -17,10 +17,11 @@ BERT_TOKENIZER = "BertWordPieceLowerCase"
 class EntryScript:
     """A kind of model that Megatron has a script for.
 
-    presets: arguments that it sets where they were not given. dataset_type: ours. parameters: canonical names
-    that tell what its model consists of, where no argument does. fixed_sections: those that its arguments do not
-    decide, since the script has them in its code; fixed: which, and what to write for them. fixed_groups: of the
-    arguments that belong to them, beside those of their keys.
+    scripts: file names, with a folder where other programs have a script of that name. presets: arguments that it sets
+    where they were not given. dataset_type: ours. parameters: canonical names that show what its model consists of,
+    where no argument does. fixed_sections: those that its arguments do not decide, since the script has them in its
+    code; fixed: which, and what to write for them. fixed_groups: of the arguments that belong to them, beside those of
+    their keys.
     """
 
     name: str
@@ -65,7 +66,7 @@ ENTRY_SCRIPTS = (
     ),
     EntryScript(
         "vlm",
-        ("pretrain_vlm.py", "train.py"),
+        ("pretrain_vlm.py", "multimodal/train.py"),
         {"tokenizer_type": GPT_TOKENIZER},
         fixed_sections=("model", "tokenizer", "data"),
         fixed="the script has vision tower, projection and data in its code; write model.family=llava with the sizes "
@@ -101,5 +102,9 @@ def entry_script(name: str) -> EntryScript:
 
 def entry_of_file(path: str) -> EntryScript | None:
     """Of the script that a launcher starts; None for one that is not Megatron's."""
-    name = PurePosixPath(path).name
-    return next((entry for entry in ENTRY_SCRIPTS if name in entry.scripts), None)
+    return next((entry for entry in ENTRY_SCRIPTS if any(_ends_with(path, script) for script in entry.scripts)), None)
+
+
+def _ends_with(path: str, script: str) -> bool:
+    wanted = PurePosixPath(script).parts
+    return PurePosixPath(path).parts[-len(wanted) :] == wanted
