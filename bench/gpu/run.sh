@@ -46,8 +46,9 @@ bench() {
 
 compiled=(--set train.compile=blocks)
 graphs=(--set train.cuda_graphs=blocks)
+step_graph=(--set train.cuda_graphs=step)
 # A rehearsal on a CPU, which has no graphs and generates code for minutes.
-[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=(); }
+[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=() step_graph=(); }
 
 case "$part" in
 1)
@@ -62,6 +63,7 @@ case "$part" in
     bench attention 120 attention
     bench train-124m 90 train --preset 124m
     bench train-124m-graphs 90 train --preset 124m "${graphs[@]}"
+    bench train-124m-step-graph 90 train --preset 124m "${step_graph[@]}"
     bench train-1.2b-graphs 120 train --preset 1.2b "${graphs[@]}"
     [ ${#compiled[@]} = 0 ] || bench kernels-compile 200 kernels --only rms_norm --only layer_norm --only activation --only rotary
     ;;
@@ -71,7 +73,7 @@ case "$part" in
     bench train-1.2b-compile 150 train --preset 1.2b "${compiled[@]}"
     bench train-1.2b-fp8 150 train --preset 1.2b --precision fp8 "${compiled[@]}"
     bench train-8b-fp8 210 train --preset 8b --precision fp8 "${compiled[@]}"
-    bench train-124m-compile 120 train --preset 124m "${compiled[@]}" "${graphs[@]}"
+    bench train-124m-compile 120 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
     ;;
 4)
     bench moe 120 moe

@@ -33,6 +33,7 @@ SMALL = [
     "optimizer.exp_avg_dtype=bf16",
 ]
 GRAPHS = ["train.cuda_graphs=blocks", "train.cuda_graph_warmup_steps=2"]
+STEP_GRAPH = ["train.cuda_graphs=step", "train.cuda_graph_warmup_steps=2"]
 
 
 def config(*more: str) -> LoadedConfig:
@@ -66,10 +67,11 @@ def losses(*more: str) -> list[float]:
     ],
     ids=["bf16", "compiled", "remainders", "buckets", "alibi", "fp8", "fp8 delayed"],
 )
-def test_graphs_train_as_layers_do(more: list[str]) -> None:
+@pytest.mark.parametrize("graphs", [GRAPHS, STEP_GRAPH], ids=["blocks", "step"])
+def test_graphs_train_as_layers_do(more: list[str], graphs: list[str]) -> None:
     if "precision.fp8_format=hybrid" in more and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a Hopper GPU")
-    assert losses(*more, *GRAPHS) == pytest.approx(losses(*more), rel=2e-3)
+    assert losses(*more, *graphs) == pytest.approx(losses(*more), rel=2e-3)
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def steps_of(trainer: Trainer, warm: int) -> Iterator[object]:
     batches.close()
 
 
-@pytest.mark.parametrize("more", [[], GRAPHS], ids=["plain", "graphs"])
+@pytest.mark.parametrize("more", [[], GRAPHS, STEP_GRAPH], ids=["plain", "blocks", "step"])
 def test_a_steady_step_launches_without_waiting(more: list[str]) -> None:
     """The loss of the step before is waited for by its event, which is no synchronization of the device."""
     trainer = Trainer(config("train.eval_interval=null", *more))
@@ -101,14 +103,18 @@ def test_a_steady_step_launches_without_waiting(more: list[str]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_layer_is_two_launches() -> None:
-    trainer = Trainer(config("train.eval_interval=null", *GRAPHS))
+@pytest.mark.parametrize(
+    ("graphs", "expected"), [(GRAPHS, 2 * LAYERS * MICRO_BATCHES), (STEP_GRAPH, 1)], ids=["blocks", "step"]
+)
+def test_launches_of_graphs_in_a_step(graphs: list[str], expected: int) -> None:
+    """A layer is two launches, of its forward and its backward pass; a step is one."""
+    trainer = Trainer(config("train.eval_interval=null", *graphs))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with steps_of(trainer, 5) as step, torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
     launches = sum(event.count for event in profile.key_averages() if event.key == "cudaGraphLaunch")
-    assert launches == 2 * LAYERS * MICRO_BATCHES
+    assert launches == expected
 
 
 def test_batches_are_copied_on_a_stream_of_their_own() -> None:

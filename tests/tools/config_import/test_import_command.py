@@ -127,6 +127,12 @@ def test_everything_that_is_wrong_is_told_at_once(host: PluginHost) -> None:
     assert "--num-layers, --hidden-size, --num-attention-heads, --max-position-embeddings" in str(error.value)
 
 
+def test_scopes_of_cuda_graphs(host: PluginHost) -> None:
+    words = {"local": "blocks", "full_iteration": "step"}
+    for given, scope in words.items():
+        assert import_words([*TINY, "--cuda-graph-impl", given], host).sections["train"]["cuda_graphs"] == scope
+
+
 REFUSED = {
     "--optimizer soap": "this optimizer; optimizer.optimizer can be adam, lion, muon, sgd",
     "--tokenizer-type MultimodalTokenizer": "this tokenizer; tokenizer.tokenizer_type can be BertWordPieceCase",
@@ -135,7 +141,6 @@ REFUSED = {
     "--dataloader-type cyclic": "a loader that orders samples by itself",
     "--use-precision-aware-optimizer --exp-avg-dtype bf16": "moments of two dtypes",
     "--cp-comm-type p2p a2a": "another way to exchange keys in each layer",
-    "--cuda-graph-impl full_iteration": "one CUDA graph for a whole step",
     "--num-experts 2 --moe-router-load-balancing-type quantile_balancing": "quantile balancing",
     "--hybrid-attention-ratio 0.1": "layers chosen by a ratio",
     "--use-checkpoint-args": "mt import CHECKPOINT translates them",

@@ -225,10 +225,11 @@ class TrainConfig(Section):
     for the GPU. auto: on a GPU, where nothing needs them at once."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` compiles each layer by torch.compile."""
-    cuda_graphs: Literal["none", "blocks"] = "none"
-    """`blocks` launches each layer's forward and backward pass as one CUDA graph. See docs/kernels.md."""
-    cuda_graph_warmup_steps: PositiveInt = used_when(3, cuda_graphs="blocks")
-    """Steps before layers are captured."""
+    cuda_graphs: Literal["none", "blocks", "step"] = "none"
+    """`blocks` launches each layer's forward and backward pass as one CUDA graph, `step` all passes of a step with the
+    reduction and norm of its gradients. See docs/kernels.md."""
+    cuda_graph_warmup_steps: PositiveInt = used_when(3, cuda_graphs=("blocks", "step"))
+    """Steps before anything is captured."""
     callbacks: list[str] = Field(default_factory=list)
     """Names of callbacks to add to those that are always on."""
     sample_prompt: str | None = "def "

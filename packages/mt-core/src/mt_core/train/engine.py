@@ -56,8 +56,9 @@ from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
 from mt_core.train.checkpoint.state import OPTIMIZER, WITHOUT_OPTIMIZER, Checkpointed, merged_over_stages
-from mt_core.train.cuda_graphs.rules import graph_blocks
+from mt_core.train.cuda_graphs.rules import build_graphs
 from mt_core.train.cuda_graphs.runs import BlockGraphs
+from mt_core.train.cuda_graphs.steps import StepGraphs
 from mt_core.train.device_batches import DeviceBatches, begin_micro_batch
 from mt_core.train.evaluation import evaluate
 from mt_core.train.forward_backward import (
@@ -135,7 +136,7 @@ class Engine:
     group_schedules: GroupSchedules
     batch_size: BatchSizeSchedule
     scaler: LossScaler
-    graphs: BlockGraphs | None
+    graphs: BlockGraphs | StepGraphs | None
     recorder: ScheduleRecorder | None
     loss: Loss
     forward_backward: ForwardBackward
@@ -190,7 +191,7 @@ class Engine:
             config, OptimizerEnvironment(model, main_weights, layouts, ctx, kernels), host
         )
         use_streams(model, DropoutStreams(config.train.seed))
-        graphs = graph_blocks(model, config, ctx, own_stages)
+        graphs = build_graphs(model, main_weights, optimizer, config, ctx, own_stages)
         needs_logits = wrap_loss is not None or return_logits
         config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
         loss = loss or _configured_loss(config, ctx, host, kernels)
@@ -215,6 +216,7 @@ class Engine:
             GradFinalizer(layouts, ctx, copies, sharded=build.shards_state(config)),
             count_zeros=config.logging.log_num_zeros_in_grad,
             deferred=defers_metrics(config, ctx, optimizer),
+            capture=graphs if isinstance(graphs, StepGraphs) else None,
         )
         torch.manual_seed(stream_seed(config.train.seed, dropout_stream(ctx)))
         engine = cls(

@@ -18,7 +18,8 @@ from mt_core.parallel.context import ParallelContext
 class KeptLogits:
     """A loss that keeps the logits of the micro-batches that it is given, from `begin` until they are taken.
 
-    Raises ConfigError under context parallelism, where no process has the logits of a whole sequence.
+    Raises ConfigError under context parallelism, where no process has the logits of a whole sequence, and for steps
+    that are replayed from a graph.
     """
 
     def __init__(self, loss: Loss, config: Config, ctx: ParallelContext, model: nn.Module) -> None:
@@ -26,6 +27,11 @@ class KeptLogits:
             raise ConfigError(
                 f"parallel.context_parallel_size={ctx.cp.size}: no process has the logits of a whole sequence; set it "
                 "to 1, or build the engine without return_logits"
+            )
+        if config.train.cuda_graphs == "step":
+            raise ConfigError(
+                "train.cuda_graphs=step replays the whole step, and no Python that could keep logits; set it to blocks "
+                "or none, or build the engine without return_logits"
             )
         self.loss, self.config, self.ctx = loss, config, ctx
         self._over_vocabulary = not hasattr(model, "classification_head")

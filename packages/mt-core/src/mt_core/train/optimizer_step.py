@@ -88,11 +88,19 @@ class PendingOutcome:
         return StepOutcome(loss, norm, tokens, updated, auxiliary, self.zeros_in_grad)
 
 
+ComputeGradients = Callable[[Sequence[Batch], float | Tensor], tuple[Tensor, Tensor]]
+"""(micro-batches, global token count) -> (loss, gradient norm), [] fp64 on the device; leaves the gradients of the step
+with the weights. Launches only, where the token count is on the device."""
+CaptureGradients = Callable[[ComputeGradients, Sequence[Batch], Tensor], tuple[Tensor, Tensor]]
+"""Runs such a function, or a graph captured from it (`train.cuda_graphs=step`)."""
+
+
 class OptimizerStep:
     """Defines the order of operations in a step. The caller owns the model and the optimizer.
 
-    deferred: no operation of the step waits for the device; requires `defers_metrics`. on_gradients: called when the
-    gradients are reduced, before clipping. Construction is collective over pipeline stages.
+    deferred: no operation of the step waits for the device; requires `defers_metrics`. capture: runs what comes before
+    the update. on_gradients: called when the gradients are reduced, before clipping; nothing is captured then.
+    Construction is collective over pipeline stages.
     """
 
     def __init__(
@@ -107,12 +115,14 @@ class OptimizerStep:
         *,
         count_zeros: bool = False,
         deferred: bool = False,
+        capture: CaptureGradients | None = None,
     ) -> None:
         self.weights, self.optimizer, self.forward_backward = weights, optimizer, forward_backward
         self.scaler, self.clip_grad, self.count_zeros, self.deferred = scaler, clip_grad, count_zeros, deferred
         self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), sharded=False)
         self.ctx = self.sums.ctx
         self.auxiliary = AuxiliaryMeans(list(auxiliary_losses(model)), self.ctx)
+        self.capture = capture
         self.on_gradients: Callable[[], None] | None = None
         self._passes = 0
         self.updated_after = [module for module in model.modules() if isinstance(module, PostStepHook)]
@@ -123,14 +133,23 @@ class OptimizerStep:
         counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
         and divided by their count over all ranks.
         """
-        tokens, scale = self.global_tokens(counted), self.scaler.scale
+        tokens = self.global_tokens(counted)
+        if self.capture is None or self.on_gradients is not None:
+            loss, norm = self._compute_gradients(micro_batches, tokens)
+        else:
+            loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(tokens, self.ctx))
+        return self._clip_and_update(loss, norm, learning_rate, tokens)
+
+    def _compute_gradients(self, micro_batches: Sequence[Batch], tokens: float | Tensor) -> tuple[Tensor, Tensor]:
+        """ComputeGradients."""
+        scale = self.scaler.scale
         self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
             part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
             return part * scale if scale != 1.0 else part
 
-        return self.finish(self.forward_backward.forward_backward(micro_batches, share), learning_rate, tokens)
+        return self._reduce(self.forward_backward.forward_backward(micro_batches, share))
 
     def begin(self, passes: int) -> None:
         """Clear the gradients, and expect so many backward passes."""
@@ -141,14 +160,23 @@ class OptimizerStep:
 
     def finish(self, contribution: Tensor, learning_rate: float, tokens: float | Tensor) -> PendingOutcome:
         """Reduce the gradients of the passes, and update the weights. contribution: this rank's to the scaled loss."""
-        passes, scale = self._passes, self.scaler.scale
+        loss, norm = self._reduce(contribution)
+        return self._clip_and_update(loss, norm, learning_rate, tokens)
+
+    def _reduce(self, contribution: Tensor) -> tuple[Tensor, Tensor]:
+        """Reduce the gradients of the passes. Returns the loss and the gradients' norm, without the loss scale."""
+        scale = self.scaler.scale
         loss = _unscaled(self._over_ranks(contribution), scale)
         self.weights.reduce()
         self.sums.finalize_model_grads(self.weights.named_parameters())
         if self.on_gradients is not None:
             self.on_gradients()
-        norm = _unscaled(self.sums.norm(self.weights.named_parameters()).double(), scale)
-        pending = self._pending(loss, norm, tokens, passes)
+        return loss, _unscaled(self.sums.norm(self.weights.named_parameters()).double(), scale)
+
+    def _clip_and_update(
+        self, loss: Tensor, norm: Tensor, learning_rate: float, tokens: float | Tensor
+    ) -> PendingOutcome:
+        pending, scale = self._pending(loss, norm, tokens, self._passes), self.scaler.scale
         if self.deferred:
             self._scale_gradients_or_skip(device_clip_factor(loss, norm, self.clip_grad))
             self._update(learning_rate)
@@ -241,13 +269,14 @@ def defers_metrics(config: Config, ctx: ParallelContext, optimizer: Optimizer) -
     wanted = config.train.deferred_metrics
     if wanted == "never" or (wanted == "auto" and ctx.device.type != "cuda"):
         return False
-    reason = _needs_numbers_at_once(config, optimizer)
+    reason = needs_numbers_at_once(config, optimizer)
     if reason is not None and wanted == "always":
         raise ConfigError(f"train.deferred_metrics=always is not possible: {reason}; set it to auto or never")
     return reason is None
 
 
-def _needs_numbers_at_once(config: Config, optimizer: Optimizer) -> str | None:
+def needs_numbers_at_once(config: Config, optimizer: Optimizer) -> str | None:
+    """The setting that needs the numbers of a step before the next one starts, and why; None if there is no such."""
     if config.precision.dtype == "fp16":
         return "precision.dtype=fp16 chooses the next loss scale by the norm"
     if config.logging.log_num_zeros_in_grad:

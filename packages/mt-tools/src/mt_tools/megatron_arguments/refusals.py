@@ -92,11 +92,6 @@ def _cp_comm(value: list[str], given: Mapping[str, Any], host: PluginHost) -> It
         yield "another way to exchange keys in each layer; parallel.cp_comm_type is that of all"
 
 
-def _graphs(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value == "full_iteration":
-        yield "one CUDA graph for a whole step; train.cuda_graphs=blocks has one for each layer"
-
-
 def _flex_backend(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in ("deepep", "hybridep") and given.get("moe_token_dispatcher_type") == "flex":
         yield "this backend; the dispatcher flex has deepep and hybridep"
@@ -125,6 +120,5 @@ _CHECKS: Mapping[str, Check] = {
     "exp_avg_sq_dtype": _moments,
     "moe_router_load_balancing_type": _balancing,
     "cp_comm_type": _cp_comm,
-    "cuda_graph_impl": _graphs,
     "moe_flex_dispatcher_backend": _flex_backend,
 }

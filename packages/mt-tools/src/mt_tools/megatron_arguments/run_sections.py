@@ -112,10 +112,11 @@ def _start(values: Values) -> Keys:
 
 
 def _train(values: Values) -> Keys:
+    scope = "step" if values["cuda_graph_impl"] == "full_iteration" else "blocks"
     graphs = values["enable_cuda_graph"] or values["external_cuda_graph"] or values["cuda_graph_impl"] != "none"
     return {
         "train.eval_interval": values["eval_interval"],
-        "train.cuda_graphs": "blocks" if graphs else "none",
+        "train.cuda_graphs": scope if graphs else "none",
         "train.sample_prompt": "",  # Megatron generates no text at the end
     }
 

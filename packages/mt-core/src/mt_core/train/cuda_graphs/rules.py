@@ -1,4 +1,4 @@
-"""What CUDA graphs do not support, by configuration key, and the layers that are captured."""
+"""What CUDA graphs do not support, by configuration key, and what is captured."""
 
 from __future__ import annotations
 
@@ -10,33 +10,62 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import AuxiliaryLoss, PostStepHook
 from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.optim.functional import Optimizer
+from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
+from mt_core.train.cuda_graphs.steps import StepGraphs
+from mt_core.train.optimizer_step import needs_numbers_at_once
 
 
-def graph_blocks(
-    model: nn.Module, config: Config, ctx: ParallelContext, stages: Sequence[Stage] | None
-) -> BlockGraphs | None:
-    """Graphs of the model's layers, as train.cuda_graphs requests. stages: the pipeline stages of this process.
+def build_graphs(
+    model: nn.Module,
+    weights: MasterWeights,
+    optimizer: Optimizer,
+    config: Config,
+    ctx: ParallelContext,
+    stages: Sequence[Stage] | None,
+) -> BlockGraphs | StepGraphs | None:
+    """Graphs of the model's layers or of whole steps, as train.cuda_graphs requests. stages: the pipeline stages of
+    this process.
 
     Raises ConfigError for what cannot be captured.
     """
-    if config.train.cuda_graphs == "none":
+    scope, steps = config.train.cuda_graphs, config.train.cuda_graph_warmup_steps
+    if scope == "none":
         return None
-    reason = reason_against(model, config, ctx)
+    reason = reason_against(model, config, ctx) or (reason_against_step(config, optimizer) if scope == "step" else None)
     if reason is not None:
-        raise ConfigError(
-            f"train.cuda_graphs={config.train.cuda_graphs} cannot be: {reason}; or train.cuda_graphs=none"
-        )
-    recorder, steps = CudaRecorder(), config.train.cuda_graph_warmup_steps
+        raise ConfigError(f"train.cuda_graphs={scope} cannot be: {reason}; or train.cuda_graphs=none")
+    recorder = CudaRecorder()
+    if scope == "step":
+        return StepGraphs(model, weights, recorder, steps)
     return BlockGraphs([LayerRun(layers, recorder, steps) for layers in rows_of_layers(model, stages)])
 
 
 def reason_against(model: nn.Module, config: Config, ctx: ParallelContext) -> str | None:
     """The first setting or layer that graphs do not support, and what to set instead; None if there is no such."""
     return next(iter(_reasons(model, config, ctx)), None)
+
+
+def reason_against_step(config: Config, optimizer: Optimizer) -> str | None:
+    """As `reason_against`, for what graphs of layers support, and graphs of whole steps do not."""
+    parallel = config.parallel
+    if (size := parallel.pipeline_model_parallel_size) > 1:
+        return (
+            f"parallel.pipeline_model_parallel_size={size}: the host decides between stages what is sent and received "
+            "next; set it to 1, or train.cuda_graphs=blocks"
+        )
+    if parallel.overlap_param_gather:
+        return (
+            "parallel.overlap_param_gather=true waits within a step for what was launched before it; set it to false, "
+            "or train.cuda_graphs=blocks"
+        )
+    if config.train.deferred_metrics == "never":
+        return "train.deferred_metrics=never reads the norm before the update; set it to auto"
+    return needs_numbers_at_once(config, optimizer)
 
 
 def _reasons(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator[str]:
