@@ -32,9 +32,12 @@ def probe_state(config: Config, host: PluginHost) -> StateBytes:
     elements, of_element, of_parameter = 64, {}, {}
     spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
     build = spec.build.load()
+    # Where there are no fp32 master weights the optimizer's state has the other 16 bits of each weight.
+    remainders = getattr(config.optimizer, "main_weights", None) == "remainders" and config.precision.dtype == "bf16"
+    dtype = torch.bfloat16 if remainders else torch.float32
     for is_matrix, shape in ((True, (8, 8)), (False, (elements,))):
-        parameter = nn.Parameter(torch.ones(shape))
-        parameter.grad = torch.ones(shape)
+        parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
         name = "decoder.layers.0.mlp.linear_fc1.weight" if is_matrix else "decoder.final_layernorm.weight"
         groups = [{"params": [parameter], "names": [name], "weight_decay": 0.0}]
         whole = nn.Module()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -54,6 +55,9 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Rank other layouts of as many ranks.")] = False,
+    longest_sequence: Annotated[
+        bool, typer.Option("--longest-sequence", help="Plan the longest data.seq_length that fits.")
+    ] = False,
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of a rank. Default: the machine's.", show_default=False)
     ] = None,
@@ -66,15 +70,34 @@ def plan(
 
     chosen, host = get_machine(machine), host_of(context)
     limit = chosen.usable_gib if memory_gib is None else memory_gib
-    loaded = _load(config, preset, set_ or [], world_size, host, search=search)
+    _require_one(search, longest_sequence)
+    load = partial(_load, config, preset, world=world_size, host=host)
     if search:
-        _search(loaded, world_size, host, chosen, limit, top, as_json=as_json)
+        _search(load(set_ or [], search=True), world_size, host, chosen, limit, top, as_json=as_json)
+    elif longest_sequence:
+        _longest(load, set_ or [], world_size, host, chosen, limit, as_json=as_json)
     else:
-        _plan(loaded, world_size, host, chosen, limit, as_json=as_json)
+        _plan(load(set_ or []), world_size, host, chosen, limit, as_json=as_json)
+
+
+def _require_one(search: bool, longest_sequence: bool) -> None:
+    from mt_core.errors import ConfigError
+
+    if search and longest_sequence:
+        raise ConfigError(
+            "--search looks for layouts of one sequence length, and --longest-sequence for the length that one layout "
+            "holds; give one of them"
+        )
 
 
 def _load(
-    config: Path | None, preset: str | None, settings: list[str], world: int, host: PluginHost, *, search: bool
+    config: Path | None,
+    preset: str | None,
+    settings: list[str],
+    *,
+    world: int,
+    host: PluginHost,
+    search: bool = False,
 ) -> Config:
     """Validated for the world size. For a search validated as one copy of the model, since it validates each layout."""
     from mt_core.config.checks import as_world
@@ -95,16 +118,57 @@ def _load(
 
 def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit: float, *, as_json: bool) -> None:
     from mt_tools.plan.layouts import Planner
-    from mt_tools.plan.report import plan_values
 
     planner = Planner(config, host, machine)
     planner.require_suitable_data()
-    found = planner.plan(config, world)
+    _show_plan(planner.plan(config, world), machine, limit, as_json=as_json)
+
+
+def _show_plan(found: LayoutPlan, machine: Machine, limit: float, *, as_json: bool, **more: int) -> None:
+    """more: further entries of the JSON."""
+    from mt_tools.plan.report import plan_values
+
     values = plan_values(found, machine)
     if as_json:
-        typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit}, indent=2))
+        typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit, **more}, indent=2))
         return
     _print_plan(found, values, machine, limit)
+
+
+UNIT = 1024
+"""Tokens of each context- and tensor-parallel rank by which --longest-sequence is rounded down."""
+
+
+def _longest(
+    load: Callable[[list[str]], Config],
+    settings: list[str],
+    world: int,
+    host: PluginHost,
+    machine: Machine,
+    limit: float,
+    *,
+    as_json: bool,
+) -> None:
+    from mt_core.errors import ConfigError
+    from mt_tools.plan.longest_sequence import longest_sequence
+
+    parallel, positions = (given := load(settings)).parallel, getattr(given.model, "max_position_embeddings", None)
+
+    def load_at(length: int) -> Config:
+        more = [f"model.max_position_embeddings={length}"] if positions is not None and length > positions else []
+        return load([*settings, f"data.seq_length={length}", *more])
+
+    unit = UNIT * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    found = longest_sequence(load_at, world, host, machine, limit, unit)
+    if found is None:
+        raise ConfigError(
+            f"not even data.seq_length={unit} fits into {limit:.1f} GiB a rank; recompute more "
+            "(recompute.recompute_granularity), or divide the model over more ranks ([parallel])"
+        )
+    length, plan = found
+    _show_plan(plan, machine, limit, as_json=as_json, longest_sequence=length)
+    if not as_json:
+        typer.echo(f"the longest sequence that fits is data.seq_length={length}, in steps of {unit}")
 
 
 def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:

@@ -1,0 +1,67 @@
+"""mt's Llama, with the kernels that a GPU gets: Triton's launches are counted and not done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from counting import FlashAttention, Launches
+from shapes import HIDDEN, LENGTH
+from torch import Tensor, nn
+
+from mt_core.config.loading import load_config
+from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.model import as_pipelined
+from mt_core.parallel.pipeline.stage import Stage
+from mt_core.plugins import load_plugins
+from mt_tools.plan.contexts import fake_context
+from mt_tools.plan.ledger import Ledger
+
+
+class OnGPU(ModelEnvironment):
+    """Fused attention, counted."""
+
+    def attention(self, backend: str, **request: Any) -> AttentionCore:
+        def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+            return FlashAttention.apply(LAUNCHES[0], *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+        return attend
+
+
+LAUNCHES: list[Launches] = []
+
+
+def build(launches: Launches, layers: int) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
+    LAUNCHES.append(launches)
+    count_triton(launches)
+    sizes = [f"model.num_layers={layers}", f"data.seq_length={LENGTH}", "train.micro_batch_size=1"]
+    overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock"]
+    host = load_plugins()
+    config = load_config(preset="llama3-8b", overrides=overrides, host=host).config
+    kernels = Kernels({}, "cuda", "bfloat16")
+    ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
+    make = host.models.get("llama", key="model.family").build.load()
+    model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
+    use_kernels(model.modules(), kernels)
+    position_ids = torch.empty((1, LENGTH), dtype=torch.int64, device="meta")
+    tokens = torch.empty_like(position_ids)
+    staged = as_pipelined(model)
+    assert staged is not None
+
+    def run(hidden: Tensor) -> Tensor:
+        return staged.run_stage(stage, hidden, tokens=tokens, position_ids=position_ids)
+
+    return model, run, torch.empty((1, LENGTH, HIDDEN), dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+def count_triton(launches: Launches) -> None:
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        launches.names[self.fn.__name__] += 1
+
+    JITFunction.run = run

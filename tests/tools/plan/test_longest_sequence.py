@@ -1,0 +1,43 @@
+"""The longest sequence that fits, and what bf16 weights with remainders hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mt_cli.main import run
+
+TINY = ("--preset", "gpt-tiny", "--set", "precision.dtype=bf16", "--set", "model.position_embedding_type=rope")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert run(["plan", *TINY, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_longest_sequence_fits_and_the_next_one_does_not(capsys) -> None:
+    found = planned(capsys, "--longest-sequence", "--memory-gib", "0.2")
+    length = found["longest_sequence"]
+    assert length % 1024 == 0
+    assert found["fits"]
+    for tokens, fits in ((length, True), (length + 1024, False)):
+        at_length = planned(capsys, "--memory-gib", "0.2", "--set", f"data.seq_length={tokens}")
+        assert at_length["fits"] == fits
+
+
+def test_remainders_hold_ten_bytes_a_parameter(capsys) -> None:
+    """bf16 weights, gradients and two moments, and 16 more bits of each weight."""
+    settings = "optimizer.main_weights=remainders", "optimizer.exp_avg_dtype=bf16"
+    settings += ("precision.accumulate_allreduce_grads_in_fp32=false",)
+    (rank,) = planned(capsys, *(word for setting in settings for word in ("--set", setting)))["ranks"]
+    sizes = rank["bytes"]
+    held = sum(sizes[key] for key in ("weights", "gradients", "main_weights", "optimizer_state"))
+    assert held == pytest.approx(10 * rank["parameters"], rel=0.01)
+
+
+def test_a_model_that_fits_at_no_length_is_an_error(capsys) -> None:
+    assert run(["plan", *TINY, "--longest-sequence", "--memory-gib", "0.001"]) == 2
+    assert "not even data.seq_length=1024 fits into 0.0 GiB" in capsys.readouterr().err
+    assert run(["plan", *TINY, "--longest-sequence", "--search"]) == 2
+    assert "give one of them" in capsys.readouterr().err
