@@ -17,12 +17,12 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_the_longest_sequence_fits_and_the_next_one_does_not(capsys) -> None:
-    found = planned(capsys, "--longest-sequence", "--memory-gib", "0.2")
+    found = planned(capsys, "--longest-sequence", "--memory-gib", "1")
     length = found["longest_sequence"]
     assert length % 1024 == 0
     assert found["fits"]
     for tokens, fits in ((length, True), (length + 1024, False)):
-        at_length = planned(capsys, "--memory-gib", "0.2", "--set", f"data.seq_length={tokens}")
+        at_length = planned(capsys, "--memory-gib", "1", "--set", f"data.seq_length={tokens}")
         assert at_length["fits"] == fits
 
 
