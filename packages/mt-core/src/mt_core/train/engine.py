@@ -170,11 +170,7 @@ class Engine:
         in place of initial ones, as checkpoint.load has them. return_logits: outcomes of steps have the model's logits.
         """
         host = host or load_plugins()
-        if loaded.config.train.num_threads is not None:
-            torch.set_num_threads(loaded.config.train.num_threads)
-        device = build.resolve_device(loaded.config.train.device)
-        tokenizer = building.build_tokenizer(loaded.config, host)
-        config = building.with_resolved_epochs(build.with_vocab_size(loaded.config, tokenizer), tokenizer, host)
+        config, tokenizer, device = _resolved(loaded.config, host)
         ctx = build.build_context(config, device)
         stages = build_stages(config, ctx, host)
         own_stages = stages.own if stages is not None else None
@@ -187,22 +183,15 @@ class Engine:
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         main_weights = build.build_weights(config, model, ctx, copies, host)
-        optimizer = build.build_optimizer(
-            config, OptimizerEnvironment(model, main_weights, layouts, ctx, kernels), host
-        )
+        environment = OptimizerEnvironment(model, main_weights, layouts, ctx, kernels)
+        optimizer = build.build_optimizer(config, environment, host)
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = build_graphs(model, main_weights, optimizer, config, ctx, own_stages)
-        needs_logits = wrap_loss is not None or return_logits
-        config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
-        loss = loss or _configured_loss(config, ctx, host, kernels)
-        if wrap_loss is not None:
-            loss = wrap_loss(_require_outputs(loss, config), config, ctx)
-        kept = KeptLogits(_require_outputs(loss, config), config, ctx, model) if return_logits else None
-        loss = kept or loss
-        require_options(model, loss, config)
+        losses = _build_losses(config, environment, host, loss, wrap_loss, return_logits=return_logits)
+        config = losses.config
         recorder = _build_recorder(config, stages, device)
         forward_backward = _build_forward_backward(
-            config, ctx, model, main_weights, stages, loss, forward_step, recorder
+            config, ctx, model, main_weights, stages, losses.trained, forward_step, recorder
         )
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
         scaler = build_loss_scaler(config.precision)
@@ -238,13 +227,13 @@ class Engine:
             scaler=scaler,
             graphs=graphs,
             recorder=recorder,
-            loss=loss,
+            loss=losses.trained,
             forward_backward=forward_backward,
             step=step,
             device_batches=DeviceBatches(device, ctx.cp),
             flops_per_sample=flops_per_sample,
             malloc=malloc,
-            kept_logits=kept,
+            kept_logits=losses.kept_logits,
         )
         if weights is not None:
             load_weights(weights, engine.checkpointed(), layouts, config, host)
@@ -487,6 +476,45 @@ class Engine:
             state.restore(reader)
         else:
             state.restore_without_optimizer(reader)
+
+
+def _resolved(config: Config, host: PluginHost) -> tuple[Config, Tokenizer, torch.device]:
+    """The configuration with what the tokenizer and the data set determine. Sets the number of threads."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    device = build.resolve_device(config.train.device)
+    tokenizer = building.build_tokenizer(config, host)
+    return building.with_resolved_epochs(build.with_vocab_size(config, tokenizer), tokenizer, host), tokenizer, device
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """config: with train.loss resolved. trained: the loss of the steps. kept_logits: the same, if it keeps logits."""
+
+    config: Config
+    trained: Loss
+    kept_logits: KeptLogits | None
+
+
+def _build_losses(
+    config: Config,
+    environment: OptimizerEnvironment,
+    host: PluginHost,
+    given: Loss | None,
+    wrap: WrapLoss | None,
+    *,
+    return_logits: bool,
+) -> _Losses:
+    """given, wrap, return_logits: as the arguments of `Engine.build`."""
+    model, ctx = environment.model, environment.ctx
+    needs_logits = wrap is not None or return_logits
+    config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
+    loss = given or _configured_loss(config, ctx, host, environment.kernels)
+    if wrap is not None:
+        loss = wrap(_require_outputs(loss, config), config, ctx)
+    kept = KeptLogits(_require_outputs(loss, config), config, ctx, model) if return_logits else None
+    require_options(model, kept or loss, config)
+    return _Losses(config, kept or loss, kept)
 
 
 def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
