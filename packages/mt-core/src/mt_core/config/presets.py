@@ -44,9 +44,8 @@ def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
         because = "".join(f"; {problem}" for problem in problems)
         if not presets:
             raise ConfigError(f"preset {name}: no installed plugin brings a preset (pip install mt-models){because}")
-        raise ConfigError(
-            f"preset {name} is unknown; presets are {', '.join(sorted(presets))}{did_you_mean(name, presets)}{because}"
-        )
+        near = did_you_mean(name, presets)
+        raise ConfigError(f"preset {name} is unknown{near}; `mt models` lists the {len(presets)} presets{because}")
     first, *others = presets[name]
     if others:
         owners = " and ".join(f"{preset.plugin.label} for family {preset.family}" for preset in presets[name])

@@ -32,6 +32,11 @@ class BertLoss:
         losses = self.words(output.logits, batch)
         if output.binary_logits is None:
             return losses
+        if "is_random" not in batch:
+            raise ConfigError(
+                "model.bert_binary_head=true learns whether the second segment of a sample follows its first, and the "
+                "data set gives no is_random; use data.dataset_type=bert, or set model.bert_binary_head=false"
+            )
         order = F.cross_entropy(output.binary_logits.float(), batch["is_random"], reduction="none")
         return losses + order[:, None]
 

@@ -10,6 +10,7 @@ from typing import Any
 from mt_core.config.loading import LoadedConfig, config_from_dict
 from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
+from mt_core.errors import MtError
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.axes import copies, processes
@@ -22,10 +23,13 @@ TIMEOUT = 600.0
 def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_dir: Path | None = None) -> RunRecord:
     """Train `steps` steps on `world` ranks; default: as many as the layout needs, two at least.
 
-    Raises RankFailureError with a rank's traceback.
+    Raises the MtError of a rank, and RankFailureError with the traceback of any other.
     """
     world = world or processes(config.parallel)
     records = run_ranks(world, record_on_rank, config.to_dict(), steps, run_dir, timeout=TIMEOUT)
+    refused = next((found for found in records if isinstance(found, MtError)), None)
+    if refused is not None:
+        raise refused
     return records[0]
 
 
@@ -49,9 +53,12 @@ def record_resumed(first: Config, then: Config, *, steps: int) -> RunRecord:
 
 def record_on_rank(
     rank: int, world: int, tree: Mapping[str, Mapping[str, Any]], steps: int, run_dir: Path | None
-) -> RunRecord | None:
-    """The first rank's record; the other ranks have only parts of it."""
+) -> RunRecord | MtError | None:
+    """The first rank's record, of which the other ranks have only parts; or why this rank refuses the configuration."""
     host = load_plugins()
     loaded = LoadedConfig(config_from_dict(tree, host), {}, None)
-    found = record_run(loaded, steps, host=host, run_dir=run_dir, adverse=True)
+    try:
+        found = record_run(loaded, steps, host=host, run_dir=run_dir, adverse=True)
+    except MtError as error:
+        return error
     return found if rank == 0 else None
