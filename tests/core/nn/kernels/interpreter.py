@@ -27,3 +27,10 @@ def _switched_on(rank: int, world: int, function: Callable[..., Any], args: tupl
 
 def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:
     return {i.name: i for i in KERNELS[kernel]}[name].function.load()
+
+
+def with_residual(kernel: KernelName) -> Callable[..., Any]:
+    """Triton's form of a norm that adds a branch to the residual stream first."""
+    form = {i.name: i for i in KERNELS[kernel]}["triton"].with_residual
+    assert form is not None
+    return form.load()

@@ -21,7 +21,7 @@ from mt_core.nn.kernels.triton_kernels.launch import warps_for  # noqa: E402
 from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS  # noqa: E402
 
 HALF, SINGLE, ADDRESSES = "*bf16", "*fp32", "*i64"
-NORM = {"x": HALF, "weight": HALF, "bias": HALF, "y": HALF, "dy": HALF, "dx": HALF}
+NORM = {"x": HALF, "branch": HALF, "total": HALF, "dtotal": HALF, "weight": HALF, "bias": HALF, "y": HALF, "dy": HALF, "dx": HALF}
 STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE, "eps": "fp32"}
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
@@ -73,9 +73,11 @@ def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int
         widest = {"forward": getattr(module, "WIDEST_FORWARD", WIDEST_ROW), "backward": module.WIDEST_BACKWARD}
         for way, width in widest.items():
             for rows, block in ((1, 4096), (16, 128), (1, width)):
-                shape = {"ZERO_CENTERED": True, "ROWS": rows, "BLOCK": block}
+                add = block <= rms_norm.WIDEST_SUM
+                shape = {"ADD": add, "ZERO_CENTERED": True, "ROWS": rows, "BLOCK": block}
                 yield name, f"_{name}_{way}", types, shape, warps_for(rows * block)
-        by_columns = {"ZERO_CENTERED": True, "ROWS": 2, "BLOCK": WIDE_BLOCK}
+        adds = {"ADD": True} if module is rms_norm else {}
+        by_columns = {**adds, "ZERO_CENTERED": True, "ROWS": 2, "BLOCK": WIDE_BLOCK}
         yield name, f"_{name}_backward_by_columns", types, by_columns, WIDE_WARPS
     by_columns = {"ZERO_CENTERED": True, "BLOCK": WIDE_BLOCK}
     yield "layer_norm", "_layer_norm_forward_by_columns", {**NORM, **STATISTICS}, by_columns, WIDE_WARPS

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from tests.core.nn.kernels.comparison import assert_agrees, random
-from tests.core.nn.kernels.interpreter import implementation, run_interpreted
+from tests.core.nn.kernels.interpreter import implementation, run_interpreted, with_residual
 from torch import Tensor
 
 from mt_core.nn.kernels.request import KernelName
@@ -27,6 +27,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tens
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
     centered = x - x.mean(-1, keepdim=True)
     return centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + float(zero_centered)) + bias
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    return total, rms_norm(total, weight, eps, zero_centered)
+
+
+def add_layer_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    return total, layer_norm(total, weight, bias, eps, zero_centered)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -89,6 +103,31 @@ def check_norms(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_norms(name: str) -> None:
     run_interpreted(check_norms, name)
+
+
+def check_norms_with_residual(rank: int, world: int) -> None:
+    for dtype, shape in (
+        (torch.float32, (5, 3, 37)),
+        (torch.bfloat16, (7, 128)),
+        (torch.float32, (0, 16)),
+        (torch.float32, (19, 8200)),
+    ):
+        x, branch, weight, bias = (
+            random(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, shape[-1:], shape[-1:]))
+        )
+        for addend in (branch, None):
+            assert_agrees(with_residual("rms_norm"), add_rms_norm, x, addend, weight, 1e-5, addend is None)
+            assert_agrees(with_residual("layer_norm"), add_layer_norm, x, addend, weight, bias, 1e-3, addend is None)
+    # A stream in fp32 keeps its dtype, and each operand gets a gradient in its own.
+    x, branch, weight = random(4, 16), random(4, 16, dtype=torch.bfloat16, seed=1), random(16, seed=2)
+    total, normed = with_residual("rms_norm")(x, branch, weight, 1e-5)
+    normed.sum().backward()  # the stream is not used: its gradient is None
+    assert (total.dtype, normed.dtype) == (torch.float32, torch.float32)
+    assert branch.grad is not None and torch.equal(branch.grad, x.grad.bfloat16())
+
+
+def test_norms_of_a_sum_with_the_residual_stream() -> None:
+    run_interpreted(check_norms_with_residual)
 
 
 def check_wide_rows(rank: int, world: int) -> None:

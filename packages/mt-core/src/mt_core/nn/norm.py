@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
@@ -14,7 +15,30 @@ from mt_core.parallel.context import AxisName, ParallelContext
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
 
-class LayerNorm(LayoutModule):
+class Norm(LayoutModule):
+    """A norm over the last dimension. add_kernel: its kernel's form `with_residual`, if that has one."""
+
+    kernel: Callable[..., Tensor]
+    add_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def operands(self) -> tuple[Any, ...]:
+        """What the kernels take after their tensors of activations."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x, *self.operands())
+
+    def add(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + branch, the norm of it): the residual stream behind a block, and the next block's input. Without a
+        branch: (x, the norm of x), to be used in place of x where x is needed again.
+        """
+        if self.add_kernel is not None:
+            return self.add_kernel(x, branch, *self.operands())
+        x = x if branch is None else x + branch
+        return x, self(x)
+
+
+class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al., 2016)."""
 
     weight: Tensor
@@ -29,12 +53,13 @@ class LayerNorm(LayoutModule):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("layer_norm", width=len(self.weight), plain=plain_layer_norm)
+        self.add_kernel = kernels.pick_with_residual("layer_norm", width=len(self.weight))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.bias, self.eps)
+    def operands(self) -> tuple[Any, ...]:
+        return self.weight, self.bias, self.eps
 
 
-class RMSNorm(LayoutModule):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
 
     weight: Tensor
@@ -47,9 +72,10 @@ class RMSNorm(LayoutModule):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("rms_norm", width=len(self.weight), plain=plain_rms_norm)
+        self.add_kernel = kernels.pick_with_residual("rms_norm", width=len(self.weight))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.eps)
+    def operands(self) -> tuple[Any, ...]:
+        return self.weight, self.eps
 
 
 def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -61,12 +87,12 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:
+def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> Norm:
     """A norm over the residual stream, which sequence parallelism shards along the sequence."""
     return _norm_type(kind)(size, eps, ctx, sequence_axes(ctx))
 
 
-def build_head_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> nn.Module:
+def build_head_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> Norm:
     """A norm over each head [..., heads, size]; tensor parallelism gives every rank other heads."""
     return _norm_type(kind)(size, eps, ctx, ("tp",) if ctx.tp.size > 1 else ())
 

@@ -104,10 +104,12 @@ class CrossAttentionLayer(TransformerLayer):
         memory_pattern: AttentionPattern,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = self.residual(x, self.self_attention(self.input_layernorm(x), pattern, None, cache), self.attention_dropout)
-        crossed = self.cross_attention(self.pre_cross_attn_layernorm(x), memory, memory_pattern, cache)
-        x = self.residual(x, crossed, self.cross_attention_dropout)
-        return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
+        x, normed = self.input_layernorm.add(x)
+        attended = self.self_attention(normed, pattern, None, cache)
+        x, normed = self.residual_and_norm(x, attended, self.attention_dropout, self.pre_cross_attn_layernorm)
+        crossed = self.cross_attention(normed, memory, memory_pattern, cache)
+        x, normed = self.residual_and_norm(x, crossed, self.cross_attention_dropout, self.pre_mlp_layernorm)
+        return self.residual(x, self.mlp(normed), self.mlp_dropout)
 
 
 class DecoderStack(LayerStack):

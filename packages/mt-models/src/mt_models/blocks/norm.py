@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.rms_norm import rms_norm
-from mt_core.nn.layout import LayoutModule, ParameterLayout, zeros
+from mt_core.nn.layout import ParameterLayout, zeros
 from mt_core.nn.linear import sequence_axes
+from mt_core.nn.norm import Norm
 from mt_core.parallel.context import AxisName, ParallelContext
 
 
-class ZeroCenteredRMSNorm(LayoutModule):
+class ZeroCenteredRMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * (1 + weight) over the last dimension, in fp32 (Gemma).
 
     per_head: the norm is over each head [..., heads, size] instead of the residual stream. The weight's gradient is
@@ -32,6 +35,7 @@ class ZeroCenteredRMSNorm(LayoutModule):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("rms_norm", "zero_centered", width=len(self.weight))
+        self.add_kernel = kernels.pick_with_residual("rms_norm", "zero_centered", width=len(self.weight))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight, self.eps, zero_centered=True)
+    def operands(self) -> tuple[Any, ...]:
+        return self.weight, self.eps, True

@@ -33,7 +33,8 @@ class MambaLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        return x + self.mixer(self.norm(x).to(self.dtype), pattern.segment_ids, cache)
+        x, normed = self.norm.add(x)
+        return x + self.mixer(normed.to(self.dtype), pattern.segment_ids, cache)
 
 
 class AttentionLayer(nn.Module):
@@ -52,7 +53,8 @@ class AttentionLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        return x + self.self_attention(self.input_layernorm(x).to(self.dtype), pattern, angles, cache)
+        x, normed = self.input_layernorm.add(x)
+        return x + self.self_attention(normed.to(self.dtype), pattern, angles, cache)
 
 
 class FeedForwardLayer(nn.Module):
@@ -67,4 +69,5 @@ class FeedForwardLayer(nn.Module):
     def forward(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
     ) -> Tensor:
-        return x + self.mlp(self.pre_mlp_layernorm(x).to(self.dtype))
+        x, normed = self.pre_mlp_layernorm.add(x)
+        return x + self.mlp(normed.to(self.dtype))

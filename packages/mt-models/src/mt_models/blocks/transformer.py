@@ -13,7 +13,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.residual import bias_dropout_add
-from mt_core.nn.norm import build_norm
+from mt_core.nn.norm import Norm, build_norm
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
@@ -31,7 +31,7 @@ class LayerShape(AttentionShape, Protocol):
     def hidden_dropout(self) -> float: ...
 
 
-def block_norm(config: LayerShape, ctx: ParallelContext) -> nn.Module:
+def block_norm(config: LayerShape, ctx: ParallelContext) -> Norm:
     """The configured norm, over the hidden size."""
     return build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
@@ -66,10 +66,10 @@ class TransformerLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = self.residual(
-            x, self.self_attention(self.input_layernorm(x), pattern, angles, cache), self.attention_dropout
-        )
-        return self.residual(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_dropout)
+        x, normed = self.input_layernorm.add(x)
+        attended = self.self_attention(normed, pattern, angles, cache)
+        x, normed = self.residual_and_norm(x, attended, self.attention_dropout, self.pre_mlp_layernorm)
+        return self.residual(x, self.mlp(normed), self.mlp_dropout)
 
     def use_kernels(self, kernels: Kernels) -> None:
         # Without dropout it is a sum, for which torch has a kernel.
@@ -82,6 +82,10 @@ class TransformerLayer(nn.Module):
             return x + dropout(branch)
         return self.add(branch, None, x, dropout.begin())
 
+    def residual_and_norm(self, x: Tensor, branch: Tensor, dropout: Dropout, norm: Norm) -> tuple[Tensor, Tensor]:
+        """(x + dropout(branch), the norm of it), without dropout in one pass where the norm's kernel can."""
+        return norm.add(x, branch) if dropout.rate == 0.0 else norm.add(self.residual(x, branch, dropout))
+
 
 class ParallelResidualLayer(TransformerLayer):
     """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-J, GPT-NeoX)."""
@@ -93,8 +97,10 @@ class ParallelResidualLayer(TransformerLayer):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        attended = self.attention_dropout(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
-        return x + attended + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)))
+        x, normed = self.input_layernorm.add(x)
+        attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
+        x, normed = self.pre_mlp_layernorm.add(x)
+        return x + attended + self.mlp_dropout(self.mlp(normed))
 
 
 class TransformerStack(LayerStack):

@@ -75,8 +75,10 @@ class GemmaLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = x + self.post_self_attn_layernorm(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
-        return x + self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x)))
+        x, normed = self.input_layernorm.add(x)
+        attended = self.post_self_attn_layernorm(self.self_attention(normed, pattern, angles, cache))
+        x, normed = self.pre_mlp_layernorm.add(x, attended)
+        return x + self.post_mlp_layernorm(self.mlp(normed))
 
 
 class GemmaModel(CausalDecoder):

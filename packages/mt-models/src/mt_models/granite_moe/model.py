@@ -9,6 +9,7 @@ from torch import Tensor
 from mt_core.nn.attention import AttentionCore
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.norm import Norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
@@ -53,6 +54,11 @@ class GraniteLayer(TransformerLayer):
 
     def residual(self, x: Tensor, branch: Tensor, dropout: Dropout) -> Tensor:
         return super().residual(x, branch * self.multiplier, dropout)
+
+    def residual_and_norm(self, x: Tensor, branch: Tensor, dropout: Dropout, norm: Norm) -> tuple[Tensor, Tensor]:
+        if dropout.rate > 0.0:
+            return norm.add(self.residual(x, branch, dropout))
+        return norm.add(x, branch * self.multiplier)
 
 
 class GraniteMoeModel(CausalDecoder):

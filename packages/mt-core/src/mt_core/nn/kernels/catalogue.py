@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mt_core.nn.kernels.request import KernelName
@@ -22,11 +22,16 @@ from mt_core.specs import Lazy
 
 @dataclass(frozen=True)
 class Implementation:
-    """function: imported when chosen; all implementations of a kernel take and return the same."""
+    """function: imported when chosen; all implementations of a kernel take and return the same.
+
+    with_residual: of a norm, (x, branch, ...) -> (x + branch, the norm of it) in one pass, which gives the gradient of
+    x and branch in one pass too. Without a branch (None): (x, the norm of x).
+    """
 
     name: str
     supports: Supports
     function: Lazy[Callable[..., Any]]
+    with_residual: Lazy[Callable[..., Any]] | None = None
 
 
 def _torch(reference: str) -> Implementation:
@@ -37,6 +42,11 @@ def _triton(reference: str, supports: Supports = supports_triton) -> Implementat
     return Implementation("triton", supports, Lazy(f"mt_core.nn.kernels.triton_kernels.{reference}"))
 
 
+def _triton_norm(name: str) -> Implementation:
+    with_residual: Lazy[Callable[..., Any]] = Lazy(f"mt_core.nn.kernels.triton_kernels.{name}:add_{name}")
+    return replace(_triton(f"{name}:{name}", supports_triton_rows), with_residual=with_residual)
+
+
 def _external(package: str, function: str, supports: Supports) -> Implementation:
     return Implementation(package, supports, Lazy(f"mt_core.nn.kernels.external.{package}:{function}"))
 
@@ -44,14 +54,14 @@ def _external(package: str, function: str, supports: Supports) -> Implementation
 KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "rms_norm": (
         _torch("rms_norm:rms_norm"),
-        _triton("rms_norm:rms_norm", supports_triton_rows),
+        _triton_norm("rms_norm"),
         _external("te", "rms_norm", needs_te()),
         _external("apex", "rms_norm", needs_apex("zero_centered")),
         _external("liger", "rms_norm", needs_liger()),
     ),
     "layer_norm": (
         _torch("layer_norm:layer_norm"),
-        _triton("layer_norm:layer_norm", supports_triton_rows),
+        _triton_norm("layer_norm"),
         _external("te", "layer_norm", needs_te()),
         _external("apex", "layer_norm", needs_apex("zero_centered")),
         _external("liger", "layer_norm", needs_liger("zero_centered")),

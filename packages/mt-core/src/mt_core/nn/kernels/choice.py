@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.catalogue import KERNELS, Implementation
 from mt_core.nn.kernels.request import Feature, KernelName, KernelRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AUTO = "auto"
 
@@ -93,14 +96,24 @@ class Kernels:
 
         plain: what a caller has in plain torch, to be used in place of the reference where torch is chosen.
         """
-        request = KernelRequest(
-            device_type=self.device_type, dtype=self.dtype, width=width, features=frozenset(features)
-        )
-        choice = choose(kernel, self.wanted.get(kernel, AUTO), request)
+        choice = self._choose(kernel, features, width)
         self._choices[str(choice)] = choice
         if plain is not None and choice.implementation.name == "torch":
             return plain
         return choice.load()
+
+    def pick_with_residual(
+        self, kernel: KernelName, *features: Feature, width: int = 0
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The form `with_residual` of what `pick` gives for the same use of a norm; None: it has no such form."""
+        form = self._choose(kernel, features, width).implementation.with_residual
+        return None if form is None else form.load()
+
+    def _choose(self, kernel: KernelName, features: Iterable[Feature], width: int) -> Choice:
+        request = KernelRequest(
+            device_type=self.device_type, dtype=self.dtype, width=width, features=frozenset(features)
+        )
+        return choose(kernel, self.wanted.get(kernel, AUTO), request)
 
     def note(self, line: str) -> None:
         """Add a line on what was chosen outside of the catalogue, such as the attention backend."""

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""LayerNorm. Forward reads x and writes y once; backward reads dy and x and writes dx once."""
+"""LayerNorm, alone or with the sum of a residual stream: see rms_norm, which has the same passes over memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.kernels.triton_kernels.launch import on_device
-from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS, RowTiles
+from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS, RowTiles, rows_of
 
 WIDEST_FORWARD, WIDEST_BACKWARD = 16384, 8192
 """Columns that a program holds in registers; from the next power of two on they spill."""
@@ -17,9 +17,10 @@ WIDEST_FORWARD, WIDEST_BACKWARD = 16384, 8192
 
 @triton.jit
 def _layer_norm_forward(
-    x, weight, bias, y, mean, rstd, rows, width, eps,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, branch, weight, bias, total, y, mean, rstd, rows, width, eps,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """ADD: of x + branch, which is rounded to total first."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -29,6 +30,11 @@ def _layer_norm_forward(
         scale += 1.0
     shift = tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(branch + offsets, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + offsets, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     average = tl.sum(value, 1) / width
     centered = tl.where(inside, value - average[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(centered * centered, 1) / width + eps)
@@ -70,10 +76,10 @@ def _layer_norm_forward_by_columns(
 
 @triton.jit
 def _layer_norm_backward(
-    dy, x, weight, mean, rstd, dx, dweight, dbias, rows, width, tiles,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dtotal, x, weight, mean, rstd, dx, dweight, dbias, rows, width, tiles,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dweight, dbias: [programs, width], what this program's rows add."""
+    """dweight, dbias: [programs, width], what this program's rows add. ADD: dtotal is added to dx."""
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -95,7 +101,10 @@ def _layer_norm_backward(
         grad *= scale[None, :]
         along = (tl.sum(grad * normed, 1) / width)[:, None]
         level = (tl.sum(grad, 1) / width)[:, None]
-        tl.store(dx + offsets, inverse * (grad - level - normed * along), mask=inside)
+        change = inverse * (grad - level - normed * along)
+        if ADD:
+            change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, change, mask=inside)
     own = tl.program_id(0).to(tl.int64) * width + column
     tl.store(dweight + own, weight_total, mask=column < width)
     tl.store(dbias + own, bias_total, mask=column < width)
@@ -146,53 +155,136 @@ def _layer_norm_backward_by_columns(
             tl.store(dbias + own, bias_total, mask=column < width)
 
 
-def _launch_forward(
-    rows: Tensor, weight: Tensor, bias: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, eps: float, zero_centered: bool
-) -> None:
+def _normalize(
+    rows: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> what was normalized (rows + branch), y, mean and 1 / sqrt(variance + eps) of each row."""
     height, width = rows.shape
-    if width > WIDEST_FORWARD:
-        _layer_norm_forward_by_columns[(height,)](
-            rows, weight, bias, y, mean, rstd, width, eps, zero_centered, WIDE_BLOCK, num_warps=WIDE_WARPS
-        )
-        return
+    if width > WIDEST_FORWARD and branch is not None:
+        rows, branch = (rows + branch).to(rows.dtype), None
+    y = torch.empty_like(rows)
+    total = rows if branch is None else torch.empty_like(rows)
+    mean, rstd = torch.empty(2, height, dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        with on_device(rows):
+            if width > WIDEST_FORWARD:
+                _layer_norm_forward_by_columns[(height,)](
+                    rows, weight, bias, y, mean, rstd, width, eps, zero_centered, WIDE_BLOCK, num_warps=WIDE_WARPS
+                )
+            else:
+                tiles = RowTiles.of(rows)
+                _layer_norm_forward[(tiles.count,)](
+                    rows, rows if branch is None else branch, weight, bias, total, y, mean, rstd, height, width, eps,
+                    branch is not None, zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
+                )  # fmt: skip
+    return total, y, mean, rstd
+
+
+def _gradients(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dx, with dtotal added, dweight and dbias"""
+    dx = torch.empty_like(rows)
+    if rows.shape[1] > WIDEST_BACKWARD:
+        dweight, dbias = _wide_gradients(dx, dy.contiguous(), rows, weight, mean, rstd, zero_centered)
+        dx = dx if dtotal is None else dx.add_(dtotal.reshape(dx.shape))
+    else:
+        dweight, dbias = _narrow_gradients(dx, dy.contiguous(), dtotal, rows, weight, mean, rstd, zero_centered)
+    return dx.view(dy.shape), dweight.to(weight.dtype), dbias.to(bias.dtype)
+
+
+def _narrow_gradients(
+    dx: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    rows: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool,
+) -> Tensor:
+    """Writes dx. -> [2, width] fp32, dweight and dbias"""
     tiles = RowTiles.of(rows)
-    _layer_norm_forward[(tiles.count,)](
-        rows, weight, bias, y, mean, rstd, height, width, eps, zero_centered, tiles.rows, tiles.block,
-        num_warps=tiles.warps,
-    )  # fmt: skip
+    parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        with on_device(rows):
+            _layer_norm_backward[(tiles.programs,)](
+                dy, dy if dtotal is None else dtotal.contiguous(), rows, weight, mean, rstd, dx, parts[0], parts[1],
+                *rows.shape, tiles.per_program, dtotal is not None, zero_centered, tiles.rows, tiles.block,
+                num_warps=tiles.warps,
+            )  # fmt: skip
+    return parts.sum(1)
+
+
+def _wide_gradients(
+    dx: Tensor, dy: Tensor, rows: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool
+) -> Tensor:
+    """As _narrow_gradients, without dtotal: there are no registers for it."""
+    tiles = RowTiles.by_columns(rows)
+    parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        with on_device(rows):
+            _layer_norm_backward_by_columns[(tiles.programs,)](
+                dy, rows, weight, mean, rstd, dx, parts[0], parts[1], *rows.shape, tiles.per_program, zero_centered,
+                tiles.rows, tiles.block, num_warps=tiles.warps,
+            )  # fmt: skip
+    return parts.sum(1)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y = torch.empty_like(rows)
-        mean, rstd = torch.empty(2, len(rows), dtype=torch.float32, device=x.device)
-        if rows.numel():
-            with on_device(rows):
-                _launch_forward(rows, weight, bias, y, mean, rstd, eps, zero_centered)
+        rows, y, mean, rstd = _normalize(rows_of(x), None, weight, bias, eps, zero_centered)
         ctx.save_for_backward(rows, weight, bias, mean, rstd)
         ctx.zero_centered = zero_centered
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        rows, weight, bias, mean, rstd = ctx.saved_tensors
-        is_wide = rows.shape[1] > WIDEST_BACKWARD
-        tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
-        kernel = _layer_norm_backward_by_columns if is_wide else _layer_norm_backward
-        dx = torch.empty_like(rows)
-        parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
-        if rows.numel():
-            with on_device(rows):
-                kernel[(tiles.programs,)](
-                    grads[0].contiguous(), rows, weight, mean, rstd, dx, parts[0], parts[1], *rows.shape,
-                    tiles.per_program, ctx.zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
-                )  # fmt: skip
-        dweight, dbias = parts.sum(1)
-        return dx.view(grads[0].shape), dweight.to(weight.dtype), dbias.to(bias.dtype), None, None
+        return *_gradients(grads[0], None, *ctx.saved_tensors, ctx.zero_centered), None, None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """As _AddRMSNorm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows = None if branch is None else rows_of(branch)
+        total, y, mean, rstd = _normalize(rows_of(x), rows, weight, bias, eps, zero_centered)
+        ctx.save_for_backward(total, weight, bias, mean, rstd)
+        ctx.zero_centered, ctx.branch_dtype = zero_centered, None if branch is None else branch.dtype
+        ctx.set_materialize_grads(False)
+        return x if branch is None else total.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtotal, dy = grads
+        dx, dweight, dbias = dtotal, None, None
+        if dy is not None:
+            dx, dweight, dbias = _gradients(dy, dtotal, *ctx.saved_tensors, ctx.zero_centered)
+        dbranch = None if dx is None or ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
+        return dx, dbranch, dweight, dbias, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """As mt_core.nn.kernels.reference.layer_norm."""
     return _LayerNorm.apply(x, weight.contiguous(), bias.contiguous(), eps, zero_centered)
+
+
+def add_layer_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(x + branch in x's dtype, layer_norm of that); see `with_residual` in the catalogue."""
+    outputs: tuple[Tensor, Tensor] = _AddLayerNorm.apply(
+        x, branch, weight.contiguous(), bias.contiguous(), eps, zero_centered
+    )
+    return outputs

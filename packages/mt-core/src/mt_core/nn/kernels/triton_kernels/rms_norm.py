@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""RMSNorm. Forward reads x and writes y once; backward reads dy and x and writes dx once."""
+"""RMSNorm. Forward reads x and writes y once; backward reads dy and x and writes dx once.
+
+With a residual stream (`add_rms_norm`) the forward pass also adds a branch to it, and the backward pass the stream's
+other gradient to dx, while the numbers are in registers.
+"""
 
 from typing import Any
 
@@ -9,16 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.kernels.triton_kernels.launch import on_device
-from mt_core.nn.kernels.triton_kernels.row_tiles import RowTiles
+from mt_core.nn.kernels.triton_kernels.row_tiles import RowTiles, rows_of
 
-WIDEST_BACKWARD = 8192
-"""Columns that a program of the backward pass holds in registers; from the next power of two on they spill."""
+WIDEST_SUM, WIDEST_BACKWARD = 16384, 8192
+"""Columns that a program holds in registers, of a forward pass that adds and of a backward pass; from the next power of
+two on they spill."""
 
 
 @triton.jit
 def _rms_norm_forward(
-    x, weight, y, rstd, rows, width, eps, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, branch, weight, total, y, rstd, rows, width, eps,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ADD: of x + branch, which is rounded to total first."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -27,6 +34,11 @@ def _rms_norm_forward(
     if ZERO_CENTERED:
         scale += 1.0
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(branch + offsets, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + offsets, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
     tl.store(y + offsets, value * inverse[:, None] * scale[None, :], mask=inside)
     tl.store(rstd + row, inverse, mask=row < rows)
@@ -34,10 +46,10 @@ def _rms_norm_forward(
 
 @triton.jit
 def _rms_norm_backward(
-    dy, x, weight, rstd, dx, dweight, rows, width, tiles,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dtotal, x, weight, rstd, dx, dweight, rows, width, tiles,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dweight: [programs, width], what this program's rows add."""
+    """dweight: [programs, width], what this program's rows add. ADD: dtotal is added to dx."""
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -54,14 +66,17 @@ def _rms_norm_backward(
         total += tl.sum(grad * normed, 0)
         grad *= scale[None, :]
         mean = tl.sum(grad * normed, 1) / width
-        tl.store(dx + offsets, inverse * (grad - normed * mean[:, None]), mask=inside)
+        change = inverse * (grad - normed * mean[:, None])
+        if ADD:
+            change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, change, mask=inside)
     tl.store(dweight + tl.program_id(0).to(tl.int64) * width + column, total, mask=column < width)
 
 
 @triton.jit
 def _rms_norm_backward_by_columns(
-    dy, x, weight, rstd, dx, dweight, rows, width, tiles,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy, dtotal, x, weight, rstd, dx, dweight, rows, width, tiles,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As _rms_norm_backward, for rows wider than the registers: each is read again from the cache."""
     first = tl.program_id(0).to(tl.int64) * tiles * ROWS
@@ -88,46 +103,98 @@ def _rms_norm_backward_by_columns(
                 scale += 1.0
             normed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
             grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dx + offsets, inverse * (grad * scale[None, :] - normed * mean), mask=inside)
+            change = inverse * (grad * scale[None, :] - normed * mean)
+            if ADD:
+                change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + offsets, change, mask=inside)
             own = dweight + tl.program_id(0).to(tl.int64) * width + column
             before = tl.load(own, mask=(column < width) & (tile > 0), other=0.0)
             tl.store(own, before + tl.sum(grad * normed, 0), mask=column < width)
 
 
+def _normalize(
+    rows: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> what was normalized (rows + branch), y, and 1 / sqrt(mean square + eps) of each row."""
+    if branch is not None and rows.shape[1] > WIDEST_SUM:
+        rows, branch = (rows + branch).to(rows.dtype), None
+    tiles = RowTiles.of(rows)
+    y = torch.empty_like(rows)
+    total = rows if branch is None else torch.empty_like(rows)
+    rstd = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        with on_device(rows):
+            _rms_norm_forward[(tiles.count,)](
+                rows, rows if branch is None else branch, weight, total, y, rstd, *rows.shape, eps,
+                branch is not None, zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
+            )  # fmt: skip
+    return total, y, rstd
+
+
+def _gradients(
+    dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """-> dx, with dtotal added, and dweight"""
+    is_wide = rows.shape[1] > WIDEST_BACKWARD
+    tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
+    kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
+    dx = torch.empty_like(rows)
+    parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
+    if rows.numel():
+        with on_device(rows):
+            kernel[(tiles.programs,)](
+                dy.contiguous(), dy if dtotal is None else dtotal.contiguous(), rows, weight, rstd, dx, parts,
+                *rows.shape, tiles.per_program, dtotal is not None, zero_centered, tiles.rows, tiles.block,
+                num_warps=tiles.warps,
+            )  # fmt: skip
+    return dx.view(dy.shape), parts.sum(0).to(weight.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        tiles = RowTiles.of(rows)
-        y = torch.empty_like(rows)
-        rstd = torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        if rows.numel():
-            with on_device(rows):
-                _rms_norm_forward[(tiles.count,)](
-                    rows, weight, y, rstd, *rows.shape, eps, zero_centered, tiles.rows, tiles.block,
-                    num_warps=tiles.warps,
-                )  # fmt: skip
+        rows, y, rstd = _normalize(rows_of(x), None, weight, eps, zero_centered)
         ctx.save_for_backward(rows, weight, rstd)
         ctx.zero_centered = zero_centered
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weight, rstd = ctx.saved_tensors
-        is_wide = rows.shape[1] > WIDEST_BACKWARD
-        tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
-        kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
-        dx = torch.empty_like(rows)
-        parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
-        if rows.numel():
-            with on_device(rows):
-                kernel[(tiles.programs,)](
-                    grads[0].contiguous(), rows, weight, rstd, dx, parts, *rows.shape, tiles.per_program,
-                    ctx.zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
-                )  # fmt: skip
-        return dx.view(grads[0].shape), parts.sum(0).to(weight.dtype), None, None
+        return *_gradients(grads[0], None, *ctx.saved_tensors, ctx.zero_centered), None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """(x + branch, its norm); without a branch x itself, so that both of its gradients meet in one backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows = None if branch is None else rows_of(branch)
+        total, y, rstd = _normalize(rows_of(x), rows, weight, eps, zero_centered)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.zero_centered, ctx.branch_dtype = zero_centered, None if branch is None else branch.dtype
+        ctx.set_materialize_grads(False)
+        return x if branch is None else total.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtotal, dy = grads
+        dx, dweight = dtotal, None
+        if dy is not None:
+            dx, dweight = _gradients(dy, dtotal, *ctx.saved_tensors, ctx.zero_centered)
+        dbranch = None if dx is None or ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
+        return dx, dbranch, dweight, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """As mt_core.nn.kernels.reference.rms_norm."""
     return _RMSNorm.apply(x, weight.contiguous(), eps, zero_centered)
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(x + branch in x's dtype, rms_norm of that); see `with_residual` in the catalogue."""
+    outputs: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, branch, weight.contiguous(), eps, zero_centered)
+    return outputs

@@ -47,3 +47,8 @@ class RowTiles:
         count = triton.cdiv(len(matrix), _WIDE_ROWS)
         per_program = max(triton.cdiv(count, multiprocessors(matrix)), 1)
         return cls(_WIDE_ROWS, WIDE_BLOCK, count, triton.cdiv(count, per_program), per_program, WIDE_WARPS)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., width] -> [rows, width], contiguous"""
+    return x.reshape(-1, x.shape[-1]).contiguous()
