@@ -136,3 +136,44 @@ def test_no_two_kernels_have_one_name() -> None:
     )
     assert "_rms_norm_forward" in defined
     assert {name for name, count in defined.items() if count > 1} == set()
+
+
+class Hopper:
+    """A driver without a GPU, for what torch.compile looks up while it traces."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_torch_compile_traces_a_layers_kernels_into_one_graph_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, without generating code."""
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    from mt_core.nn.kernels.triton_kernels.activation import activation
+    from mt_core.nn.kernels.triton_kernels.rotary import rotary
+
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda *given, **named: True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    kernels: list[int] = []
+
+    def record(graph: Any, inputs: object) -> Any:
+        kernels.append(sum("triton_kernel" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def block(x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        x, normed = rms_norm.add_rms_norm(x, branch, weight, 1e-5)
+        x, normed = layer_norm.add_layer_norm(x, normed, weight, bias, 1e-5)
+        q, k = rotary(normed.unflatten(-1, (2, 16)), branch.unflatten(-1, (2, 16)), cos, sin)
+        return x + torch.cat([activation((q * k).flatten(2), None, "swiglu")] * 2, -1)
+
+    cos, sin = torch.randn(2, 1, 4, 1, 8, device="meta")
+    shapes = ((2, 4, 32), (2, 4, 32), (32,), (32,))
+    given = [torch.randn(*shape, device="meta", requires_grad=True) for shape in shapes]
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=record), fullgraph=True)
+    compiled(*given).sum().backward()
+    assert kernels == [4, 4]

@@ -71,8 +71,9 @@ _HEADS = 32
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
     """New contiguous tensors; inverse turns back, which is the gradient."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    turned_q, turned_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    # Lists: torch.compile cannot trace generators in an autograd function.
+    q, k = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k)]
+    turned_q, turned_k = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     batch, sequence, q_heads, head_dim = q.shape
     k_heads, half = k.shape[2], cos.shape[-1]
     if batch * sequence:

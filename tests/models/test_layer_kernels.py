@@ -1,0 +1,75 @@
+"""Layers whose norms add to the residual stream in their kernel compute what plain layers do, with fewer passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.core.nn.kernels.interpreter import run_interpreted
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mt_core.config.loading import load_config
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.layout import initialize
+from mt_core.nn.model import Model
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import load_plugins
+
+LAYERS, WIDTH = 2, 32
+SIZES = [f"num_layers={LAYERS}", f"hidden_size={WIDTH}", "num_attention_heads=4", "vocab_size=48"]
+FAMILIES = {
+    "llama": ["family=llama", "ffn_hidden_size=48"],
+    "gemma": ["family=gemma", "ffn_hidden_size=48"],
+    "gpt": ["family=gpt", "normalization=LayerNorm", "position_embedding_type=rope"],
+    "gpt, parallel": ["family=gpt", "normalization=LayerNorm", "position_embedding_type=rope", "parallel_residual=true"],
+}
+SUMS = {"llama": 1, "gemma": 1, "gpt": 1, "gpt, parallel": 2}
+"""That are left in a layer, of tensors of the residual stream's size. Backward has none."""
+
+
+class CountSums(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.sums += func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor) and result.shape == (2, 8, WIDTH)
+        return result
+
+
+def built(keys: list[str], *overrides: str) -> Model:
+    host, ctx = load_plugins(), ParallelContext()
+    settings = [f"model.{key}" for key in (*keys, *SIZES)]
+    config = load_config(overrides=[*settings, "data.seq_length=8", "train.train_iters=1", *overrides], host=host).config
+    environment = ModelEnvironment(config, ctx, host)
+    model = host.models.get(config.model.family).build.load()(config.model, environment)
+    initialize(model, 1, ctx)
+    use_kernels(model.modules(), environment.kernels)
+    return model
+
+
+def step(model: Model) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, int]]:
+    tokens = torch.arange(16).view(2, 8) % 7
+    with CountSums() as forward:
+        logits = model(tokens)
+    with CountSums() as backward:
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    return logits, [p.grad for p in model.parameters()], (forward.sums, backward.sums)
+
+
+def check(rank: int, world: int, family: str) -> tuple[int, int]:
+    kernel = f"kernels.{'layer_norm' if 'gpt' in family else 'rms_norm'}=triton"
+    plain, wanted, _ = step(built(FAMILIES[family]))
+    full = ["recompute.recompute_granularity=full", "recompute.recompute_method=uniform"]
+    recomputed, fused = (step(built(FAMILIES[family], kernel, *more)) for more in (full, []))
+    for logits, gradients, _ in (recomputed, fused):
+        assert torch.allclose(logits, plain, atol=1e-5)
+        for one, other in zip(gradients, wanted, strict=True):
+            assert torch.allclose(one, other, atol=1e-5 * max(other.abs().max().item(), 1.0))
+    return fused[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_add_to_the_residual_stream_in_their_norms(family: str) -> None:
+    assert run_interpreted(check, family) == [(LAYERS * SUMS[family], 0)]
