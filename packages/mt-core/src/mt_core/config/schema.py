@@ -365,6 +365,8 @@ class KernelsConfig(Section):
     """The loss linear_cross_entropy_sum."""
     adamw: OwnKernel = "auto"
     """The optimizer adam; torch with fp32 copies and moments is torch.optim's fused update."""
+    fp8_cast: OwnKernel = "auto"
+    """Casts of FP8 layers with one scale for a matrix (tensorwise, delayed). Under train.compile they are torch's."""
 
 
 class RecomputeConfig(Section):

@@ -120,7 +120,7 @@ def build_model(
     environment = ModelEnvironment(config, ctx, host, stages, kernels)
     model = provider(config.model, environment)
     use_kernels(model.modules(), environment.kernels)
-    use_fp8(model, config, ctx)
+    use_fp8(model, config, ctx, environment.kernels)
     return model
 
 

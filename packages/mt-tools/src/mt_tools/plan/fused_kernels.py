@@ -47,6 +47,9 @@ class ConfiguredKernels(Kernels):
         in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
         return in_torch.pick(kernel, *features, width=width, plain=plain)
 
+    def pick_with_residual(self, kernel: KernelName, *features: Feature, width: int = 0) -> None:
+        """The sum is planned apart: the same tensors are saved."""
+
     def _is_fused(self, kernel: KernelName, width: int) -> bool:
         wanted = self.wanted.get(kernel, AUTO)
         return wanted != TORCH if wanted != AUTO else self.on_gpu and width <= WIDEST_ROW

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mt_core._torch_compat import zero_all_
 from mt_core.nn.fp8.formats import ROLES, Role
+from mt_core.nn.fp8.whole_casts import note
 from mt_core.nn.layout import LayoutModule, ParameterLayout
 from mt_core.parallel.context import Axis, ParallelContext
 
@@ -53,10 +54,13 @@ class AmaxHistory(LayoutModule):
         """[3 roles], the largest magnitudes of this step."""
         return torch.cat([self.noted_in_forward, self.noted_in_backward])
 
+    def noted_of(self, role: Role) -> Tensor:
+        """[], the largest magnitude of this step so far, to be written to."""
+        return self.noted_in_backward[0] if role == "gradient" else self.noted_in_forward[ROLES.index(role)]
+
     def note(self, role: Role, amax: Tensor) -> None:
         """amax: [] fp32 of a tensor of this step. One that is not finite is left out."""
-        own = self.noted_in_backward[0] if role == "gradient" else self.noted_in_forward[ROLES.index(role)]
-        torch.maximum(own, torch.where(amax.isfinite(), amax, 0.0), out=own)
+        note(self.noted_of(role), amax)
 
     @torch.no_grad()
     def advance(self, amaxes: Tensor) -> None:

@@ -14,7 +14,8 @@ from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role
 from mt_core.nn.fp8.products import Product
-from mt_core.nn.fp8.scaling import Map, Operand, Scaling
+from mt_core.nn.fp8.scaling import Operand, Scaling
+from mt_core.nn.fp8.whole_casts import Along, Map
 from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import all_gather, split_shards
@@ -65,8 +66,12 @@ class LayerCall:
     def gathers(self) -> bool:
         return self.communicates and self.sequence_parallel
 
-    def operand(self, matrix: Tensor, role: Role, scale: Tensor | None = None) -> Operand:
-        return self.layer.scaling.operand(matrix, role, cut_over=self._cut_over(role), note=self.notes, scale=scale)
+    def operand(
+        self, matrix: Tensor, role: Role, along: Along = "columns", scale: Tensor | None = None
+    ) -> Operand:
+        return self.layer.scaling.operand(
+            matrix, role, along=along, cut_over=self._cut_over(role), note=self.notes, scale=scale
+        )
 
     def _cut_over(self, role: Role) -> Axis:
         """The ranks that have the other shards of a matrix."""
@@ -93,7 +98,9 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: LayerCall) -> Tensor:
         rows = x.flatten(0, -2)
-        inputs, weights = call.operand(rows, "input"), call.operand(weight, "weight")
+        # What is gathered again for the weight's gradient has to be kept by rows.
+        is_both = call.layer.wgrad_in_fp8 and ctx.needs_input_grad[1] and not call.gathers
+        inputs, weights = call.operand(rows, "input", "both" if is_both else "columns"), call.operand(weight, "weight")
         a = inputs.along_columns(call.map_rows(x.shape))
         out = call.multiply(a, weights.along_columns(), x.dtype, fast=True)
         kept = inputs.kept() if call.layer.wgrad_in_fp8 else rows
@@ -108,10 +115,12 @@ class _Fp8Linear(torch.autograd.Function):
         call: LayerCall = ctx.call
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
         grad = grads[0].flatten(0, -2)
-        gradients = call.operand(grad, "gradient")
+        along_rows: Along = "both" if wants_dx else "rows"
+        is_in_fp8 = wants_dweight and call.layer.wgrad_in_fp8
+        gradients = call.operand(grad, "gradient", along_rows if is_in_fp8 else "columns")
         dx = dweight = reducing = None
         if wants_dx:
-            weights = call.operand(weight, "weight", weight_scale)
+            weights = call.operand(weight, "weight", "rows", weight_scale)
             rows = call.multiply(gradients.along_columns(), weights.along_rows(), grad.dtype)
             dx, reducing = _leave(rows.view(*_gathered_shape(ctx.shape, call), weight.shape[1]), call)
         if wants_dweight:

@@ -17,6 +17,8 @@ from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.multiply import Fp8Multiply
 from mt_core.nn.fp8.products import Product, emulated_product, torch_product
 from mt_core.nn.fp8.scaling import BlockScaling, CurrentScaling, DelayedScaling, RowScaling, Scaling
+from mt_core.nn.fp8.whole_casts import TORCH_CASTS, WholeCasts
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule, Multiply
 from mt_core.parallel.context import ParallelContext
 
@@ -24,20 +26,20 @@ SLOWER_UP_TO = 1024
 """Features: torchao measured 0.8 times the speed of bf16 for 1024 x 2048 x 1024 on an H100."""
 PRODUCTS: Mapping[str, Product] = {"torch": torch_product, "emulated": emulated_product}
 SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int], Scaling]] = {
-    "tensorwise": CurrentScaling,
     "rowwise": RowScaling,
     "blockwise": BlockScaling,
 }
-"""By precision.fp8_recipe, those without a history."""
+"""By precision.fp8_recipe, those with several scales for a matrix."""
 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Of a run, on its device. implementation: as resolved."""
+    """Of a run, on its device. implementation: as resolved. casts: of recipes with one scale for a matrix."""
 
     config: PrecisionConfig
     implementation: str
     min_features: int
+    casts: WholeCasts = TORCH_CASTS
 
     @property
     def dtypes(self) -> Mapping[Role, torch.dtype]:
@@ -66,7 +68,9 @@ class Fp8Options:
         """history: of the layer, for delayed scaling."""
         if self.config.fp8_recipe == "delayed":
             assert history is not None
-            return DelayedScaling(self.dtypes, history, self.margin)
+            return DelayedScaling(self.dtypes, history, self.margin, self.casts)
+        if self.config.fp8_recipe == "tensorwise":
+            return CurrentScaling(self.dtypes, self.margin, self.casts)
         return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin)
 
     @property
@@ -84,7 +88,7 @@ class Fp8Options:
         return None
 
 
-def resolve_options(config: PrecisionConfig, ctx: ParallelContext) -> Fp8Options:
+def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> Fp8Options:
     """Raises ConfigError where the device or what is installed cannot do what is asked for."""
     on_gpu = ctx.device.type == "cuda"
     wanted = config.fp8_implementation
@@ -97,7 +101,9 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext) -> Fp8Options
     if problem is not None:
         raise ConfigError(f"precision.fp8_implementation={wanted} cannot serve: {problem}")
     automatic = SLOWER_UP_TO + 1 if on_gpu else 1
-    return Fp8Options(config, implementation, config.fp8_min_features or automatic)
+    has_one_scale = implementation in PRODUCTS and config.fp8_recipe not in SCALINGS
+    casts: WholeCasts = kernels.pick("fp8_cast")() if has_one_scale else TORCH_CASTS
+    return Fp8Options(config, implementation, config.fp8_min_features or automatic, casts)
 
 
 def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | None:

@@ -9,21 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mt_core.nn.fp8.casts import (
-    Granularity,
-    Scaled,
-    cast_row_blocks,
-    cast_rows,
-    cast_square_blocks,
-    cast_tensor,
-    padded,
-)
+from mt_core.nn.fp8.casts import Scaled, cast_row_blocks, cast_rows, cast_square_blocks
 from mt_core.nn.fp8.formats import Role, scale_of
 from mt_core.nn.fp8.history import AmaxHistory, largest_over
+from mt_core.nn.fp8.whole_casts import TORCH_CASTS, Along, Map, WholeCasts, restored_cast
 from mt_core.parallel.context import SINGLE, Axis
-
-Map = Callable[[Tensor], Tensor]
-"""Of [rows, ...] to another number of rows, such as gathering them."""
 
 
 class Operand(Protocol):
@@ -45,29 +35,6 @@ class Operand(Protocol):
     def along_rows(self) -> Scaled:
         """[columns, rows], to be contracted along rows."""
         ...
-
-
-@dataclass(frozen=True)
-class WholeCast:
-    """One scale for all of it: cast once, transposed as bytes."""
-
-    cast: Scaled
-
-    @property
-    def scale(self) -> Tensor | None:
-        return self.cast.scale
-
-    def kept(self) -> Tensor:
-        return self.cast.data
-
-    def along_columns(self, map_rows: Map | None = None) -> Scaled:
-        if map_rows is None:
-            return self.cast
-        return Scaled(map_rows(self.cast.data), self.cast.scale, self.cast.granularity)
-
-    def along_rows(self) -> Scaled:
-        data = padded(self.cast.data.t(), self.cast.granularity.multiple).contiguous()
-        return Scaled(data, self.cast.scale, self.cast.granularity)
 
 
 Cast = Callable[[Tensor, torch.dtype, int], Scaled]
@@ -101,10 +68,18 @@ class Scaling(Protocol):
     """A recipe in one layer."""
 
     def operand(
-        self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        along: Along = "columns",
+        cut_over: Axis = SINGLE,
+        note: bool = False,
+        scale: Tensor | None = None,
     ) -> Operand:
-        """x: [rows, columns]. cut_over: ranks that hold the other shards of the matrix, and agree with this one on a
-        scale of the whole. note: count it as one of the step. scale: the one that it got before."""
+        """x: [rows, columns]. along: of the products to come. cut_over: ranks that hold the other shards of the matrix,
+        and agree with this one on a scale of the whole. note: count it as one of the step. scale: the one that it got
+        before."""
         ...
 
     def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
@@ -118,16 +93,25 @@ class CurrentScaling:
 
     dtypes: Mapping[Role, torch.dtype]
     margin: int = 0
+    casts: WholeCasts = TORCH_CASTS
 
     def operand(
-        self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        along: Along = "columns",
+        cut_over: Axis = SINGLE,
+        note: bool = False,
+        scale: Tensor | None = None,
     ) -> Operand:
-        if scale is None:
-            scale = scale_of(largest_over(amax_of(x), cut_over), self.dtypes[role], self.margin)
-        return WholeCast(cast_tensor(x, scale, self.dtypes[role]))
+        casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
+        if scale is not None:
+            return casts.by_scale(x, scale, dtype, along)
+        return casts.by_amaxes(x, largest_over(casts.amaxes(x), cut_over), dtype, self.margin, along)
 
     def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
-        return _whole(kept, scale)
+        return _restored(kept, scale)
 
 
 @dataclass(frozen=True)
@@ -138,24 +122,41 @@ class DelayedScaling:
     dtypes: Mapping[Role, torch.dtype]
     history: AmaxHistory
     margin: int = 0
+    casts: WholeCasts = TORCH_CASTS
 
     def operand(
-        self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        along: Along = "columns",
+        cut_over: Axis = SINGLE,
+        note: bool = False,
+        scale: Tensor | None = None,
     ) -> Operand:
+        casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
+        if scale is None and self.history.has_stepped:
+            noted = self.history.noted_of(role) if note else None
+            return casts.by_past(x, self.history.amax(role), noted, dtype, self.margin, along)
         if scale is None:
-            scale = self._scale(x, role, cut_over, note)
-        return WholeCast(cast_tensor(x, scale, self.dtypes[role]))
+            scale = self._first_scale(casts.amaxes(x).amax(), role, cut_over, note)
+        return casts.by_scale(x, scale, dtype, along)
 
     def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
-        return _whole(kept, scale)
+        return _restored(kept, scale)
 
-    def _scale(self, x: Tensor, role: Role, cut_over: Axis, note: bool) -> Tensor:
-        amax, past = amax_of(x), self.history.amax(role)
+    def _first_scale(self, amax: Tensor, role: Role, cut_over: Axis, note: bool) -> Tensor:
+        """In this process, whose history may be that of a checkpoint."""
         if note:
             self.history.note(role, amax)
-        if not self.history.has_stepped:
-            past = torch.where(past < 0.0, largest_over(amax, cut_over), past)
+        past = self.history.amax(role)
+        past = torch.where(past < 0.0, largest_over(amax, cut_over), past)
         return scale_of(past + 0.0 * amax, self.dtypes[role], self.margin)
+
+
+def _outside_of_compiler(casts: WholeCasts) -> WholeCasts:
+    """torch.compile joins casts in plain torch with the kernels before them."""
+    return TORCH_CASTS if torch.compiler.is_compiling() else casts
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,14 @@ class RowScaling:
     margin: int = 0
 
     def operand(
-        self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        along: Along = "columns",
+        cut_over: Axis = SINGLE,
+        note: bool = False,
+        scale: Tensor | None = None,
     ) -> Operand:
         return CastByDirection(x, cast_rows, self.dtypes[role], self.margin)
 
@@ -182,7 +190,14 @@ class BlockScaling:
     margin: int = 0
 
     def operand(
-        self, x: Tensor, role: Role, *, cut_over: Axis = SINGLE, note: bool = False, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        role: Role,
+        *,
+        along: Along = "columns",
+        cut_over: Axis = SINGLE,
+        note: bool = False,
+        scale: Tensor | None = None,
     ) -> Operand:
         cast = cast_square_blocks if role == "weight" else cast_row_blocks
         return CastByDirection(x, cast, self.dtypes[role], self.margin)
@@ -191,11 +206,6 @@ class BlockScaling:
         return self.operand(kept, role)
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """[] fp32, the largest magnitude; 0 for a matrix without elements."""
-    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-
-
-def _whole(data: Tensor, scale: Tensor | None) -> Operand:
+def _restored(kept: Tensor, scale: Tensor | None) -> Operand:
     assert scale is not None
-    return WholeCast(Scaled(data, scale, Granularity.TENSOR))
+    return restored_cast(kept, scale)

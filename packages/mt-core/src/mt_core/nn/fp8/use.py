@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
 from mt_core.nn.fp8.options import Fp8Options, resolve_options
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.parallel.context import ParallelContext
@@ -64,7 +65,7 @@ class Fp8State(nn.Module):
         self.advance = AdvanceHistories(histories, ctx) if report.options.is_delayed else None
 
 
-def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
+def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext, kernels: Kernels) -> None:
     """Do the products of the model's layers as [precision] says: the matrices of attention, feed-forwards and experts.
     Embeddings, norms, routers, the core of attention and, unless fp8_output_proj is set, the output layer stay
     as they are.
@@ -73,7 +74,7 @@ def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
     """
     if config.precision.fp8_format == "none":
         return
-    report = Fp8Report(resolve_options(config.precision, ctx))
+    report = Fp8Report(resolve_options(config.precision, ctx, kernels))
     histories: list[AmaxHistory] = []
     for layer, reason in _layers(model, config):
         for module in list(layer.modules()):

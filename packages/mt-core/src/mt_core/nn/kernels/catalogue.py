@@ -104,4 +104,8 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         _torch("adamw:TorchAdamW"),
         _triton("adamw:TritonAdamW", supports_triton_adamw),
     ),
+    "fp8_cast": (
+        Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.whole_casts:TorchWholeCasts")),
+        _triton("fp8_casts:TritonWholeCasts"),
+    ),
 }

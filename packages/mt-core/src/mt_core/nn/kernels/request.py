@@ -16,6 +16,7 @@ KernelName = Literal[
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "adamw",
+    "fp8_cast",
 ]
 
 Feature = Literal[

@@ -1,0 +1,105 @@
+"""Casts by one scale for all of a matrix, which its products along rows and along columns share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.fp8.casts import Granularity, Scaled, cast_tensor, padded
+from mt_core.nn.fp8.formats import scale_of
+
+Map = Callable[[Tensor], Tensor]
+"""Of [rows, ...] to another number of rows, such as gathering them."""
+Along = Literal["columns", "rows", "both"]
+"""What the products of a matrix will be contracted along. A cast may give up to what is named."""
+
+
+@dataclass(frozen=True)
+class WholeCast:
+    """One scale for all of it: cast once. column_major: the same numbers [rows, columns] with those of a column next to
+    one another, perhaps with rows of zeros behind them; None: transposed as bytes when it is needed."""
+
+    cast: Scaled
+    column_major: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self.cast.scale
+
+    def kept(self) -> Tensor:
+        return self.cast.data if self.column_major is None else self.column_major
+
+    def along_columns(self, map_rows: Map | None = None) -> Scaled:
+        if map_rows is None:
+            return self.cast
+        return Scaled(map_rows(self.cast.data), self.cast.scale, self.cast.granularity)
+
+    def along_rows(self) -> Scaled:
+        data = padded(self.kept().t(), self.cast.granularity.multiple).contiguous()
+        return Scaled(data, self.cast.scale, self.cast.granularity)
+
+
+def restored_cast(kept: Tensor, scale: Tensor) -> WholeCast:
+    """The cast that had `kept` and `scale`, for a product along its rows."""
+    return WholeCast(Scaled(kept, scale, Granularity.TENSOR))
+
+
+class WholeCasts(Protocol):
+    """How matrices are cast. x: [rows, columns]."""
+
+    def amaxes(self, x: Tensor) -> Tensor:
+        """fp32, [] or [n]: magnitudes of which the largest is that of x."""
+        ...
+
+    def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+        """By the largest of these magnitudes (see scale_of)."""
+        ...
+
+    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
+        """scale: [] fp32."""
+        ...
+
+    def by_past(
+        self, x: Tensor, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
+    ) -> WholeCast:
+        """By the magnitude `past`, [] fp32. An x that is not finite becomes NaN, by its scale; of another one the
+        largest magnitude is noted: noted = max(noted, it), [] fp32."""
+        ...
+
+
+class TorchWholeCasts:
+    """In plain torch: the reference, and what torch.compile makes kernels of."""
+
+    def amaxes(self, x: Tensor) -> Tensor:
+        return amax_of(x)
+
+    def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+        return self.by_scale(x, scale_of(amaxes, dtype, margin), dtype, along)
+
+    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
+        return WholeCast(cast_tensor(x, scale, dtype))
+
+    def by_past(
+        self, x: Tensor, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
+    ) -> WholeCast:
+        amax = amax_of(x)
+        if noted is not None:
+            note(noted, amax)
+        return self.by_scale(x, scale_of(past + 0.0 * amax, dtype, margin), dtype, along)
+
+
+TORCH_CASTS = TorchWholeCasts()
+
+
+def note(noted: Tensor, amax: Tensor) -> None:
+    """noted = max(noted, amax), both [] fp32. An amax that is not finite is left out."""
+    torch.maximum(noted, torch.where(amax.isfinite(), amax, 0.0), out=noted)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """[] fp32, the largest magnitude; 0 for a matrix without elements."""
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)

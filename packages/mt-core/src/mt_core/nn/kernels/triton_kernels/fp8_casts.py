@@ -1,0 +1,192 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Casts to FP8 by one scale: one pass over memory writes the matrix, its transpose and its largest magnitude.
+
+A product contracts neighbours in memory, so a matrix that takes part in two products is needed in both orders. Largest
+magnitudes are compared as integers: the bits of numbers that are not negative have their order, and NaN is the largest.
+"""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mt_core.nn.fp8.casts import ALIGNMENT, Granularity, Scaled
+from mt_core.nn.fp8.whole_casts import Along, WholeCast
+from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
+
+_AMAX_BLOCK, _AMAX_WARPS = 8192, 16
+_AMAX_PROGRAMS = 2
+"""Of a multiprocessor. Few, as each tile of a cast reads what every program found."""
+_TILE, _TILE_WARPS = 128, 8
+"""Rows and columns of a tile: 128 bytes next to one another in either order."""
+_SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
+    """parts [programs]: bits of the largest magnitude of this program's blocks."""
+    largest = tl.zeros([BLOCK], tl.int32)
+    first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
+    for block in range(blocks):
+        index = first + block * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(
+            largest, _magnitude_bits(tl.load(x + index, mask=index < size, other=0.0).to(tl.float32))
+        )
+    tl.store(parts + tl.program_id(0), tl.max(largest, 0))
+
+
+@triton.jit
+def _scale_of(amaxes, count, limit, COUNT: tl.constexpr):
+    """As formats.scale_of, of the largest of `count` magnitudes given as bits."""
+    index = tl.arange(0, COUNT)
+    bits = tl.max(tl.load(amaxes + index, mask=index < count, other=0), 0)
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), limit)
+    scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # which leaves NaN
+    return tl.where(bits == 0, 1.0, scale)
+
+
+@triton.jit
+def _rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
+    """fp32 within the range of the format -> the format, to nearest, ties to even. EMULATED: by integers, as torch's
+    CPU does, for the interpreter, whose conversion is not exact."""
+    if not EMULATED:
+        result = value.to(TYPE)
+    else:
+        DIGITS: tl.constexpr = 3 if tl.float8e4nv == TYPE else 2
+        BIAS: tl.constexpr = 7 if tl.float8e4nv == TYPE else 15
+        bits = _magnitude_bits(value)
+        sign = (value.to(tl.int32, bitcast=True) >> 31) & 1
+        # Below the smallest normal number: added to one whose last place is the format's smallest number.
+        ones = tl.full(bits.shape, (127 - BIAS + 24 - DIGITS) << 23, tl.int32)
+        small = bits.to(tl.float32, bitcast=True) + ones.to(tl.float32, bitcast=True)
+        small_bits = small.to(tl.int32, bitcast=True) - ones
+        odd = (bits >> (23 - DIGITS)) & 1
+        normal_bits = (bits - ((127 - BIAS) << 23) + (1 << (22 - DIGITS)) - 1 + odd) >> (23 - DIGITS)
+        code = tl.where(bits < ((128 - BIAS) << 23), small_bits, normal_bits)
+        code = tl.where(bits > _INFINITY, 0x7F, code) | (sign << 7)
+        result = code.to(tl.uint8).to(TYPE, bitcast=True)
+    return result
+
+
+@triton.jit
+def _fp8_cast(
+    x, amaxes, count, limit, scale, data, transposed, parts, rows, columns, padded,
+    COUNT: tl.constexpr, LARGEST: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MEASURED: tl.constexpr, EMULATED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns] -> data [rows, columns] and transposed [columns, padded], with zeros behind rows.
+
+    COUNT 0: by `scale`, which is read; else by amaxes, and `scale` is written. MEASURED: parts [programs] gets the
+    bits of the largest magnitude of each tile.
+    """
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if COUNT == 0:
+        divisor = tl.load(scale)
+    else:
+        divisor = _scale_of(amaxes, count, limit, COUNT)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale, divisor)
+    if MEASURED:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(parts + program, tl.max(tl.max(_magnitude_bits(value), 1), 0))
+    value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    cast = _rounded(value, data.dtype.element_ty, EMULATED)
+    if STRAIGHT:
+        tl.store(data + row[:, None] * columns + column[None, :], cast, mask=inside)
+    if TRANSPOSED:
+        within = (column < columns)[:, None] & (row < padded)[None, :]
+        tl.store(transposed + column[:, None] * padded + row[None, :], tl.trans(cast), mask=within)
+
+
+@triton.jit
+def _fp8_note(parts, count, noted, scale, NOTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Ends a cast by an earlier magnitude: a matrix that is not finite gets a scale that is not a number, another one is
+    noted as the largest of its step (NOTED)."""
+    largest = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(parts + index, mask=index < count, other=0))
+    bits = tl.max(largest, 0)
+    if bits >= _INFINITY:
+        tl.store(scale, float("nan"))
+    elif NOTED:
+        tl.store(noted, tl.maximum(tl.load(noted), bits.to(tl.float32, bitcast=True)))
+
+
+class TritonWholeCasts:
+    """As mt_core.nn.fp8.whole_casts.TorchWholeCasts."""
+
+    def amaxes(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        blocks = triton.cdiv(x.numel(), _AMAX_BLOCK)
+        per_program = max(triton.cdiv(blocks, multiprocessors(x) * _AMAX_PROGRAMS), 1)
+        parts = torch.empty(max(triton.cdiv(blocks, per_program), 1), dtype=torch.int32, device=x.device)
+        with on_device(x):
+            _fp8_amax[(len(parts),)](x, parts, x.numel(), per_program, _AMAX_BLOCK, num_warps=_AMAX_WARPS)
+        return parts.view(torch.float32)
+
+    def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+        scale = torch.empty((), dtype=torch.float32, device=x.device)
+        return _cast(x, scale, amaxes, dtype, margin, along)[0]
+
+    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
+        return _cast(x, scale, None, dtype, 0, along)[0]
+
+    def by_past(
+        self, x: Tensor, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
+    ) -> WholeCast:
+        scale = torch.empty((), dtype=torch.float32, device=x.device)
+        cast, parts = _cast(x, scale, past.reshape(1), dtype, margin, along, measured=True)
+        with on_device(x):
+            _fp8_note[(1,)](parts, len(parts), scale if noted is None else noted, scale, noted is not None, 1024)
+        return cast
+
+
+def _cast(
+    x: Tensor,
+    scale: Tensor,
+    amaxes: Tensor | None,
+    dtype: torch.dtype,
+    margin: int,
+    along: Along,
+    measured: bool = False,
+) -> tuple[WholeCast, Tensor]:
+    """The cast, and with `measured` the largest magnitudes of tiles."""
+    x = x.contiguous()
+    rows, columns = x.shape
+    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    data = torch.empty_like(x, dtype=dtype) if along != "rows" else None
+    transposed = torch.empty(columns, padded, dtype=dtype, device=x.device) if along != "columns" else None
+    grid = (max(triton.cdiv(padded, _TILE), 1), max(triton.cdiv(columns, _TILE), 1))
+    parts = torch.empty(grid[0] * grid[1] if measured else 1, dtype=torch.int32, device=x.device)
+    largest = torch.finfo(dtype).max
+    bits = parts if amaxes is None else amaxes.view(torch.int32)
+    written = transposed if data is None else data
+    assert written is not None
+    with on_device(x):
+        _fp8_cast[grid](
+            x, bits, len(bits), largest / 2.0**margin, scale, written, written if transposed is None else transposed,
+            parts, rows, columns, padded,
+            0 if amaxes is None else triton.next_power_of_2(len(bits)), largest,
+            data is not None, transposed is not None, measured, _interpreted(), _TILE, num_warps=_TILE_WARPS,
+        )  # fmt: skip
+    column_major = None if transposed is None else transposed.t()
+    straight = column_major if data is None else data
+    assert straight is not None
+    return WholeCast(Scaled(straight, scale, Granularity.TENSOR), column_major), parts
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
