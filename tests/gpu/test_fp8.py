@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.core.nn.fp8.test_products import PAIRS
+from tests.core.nn.kernels.interpreter import implementation
 from torch import Tensor
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import PrecisionConfig
+from mt_core.nn.fp8.cast_implementations import TorchCasts
 from mt_core.nn.fp8.formats import E4M3, E5M2
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.fp8.products import emulated_product, torch_product
@@ -48,6 +50,28 @@ def test_products(pair: str, left: torch.dtype, shape: tuple[int, int, int]) -> 
     exact = emulated_product(a, b, torch.float32, fast=False)
     assert off(torch_product(a, b, torch.bfloat16, fast=False), exact) < 4e-3
     assert off(torch_product(a, b, torch.bfloat16, fast=True), exact) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(512, 2048), (37, 528)])
+def test_casts_give_the_bytes_of_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    triton, plain, x = implementation("fp8_cast", "triton")(), TorchCasts(), random(*shape) * 3.0
+    amax = plain.amaxes(x)
+    wanted = plain.by_amaxes(x, amax, dtype, 0, "both")
+    noted = torch.zeros((), device="cuda")
+    for cast in (
+        triton.by_amaxes(x, triton.amaxes(x), dtype, 0, "both"),
+        triton.by_past(x, amax, noted, dtype, 0, "both"),
+    ):
+        assert torch.equal(cast.scale, wanted.scale)
+        assert torch.equal(cast.cast.data.view(torch.uint8), wanted.cast.data.view(torch.uint8))
+        assert torch.equal(cast.along_rows().data.view(torch.uint8), wanted.along_rows().data.view(torch.uint8))
+    assert torch.equal(noted, amax)
+    for kind in ("rows", "row_blocks", *(["square_blocks"] if shape[0] % 128 == 0 else [])):
+        for given in (x, x.t()):
+            one, other = (getattr(casts, kind)(given, dtype, 0) for casts in (triton, plain))
+            assert torch.equal(one.scale, other.scale)
+            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.core.nn.kernels import test_row_kernels as formulas
 from tests.core.nn.kernels.comparison import assert_agrees
-from tests.core.nn.kernels.interpreter import implementation
+from tests.core.nn.kernels.interpreter import implementation, with_residual
 from tests.core.nn.kernels.test_adamw import lists, main_weights
 from tests.core.nn.kernels.test_losses import losses_of
 from torch import Tensor
@@ -46,6 +46,16 @@ def test_norms(dtype: torch.dtype, shape: tuple[int, ...], zero_centered: bool) 
     x, weight, bias = (on_gpu(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape[-1:], shape[-1:])))
     assert_agrees(implementation("rms_norm", "triton"), formulas.rms_norm, x, weight, 1e-5, zero_centered)
     assert_agrees(implementation("layer_norm", "triton"), formulas.layer_norm, x, weight, bias, 1e-5, zero_centered)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(513, 4096), (7, 16384), (3, 32768), (5, 37)])
+def test_norms_with_a_residual_stream(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    shapes = (shape, shape, shape[-1:], shape[-1:])
+    x, branch, weight, bias = (on_gpu(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
+    for addend in (branch, None):
+        assert_agrees(with_residual("rms_norm"), formulas.add_rms_norm, x, addend, weight, 1e-5, False)
+        assert_agrees(with_residual("layer_norm"), formulas.add_layer_norm, x, addend, weight, bias, 1e-5, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

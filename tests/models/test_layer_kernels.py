@@ -21,7 +21,12 @@ FAMILIES = {
     "llama": ["family=llama", "ffn_hidden_size=48"],
     "gemma": ["family=gemma", "ffn_hidden_size=48"],
     "gpt": ["family=gpt", "normalization=LayerNorm", "position_embedding_type=rope"],
-    "gpt, parallel": ["family=gpt", "normalization=LayerNorm", "position_embedding_type=rope", "parallel_residual=true"],
+    "gpt, parallel": [
+        "family=gpt",
+        "normalization=LayerNorm",
+        "position_embedding_type=rope",
+        "parallel_residual=true",
+    ],
 }
 SUMS = {"llama": 1, "gemma": 1, "gpt": 1, "gpt, parallel": 2}
 """That are left in a layer, of tensors of the residual stream's size. Backward has none."""
@@ -41,7 +46,9 @@ class CountSums(TorchDispatchMode):
 def built(keys: list[str], *overrides: str) -> Model:
     host, ctx = load_plugins(), ParallelContext()
     settings = [f"model.{key}" for key in (*keys, *SIZES)]
-    config = load_config(overrides=[*settings, "data.seq_length=8", "train.train_iters=1", *overrides], host=host).config
+    config = load_config(
+        overrides=[*settings, "data.seq_length=8", "train.train_iters=1", *overrides], host=host
+    ).config
     environment = ModelEnvironment(config, ctx, host)
     model = host.models.get(config.model.family).build.load()(config.model, environment)
     initialize(model, 1, ctx)

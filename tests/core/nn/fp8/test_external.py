@@ -16,6 +16,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.fp8 import external
 from mt_core.nn.fp8.external import borrowed_linear, external_objection
 from mt_core.nn.fp8.options import Fp8Options, resolve_options
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.fp8 import fp8_grouped_product
 
@@ -31,7 +32,7 @@ def test_a_package_that_is_not_there_is_named(name, title, monkeypatch) -> None:
     monkeypatch.setattr(external, "find_spec", lambda module: None)
     words = rf"precision.fp8_implementation={name} cannot serve: {title} is not installed; use auto or torch"
     with pytest.raises(ConfigError, match=words):
-        resolve_options(precision(name), ParallelContext())
+        resolve_options(precision(name), ParallelContext(), Kernels({}, "cpu", "bfloat16"))
 
 
 def test_what_a_package_lacks_is_told(monkeypatch) -> None:

@@ -16,12 +16,22 @@ pytestmark = pytest.mark.slow
 triton = pytest.importorskip("triton")
 
 from mt_core.nn.kernels.support import WIDEST_ROW  # noqa: E402
-from mt_core.nn.kernels.triton_kernels import layer_norm, rms_norm, softmax  # noqa: E402
+from mt_core.nn.kernels.triton_kernels import fp8_casts, layer_norm, rms_norm, softmax  # noqa: E402
 from mt_core.nn.kernels.triton_kernels.launch import warps_for  # noqa: E402
 from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS  # noqa: E402
 
 HALF, SINGLE, ADDRESSES = "*bf16", "*fp32", "*i64"
-NORM = {"x": HALF, "branch": HALF, "total": HALF, "dtotal": HALF, "weight": HALF, "bias": HALF, "y": HALF, "dy": HALF, "dx": HALF}
+NORM = {
+    "x": HALF,
+    "branch": HALF,
+    "total": HALF,
+    "dtotal": HALF,
+    "weight": HALF,
+    "bias": HALF,
+    "y": HALF,
+    "dy": HALF,
+    "dx": HALF,
+}
 STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE, "eps": "fp32"}
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
@@ -31,6 +41,7 @@ ADAMW = {
     **LISTS, "scale": SINGLE, "corrections": SINGLE,
     **dict.fromkeys(("lr", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay"), "fp32"),
 }  # fmt: skip
+FP8 = {"x": HALF, "amaxes": "*i32", "parts": "*i32", "limit": "fp32", "scale": SINGLE, "noted": SINGLE}
 RESIDUAL = {"x": HALF, "bias": HALF, "residual": HALF, "y": HALF, "dy": HALF, "dx": HALF, "seed": ADDRESSES}
 
 
@@ -64,6 +75,32 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
         {"GRADIENT": single, "MOMENT": single, "COPY": half, "HALVES": False, "ALIGNED": True, "BLOCK": 2048}, 8,
     )  # fmt: skip
     yield "adamw", "_adamw_sum_of_squares", LISTS, {"TYPE": half, "ALIGNED": True, "BLOCK": 2048}, 8
+    yield from fp8_cases()
+
+
+def fp8_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+    yield "fp8_casts", "_fp8_amax", FP8, {"BLOCK": 8192}, 16
+    yield "fp8_casts", "_fp8_note", FP8, {"NOTED": True, "BLOCK": 1024}, 4
+    for form, (straight, count, measured) in (
+        ("fp8e4nv", (True, 512, False)), ("fp8e5", (True, 1, True)), ("fp8e4nv", (False, 0, False)),
+    ):  # fmt: skip
+        shape = {"COUNT": count, "STRAIGHT": straight, "TRANSPOSED": True, "MEASURED": measured, "TILE": 128}
+        yield "fp8_casts", "_fp8_cast", *fp8_case(form, shape), 8
+    for turned in (False, True):
+        for square in (False, True):
+            yield (
+                "fp8_casts",
+                "_fp8_cast_blocks",
+                *fp8_case("fp8e4nv", {"TURNED": turned, "SQUARE": square, "TILE": 128}),
+                8,
+            )
+        lines, block = fp8_casts._ROW_TILES[turned]
+        yield "fp8_casts", "_fp8_cast_rows", *fp8_case("fp8e4nv", {"TURNED": turned, "LINES": lines, "BLOCK": block}), 8
+
+
+def fp8_case(form: str, shape: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    largest = {"fp8e4nv": 448.0, "fp8e5": 57344.0}[form]
+    return {**FP8, "data": f"*{form}", "transposed": f"*{form}"}, {**shape, "LARGEST": largest, "EMULATED": False}
 
 
 def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:

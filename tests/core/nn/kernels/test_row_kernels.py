@@ -123,7 +123,9 @@ def check_norms_with_residual(rank: int, world: int) -> None:
     total, normed = with_residual("rms_norm")(x, branch, weight, 1e-5)
     normed.sum().backward()  # the stream is not used: its gradient is None
     assert (total.dtype, normed.dtype) == (torch.float32, torch.float32)
-    assert branch.grad is not None and torch.equal(branch.grad, x.grad.bfloat16())
+    assert x.grad is not None
+    assert branch.grad is not None
+    assert torch.equal(branch.grad, x.grad.bfloat16())
 
 
 def test_norms_of_a_sum_with_the_residual_stream() -> None:

@@ -366,7 +366,7 @@ class KernelsConfig(Section):
     adamw: OwnKernel = "auto"
     """The optimizer adam; torch with fp32 copies and moments is torch.optim's fused update."""
     fp8_cast: OwnKernel = "auto"
-    """Casts of FP8 layers with one scale for a matrix (tensorwise, delayed). Under train.compile they are torch's."""
+    """Casts of FP8 linear layers. Under train.compile they are torch's."""
 
 
 class RecomputeConfig(Section):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.fp8.cast_implementations import Along, Map
 from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role
 from mt_core.nn.fp8.products import Product
 from mt_core.nn.fp8.scaling import Operand, Scaling
-from mt_core.nn.fp8.whole_casts import Along, Map
 from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import all_gather, split_shards
@@ -66,9 +66,7 @@ class LayerCall:
     def gathers(self) -> bool:
         return self.communicates and self.sequence_parallel
 
-    def operand(
-        self, matrix: Tensor, role: Role, along: Along = "columns", scale: Tensor | None = None
-    ) -> Operand:
+    def operand(self, matrix: Tensor, role: Role, along: Along = "columns", scale: Tensor | None = None) -> Operand:
         return self.layer.scaling.operand(
             matrix, role, along=along, cut_over=self._cut_over(role), note=self.notes, scale=scale
         )

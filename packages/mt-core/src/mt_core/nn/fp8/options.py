@@ -10,6 +10,7 @@ import torch
 from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.config.schema import PrecisionConfig
 from mt_core.errors import ConfigError
+from mt_core.nn.fp8.cast_implementations import TORCH_CASTS, Casts
 from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK
 from mt_core.nn.fp8.external import MODULES, borrowed_linear, external_objection
 from mt_core.nn.fp8.formats import FORMATS, Role
@@ -17,7 +18,6 @@ from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.multiply import Fp8Multiply
 from mt_core.nn.fp8.products import Product, emulated_product, torch_product
 from mt_core.nn.fp8.scaling import BlockScaling, CurrentScaling, DelayedScaling, RowScaling, Scaling
-from mt_core.nn.fp8.whole_casts import TORCH_CASTS, WholeCasts
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule, Multiply
 from mt_core.parallel.context import ParallelContext
@@ -25,21 +25,22 @@ from mt_core.parallel.context import ParallelContext
 SLOWER_UP_TO = 1024
 """Features: torchao measured 0.8 times the speed of bf16 for 1024 x 2048 x 1024 on an H100."""
 PRODUCTS: Mapping[str, Product] = {"torch": torch_product, "emulated": emulated_product}
-SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int], Scaling]] = {
+SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int, Casts], Scaling]] = {
+    "tensorwise": CurrentScaling,
     "rowwise": RowScaling,
     "blockwise": BlockScaling,
 }
-"""By precision.fp8_recipe, those with several scales for a matrix."""
+"""By precision.fp8_recipe, those without a history."""
 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Of a run, on its device. implementation: as resolved. casts: of recipes with one scale for a matrix."""
+    """Of a run, on its device. implementation: as resolved. casts: of linear layers."""
 
     config: PrecisionConfig
     implementation: str
     min_features: int
-    casts: WholeCasts = TORCH_CASTS
+    casts: Casts = TORCH_CASTS
 
     @property
     def dtypes(self) -> Mapping[Role, torch.dtype]:
@@ -69,9 +70,7 @@ class Fp8Options:
         if self.config.fp8_recipe == "delayed":
             assert history is not None
             return DelayedScaling(self.dtypes, history, self.margin, self.casts)
-        if self.config.fp8_recipe == "tensorwise":
-            return CurrentScaling(self.dtypes, self.margin, self.casts)
-        return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin)
+        return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin, self.casts)
 
     @property
     def multiple(self) -> int:
@@ -101,8 +100,7 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kern
     if problem is not None:
         raise ConfigError(f"precision.fp8_implementation={wanted} cannot serve: {problem}")
     automatic = SLOWER_UP_TO + 1 if on_gpu else 1
-    has_one_scale = implementation in PRODUCTS and config.fp8_recipe not in SCALINGS
-    casts: WholeCasts = kernels.pick("fp8_cast")() if has_one_scale else TORCH_CASTS
+    casts: Casts = kernels.pick("fp8_cast")() if implementation in PRODUCTS else TORCH_CASTS
     return Fp8Options(config, implementation, config.fp8_min_features or automatic, casts)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mt_core.nn.fp8.casts import Scaled, cast_row_blocks, cast_rows, cast_square_blocks
+from mt_core.nn.fp8.cast_implementations import TORCH_CASTS, Along, Cast, Casts, Map, restored_cast
+from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role, scale_of
 from mt_core.nn.fp8.history import AmaxHistory, largest_over
-from mt_core.nn.fp8.whole_casts import TORCH_CASTS, Along, Map, WholeCasts, restored_cast
 from mt_core.parallel.context import SINGLE, Axis
 
 
@@ -35,9 +35,6 @@ class Operand(Protocol):
     def along_rows(self) -> Scaled:
         """[columns, rows], to be contracted along rows."""
         ...
-
-
-Cast = Callable[[Tensor, torch.dtype, int], Scaled]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class CurrentScaling:
 
     dtypes: Mapping[Role, torch.dtype]
     margin: int = 0
-    casts: WholeCasts = TORCH_CASTS
+    casts: Casts = TORCH_CASTS
 
     def operand(
         self,
@@ -122,7 +119,7 @@ class DelayedScaling:
     dtypes: Mapping[Role, torch.dtype]
     history: AmaxHistory
     margin: int = 0
-    casts: WholeCasts = TORCH_CASTS
+    casts: Casts = TORCH_CASTS
 
     def operand(
         self,
@@ -154,7 +151,7 @@ class DelayedScaling:
         return scale_of(past + 0.0 * amax, self.dtypes[role], self.margin)
 
 
-def _outside_of_compiler(casts: WholeCasts) -> WholeCasts:
+def _outside_of_compiler(casts: Casts) -> Casts:
     """torch.compile joins casts in plain torch with the kernels before them."""
     return TORCH_CASTS if torch.compiler.is_compiling() else casts
 
@@ -165,6 +162,7 @@ class RowScaling:
 
     dtypes: Mapping[Role, torch.dtype]
     margin: int = 0
+    casts: Casts = TORCH_CASTS
 
     def operand(
         self,
@@ -176,7 +174,7 @@ class RowScaling:
         note: bool = False,
         scale: Tensor | None = None,
     ) -> Operand:
-        return CastByDirection(x, cast_rows, self.dtypes[role], self.margin)
+        return CastByDirection(x, _outside_of_compiler(self.casts).rows, self.dtypes[role], self.margin)
 
     def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
         return self.operand(kept, role)
@@ -188,6 +186,7 @@ class BlockScaling:
 
     dtypes: Mapping[Role, torch.dtype]
     margin: int = 0
+    casts: Casts = TORCH_CASTS
 
     def operand(
         self,
@@ -199,7 +198,8 @@ class BlockScaling:
         note: bool = False,
         scale: Tensor | None = None,
     ) -> Operand:
-        cast = cast_square_blocks if role == "weight" else cast_row_blocks
+        casts = _outside_of_compiler(self.casts)
+        cast = casts.square_blocks if role == "weight" else casts.row_blocks
         return CastByDirection(x, cast, self.dtypes[role], self.margin)
 
     def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:

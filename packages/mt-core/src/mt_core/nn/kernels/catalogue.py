@@ -105,7 +105,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         _triton("adamw:TritonAdamW", supports_triton_adamw),
     ),
     "fp8_cast": (
-        Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.whole_casts:TorchWholeCasts")),
-        _triton("fp8_casts:TritonWholeCasts"),
+        Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.cast_implementations:TorchCasts")),
+        _triton("fp8_casts:TritonCasts"),
     ),
 }

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Casts to FP8 by one scale: one pass over memory writes the matrix, its transpose and its largest magnitude.
+"""Casts to FP8. By one scale, a pass over memory writes the matrix, its transpose and its largest magnitude; by a scale
+for each row or block, the matrix or its transpose.
 
 A product contracts neighbours in memory, so a matrix that takes part in two products is needed in both orders. Largest
 magnitudes are compared as integers: the bits of numbers that are not negative have their order, and NaN is the largest.
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.fp8.casts import ALIGNMENT, Granularity, Scaled
-from mt_core.nn.fp8.whole_casts import Along, WholeCast
+from mt_core.nn.fp8.cast_implementations import Along, WholeCast
+from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK, Granularity, Scaled
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 
 _AMAX_BLOCK, _AMAX_WARPS = 8192, 16
@@ -21,6 +22,8 @@ _AMAX_PROGRAMS = 2
 """Of a multiprocessor. Few, as each tile of a cast reads what every program found."""
 _TILE, _TILE_WARPS = 128, 8
 """Rows and columns of a tile: 128 bytes next to one another in either order."""
+_ROW_TILES = {False: (4, 2048), True: (64, 128)}
+"""Lines and numbers of each that a program has at a time, of rows and of columns."""
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -38,17 +41,13 @@ def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
     for block in range(blocks):
         index = first + block * BLOCK + tl.arange(0, BLOCK)
-        largest = tl.maximum(
-            largest, _magnitude_bits(tl.load(x + index, mask=index < size, other=0.0).to(tl.float32))
-        )
+        largest = tl.maximum(largest, _magnitude_bits(tl.load(x + index, mask=index < size, other=0.0).to(tl.float32)))
     tl.store(parts + tl.program_id(0), tl.max(largest, 0))
 
 
 @triton.jit
-def _scale_of(amaxes, count, limit, COUNT: tl.constexpr):
-    """As formats.scale_of, of the largest of `count` magnitudes given as bits."""
-    index = tl.arange(0, COUNT)
-    bits = tl.max(tl.load(amaxes + index, mask=index < count, other=0), 0)
+def _scale_of(bits, limit):
+    """As formats.scale_of, of the bits of magnitudes."""
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), limit)
     scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # which leaves NaN
     return tl.where(bits == 0, 1.0, scale)
@@ -95,7 +94,8 @@ def _fp8_cast(
     if COUNT == 0:
         divisor = tl.load(scale)
     else:
-        divisor = _scale_of(amaxes, count, limit, COUNT)
+        which = tl.arange(0, COUNT)
+        divisor = _scale_of(tl.max(tl.load(amaxes + which, mask=which < count, other=0), 0), limit)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale, divisor)
     if MEASURED:
@@ -112,8 +112,8 @@ def _fp8_cast(
 
 @triton.jit
 def _fp8_note(parts, count, noted, scale, NOTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Ends a cast by an earlier magnitude: a matrix that is not finite gets a scale that is not a number, another one is
-    noted as the largest of its step (NOTED)."""
+    """Ends a cast by an earlier magnitude: a matrix that is not finite gets a scale that is not a number; of another
+    one the magnitude is noted (NOTED) if it is the largest of its step."""
     largest = tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
         index = first + tl.arange(0, BLOCK)
@@ -125,8 +125,73 @@ def _fp8_note(parts, count, noted, scale, NOTED: tl.constexpr, BLOCK: tl.constex
         tl.store(noted, tl.maximum(tl.load(noted), bits.to(tl.float32, bitcast=True)))
 
 
-class TritonWholeCasts:
-    """As mt_core.nn.fp8.whole_casts.TorchWholeCasts."""
+@triton.jit
+def _fp8_cast_blocks(
+    x, data, scale, rows, columns, length, limit,
+    LARGEST: tl.constexpr, TURNED: tl.constexpr, SQUARE: tl.constexpr, EMULATED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns], one program a block of TILE x TILE -> data [rows, length] with a scale for each row of a
+    block; TURNED: data [columns, length] with one for each column; SQUARE: with one for a block."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    bits = _magnitude_bits(value)
+    if SQUARE:
+        line = tl.program_id(1) if TURNED else tl.program_id(0)
+        divisor = _scale_of(tl.max(tl.max(bits, 1), 0), limit)
+        across = divisor
+        lines = tl.num_programs(1) if TURNED else tl.num_programs(0)
+    elif TURNED:
+        line = column
+        divisor = _scale_of(tl.max(bits, 0), limit)
+        across = divisor[None, :]
+        lines = columns
+    else:
+        line = row
+        divisor = _scale_of(tl.max(bits, 1), limit)
+        across = divisor[:, None]
+        lines = rows
+    block, blocks = (tl.program_id(0), tl.num_programs(0)) if TURNED else (tl.program_id(1), tl.num_programs(1))
+    tl.store(scale + line * blocks + block, divisor, mask=line < lines)
+    value = tl.clamp(tl.div_rn(value, across), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    cast = _rounded(value, data.dtype.element_ty, EMULATED)
+    if TURNED:
+        within = (column < columns)[:, None] & (row < length)[None, :]
+        tl.store(data + column[:, None] * length + row[None, :], tl.trans(cast), mask=within)
+    else:
+        within = (row < rows)[:, None] & (column < length)[None, :]
+        tl.store(data + row[:, None] * length + column[None, :], cast, mask=within)
+
+
+@triton.jit
+def _fp8_cast_rows(
+    x, data, scale, rows, columns, length, limit,
+    LARGEST: tl.constexpr, TURNED: tl.constexpr, EMULATED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [rows, columns], one program some rows (TURNED: columns), which it reads twice -> data [rows, length] with a
+    scale for each."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    lines, extent = (columns, rows) if TURNED else (rows, columns)
+    largest = tl.zeros([LINES, BLOCK], tl.int32)
+    for first in range(0, extent, BLOCK):
+        place = first + tl.arange(0, BLOCK)[None, :]
+        offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
+        value = tl.load(x + offset, mask=(line < lines) & (place < extent), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude_bits(value))
+    divisor = _scale_of(tl.max(largest, 1)[:, None], limit)
+    tl.store(scale + line, divisor, mask=line < lines)
+    for first in range(0, length, BLOCK):
+        place = first + tl.arange(0, BLOCK)[None, :]
+        offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
+        value = tl.load(x + offset, mask=(line < lines) & (place < extent), other=0.0).to(tl.float32)
+        value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        cast = _rounded(value, data.dtype.element_ty, EMULATED)
+        tl.store(data + line * length + place, cast, mask=(line < lines) & (place < length))
+
+
+class TritonCasts:
+    """As mt_core.nn.fp8.cast_implementations.TorchCasts."""
 
     def amaxes(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -153,6 +218,60 @@ class TritonWholeCasts:
             _fp8_note[(1,)](parts, len(parts), scale if noted is None else noted, scale, noted is not None, 1024)
         return cast
 
+    def rows(self, x: Tensor, dtype: torch.dtype, margin: int) -> Scaled:
+        stored, turned = _stored(x)
+        data = torch.empty(len(x), _up(x.shape[1], ALIGNMENT), dtype=dtype, device=x.device)
+        scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+        lines, block = _ROW_TILES[turned]
+        if len(x):
+            with on_device(x):
+                _fp8_cast_rows[(triton.cdiv(len(x), lines),)](
+                    stored, data, scale, *stored.shape, data.shape[1], *_limits(dtype, margin), turned, _interpreted(),
+                    lines, block, num_warps=_TILE_WARPS,
+                )  # fmt: skip
+        return Scaled(data, scale, Granularity.ROW)
+
+    def row_blocks(self, x: Tensor, dtype: torch.dtype, margin: int) -> Scaled:
+        data = torch.empty(len(x), _up(x.shape[1], BLOCK), dtype=dtype, device=x.device)
+        scale = torch.empty(len(x), data.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
+        return _cast_blocks(x, Scaled(data, scale, Granularity.ROW_BLOCK), margin)
+
+    def square_blocks(self, x: Tensor, dtype: torch.dtype, margin: int) -> Scaled:
+        data = torch.empty(x.shape, dtype=dtype, device=x.device)
+        scale = torch.empty(len(x) // BLOCK, x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
+        return _cast_blocks(x, Scaled(data, scale, Granularity.SQUARE_BLOCK), margin)
+
+
+def _cast_blocks(x: Tensor, result: Scaled, margin: int) -> Scaled:
+    """Fills result."""
+    stored, turned = _stored(x)
+    grid = tuple(triton.cdiv(size, BLOCK) for size in stored.shape)
+    if all(grid):
+        with on_device(x):
+            _fp8_cast_blocks[grid](
+                stored, result.data, result.scale, *stored.shape, result.data.shape[1],
+                *_limits(result.data.dtype, margin), turned, result.granularity is Granularity.SQUARE_BLOCK,
+                _interpreted(), BLOCK, num_warps=_TILE_WARPS,
+            )  # fmt: skip
+    return result
+
+
+def _stored(x: Tensor) -> tuple[Tensor, bool]:
+    """x as it stands in memory, contiguous, and whether that is its transpose."""
+    if not x.is_contiguous() and x.t().is_contiguous():
+        return x.t(), True
+    return x.contiguous(), False
+
+
+def _limits(dtype: torch.dtype, margin: int) -> tuple[float, float]:
+    """What magnitudes are divided by to give a scale, and the largest number."""
+    largest = torch.finfo(dtype).max
+    return largest / 2.0**margin, largest
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
 
 def _cast(
     x: Tensor,
@@ -166,18 +285,18 @@ def _cast(
     """The cast, and with `measured` the largest magnitudes of tiles."""
     x = x.contiguous()
     rows, columns = x.shape
-    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    padded = _up(rows, ALIGNMENT)
     data = torch.empty_like(x, dtype=dtype) if along != "rows" else None
     transposed = torch.empty(columns, padded, dtype=dtype, device=x.device) if along != "columns" else None
     grid = (max(triton.cdiv(padded, _TILE), 1), max(triton.cdiv(columns, _TILE), 1))
     parts = torch.empty(grid[0] * grid[1] if measured else 1, dtype=torch.int32, device=x.device)
-    largest = torch.finfo(dtype).max
+    limit, largest = _limits(dtype, margin)
     bits = parts if amaxes is None else amaxes.view(torch.int32)
     written = transposed if data is None else data
     assert written is not None
     with on_device(x):
         _fp8_cast[grid](
-            x, bits, len(bits), largest / 2.0**margin, scale, written, written if transposed is None else transposed,
+            x, bits, len(bits), limit, scale, written, written if transposed is None else transposed,
             parts, rows, columns, padded,
             0 if amaxes is None else triton.next_power_of_2(len(bits)), largest,
             data is not None, transposed is not None, measured, _interpreted(), _TILE, num_warps=_TILE_WARPS,

@@ -1,4 +1,4 @@
-"""Casts by one scale for all of a matrix, which its products along rows and along columns share."""
+"""How matrices are cast: in plain torch, the reference, or by the kernels of another implementation of Casts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from mt_core.nn.fp8.casts import Granularity, Scaled, cast_tensor, padded
+from mt_core.nn.fp8.casts import (
+    Granularity,
+    Scaled,
+    cast_row_blocks,
+    cast_rows,
+    cast_square_blocks,
+    cast_tensor,
+    padded,
+)
 from mt_core.nn.fp8.formats import scale_of
 
 Map = Callable[[Tensor], Tensor]
 """Of [rows, ...] to another number of rows, such as gathering them."""
+Cast = Callable[[Tensor, torch.dtype, int], Scaled]
+"""(x, format, margin) -> x with a scale for each row or block"""
 Along = Literal["columns", "rows", "both"]
 """What the products of a matrix will be contracted along. A cast may give up to what is named."""
 
@@ -48,8 +58,23 @@ def restored_cast(kept: Tensor, scale: Tensor) -> WholeCast:
     return WholeCast(Scaled(kept, scale, Granularity.TENSOR))
 
 
-class WholeCasts(Protocol):
-    """How matrices are cast. x: [rows, columns]."""
+class Casts(Protocol):
+    """x: [rows, columns]; of `rows`, `row_blocks` and `square_blocks` also a transposed view."""
+
+    @property
+    def rows(self) -> Cast:
+        """cast_rows"""
+        ...
+
+    @property
+    def row_blocks(self) -> Cast:
+        """cast_row_blocks"""
+        ...
+
+    @property
+    def square_blocks(self) -> Cast:
+        """cast_square_blocks"""
+        ...
 
     def amaxes(self, x: Tensor) -> Tensor:
         """fp32, [] or [n]: magnitudes of which the largest is that of x."""
@@ -71,8 +96,12 @@ class WholeCasts(Protocol):
         ...
 
 
-class TorchWholeCasts:
+class TorchCasts:
     """In plain torch: the reference, and what torch.compile makes kernels of."""
+
+    rows = staticmethod(cast_rows)
+    row_blocks = staticmethod(cast_row_blocks)
+    square_blocks = staticmethod(cast_square_blocks)
 
     def amaxes(self, x: Tensor) -> Tensor:
         return amax_of(x)
@@ -92,7 +121,7 @@ class TorchWholeCasts:
         return self.by_scale(x, scale_of(past + 0.0 * amax, dtype, margin), dtype, along)
 
 
-TORCH_CASTS = TorchWholeCasts()
+TORCH_CASTS = TorchCasts()
 
 
 def note(noted: Tensor, amax: Tensor) -> None:
