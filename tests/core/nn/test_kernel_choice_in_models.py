@@ -11,6 +11,7 @@ from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.linear_loss import Unprojected
 from mt_core.train import Callback, Trainer, engine
 from mt_core.train.checkpoint.state import OPTIMIZER
 from mt_models.blocks.decoder import CausalDecoder
@@ -116,6 +117,21 @@ def test_the_loss_without_logits_trains_alike(loss, untied, tiny) -> None:
     plain = run(tiny(model, "data.eod_mask_loss=true"))
     fused = run(tiny(model, "data.eod_mask_loss=true", f"train.loss={loss}"))
     assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_padding_of_the_vocabulary_that_is_multiplied_changes_no_loss(tiny, monkeypatch) -> None:
+    """As on a GPU."""
+    config = tiny("train.loss=linear_cross_entropy_sum", "train.train_iters=3")
+    without = run(config)
+    multiplied = []
+
+    def matrix(self: Unprojected) -> torch.Tensor:
+        multiplied.append((len(self.own), len(self.weight)))
+        return self.weight
+
+    monkeypatch.setattr(Unprojected, "matrix", matrix)
+    assert run(config).losses == pytest.approx(without.losses, rel=1e-6)
+    assert {ids < rows for ids, rows in multiplied} == {True}
 
 
 def test_no_logits_are_made(tiny, monkeypatch) -> None:

@@ -36,6 +36,7 @@ STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
 LOSS = {"logits": HALF, "gradient": HALF, "columns": ADDRESSES, "result": SINGLE, "lse": SINGLE, "factor": SINGLE}
+LOSS["width"] = "i64"  # of ids: taken as not aligned, as 50257 are not
 LISTS = {"addresses": ADDRESSES, "sizes": ADDRESSES, "owner": "*i32", "first": ADDRESSES, "partial": SINGLE}
 ADAMW = {
     **LISTS, "scale": SINGLE, "corrections": SINGLE,

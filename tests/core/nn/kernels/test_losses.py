@@ -100,11 +100,15 @@ def check_parallel(rank: int, world: int) -> dict[str, float]:
             given, own = hidden.detach().requires_grad_(), weight.detach()[ids].requires_grad_()
             function = implementation(kernel, name)
             shared, columns = copy_to(given, axis), target - ids.start
+            # Rows of padding, of which nothing but the gradient 0 may be seen.
+            padded = torch.cat([own, torch.full((16 - len(own), 6), 3.0)])
             if kernel == "linear_cross_entropy_sum":
-                total, losses = function(shared, own, columns, factor, axis, 4)
+                total, losses = function(shared, padded, columns, factor, axis, 4, ids=len(own))
             else:
-                inputs = (shared @ own.T,) if kernel == "cross_entropy" else (shared, own)
-                losses = function(*inputs, columns, axis)
+                operands, named = (
+                    ((shared @ own.T,), {}) if kernel == "cross_entropy" else ((shared, padded), {"ids": len(own)})
+                )
+                losses = function(*operands, columns, axis, **named)
                 total = (losses * factor).sum()
             total.backward()
             assert given.grad is not None
@@ -137,6 +141,18 @@ def check_linear(rank: int, world: int, name: str) -> None:
         assert_agrees(
             lambda h, w, c=columns, n=chunk, f=factor: total_of(h, w, c, f, ALONE, n)[0] * 3,
             lambda h, w, c=columns, f=factor: (losses_of(h @ w.T, c) * f).sum() * 3,
+            hidden,
+            weight,
+        )
+        assert_agrees(
+            lambda h, w, c=columns, n=chunk: function(h, w, c.clamp(max=30), ALONE, n, ids=31),
+            lambda h, w, c=columns: losses_of(h @ w[:31].T, c.clamp(max=30)),
+            hidden,
+            weight,
+        )
+        assert_agrees(
+            lambda h, w, c=columns, n=chunk, f=factor: total_of(h, w, c.clamp(max=30), f, ALONE, n, ids=31)[0],
+            lambda h, w, c=columns, f=factor: (losses_of(h @ w[:31].T, c.clamp(max=30)) * f).sum(),
             hidden,
             weight,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.embedding import VocabRange
+from mt_core.nn.embedding import VocabRange, without_padding
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
 from mt_core.nn.kernels.request import Feature
@@ -23,8 +23,8 @@ from mt_core.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Unprojected:
-    """The operands of the logits: hidden [B, S, H] (S sharded with sequence parallelism), weight [ids of this
-    rank, H]."""
+    """The operands of the logits: hidden [B, S, H] (S sharded with sequence parallelism), weight [rows of this rank,
+    H], of which the first stand for the ids `own` and the others are padding."""
 
     hidden: Tensor
     weight: Tensor
@@ -37,6 +37,11 @@ class Unprojected:
         if tp.size > 1:
             x = gather_from(x, SEQUENCE_DIM, tp) if self.ctx.sequence_parallel else copy_to(x, tp)
         return x.flatten(0, -2)
+
+    def matrix(self) -> Tensor:
+        """What hidden is multiplied by. Kernels of a GPU are slow for numbers of columns that are not aligned, so that
+        padding is multiplied too; a CPU leaves it out."""
+        return self.weight if self.weight.is_cuda else without_padding(self.weight, self.own)
 
     def columns(self, batch: Mapping[str, Tensor]) -> Tensor:
         """[B * S]: the rows of `weight` that labels stand for; outside of it for those of other ranks."""
@@ -57,7 +62,8 @@ class LinearCrossEntropy:
         self.kernel = kernels.pick("linear_cross_entropy", *_features(self.tp.size))
 
     def __call__(self, output: Unprojected, batch: Mapping[str, Tensor]) -> Tensor:
-        losses = self.kernel(output.rows(), output.weight, output.columns(batch), self.tp)
+        ids = len(output.own)
+        losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), self.tp, ids=ids)
         return losses.view(batch["labels"].shape)
 
 
@@ -83,7 +89,8 @@ class LinearCrossEntropySum:
         if not torch.is_grad_enabled():
             return self.losses_alone(output, batch)
         mask = batch["loss_mask"].flatten().float()
-        total, losses = self.kernel(output.rows(), output.weight, output.columns(batch), mask, self.tp)
+        ids = len(output.own)
+        total, losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), mask, self.tp, ids=ids)
         return _LossesOfSum.apply(total, losses, mask).view(batch["labels"].shape)
 
 

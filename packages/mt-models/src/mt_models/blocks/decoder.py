@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache
-from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab, without_padding
+from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
 from mt_core.nn.linear_loss import Unprojected
@@ -182,8 +182,7 @@ class CausalDecoder(Model):
         else:
             assert self.embedding is not None
             matrix = self.embedding.word_embeddings
-        own = matrix.range
-        return Unprojected(x, without_padding(matrix.weight, own), own, matrix.ctx)
+        return Unprojected(x, matrix.weight, matrix.range, matrix.ctx)
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
         return self.run_stage(stage, hidden, cache.tokens, cache.position_ids, cache=cache)

@@ -173,7 +173,7 @@ class StageCosts:
         losses = loss(output, batch)
         if isinstance(output, Unprojected):
             shards = self.ctx.tp.size if self.ctx.sequence_parallel else 1
-            self.ledger.flops = before + 2.0 * output.hidden.numel() * shards * len(output.weight)
+            self.ledger.flops = before + 2.0 * output.hidden.numel() * shards * len(output.own)
         return losses
 
 

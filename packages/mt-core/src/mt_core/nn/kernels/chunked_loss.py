@@ -7,6 +7,9 @@ the gradients while it has the logits, and the backward pass only scales them (3
 A weight with a main gradient has its products added there in fp32. Of the second form they are added up in fp32 apart,
 [V, H], and the backward pass adds a multiple of that.
 
+A weight may end with rows of padding. They are multiplied too, since products and kernels need aligned numbers of
+columns (50,257 ids are none), and are left out of the losses; their gradient is 0.
+
 hidden has to be what all ranks of the axis share, through `copy_to` or `gather_from`, whose backward adds up the
 ranks' parts of its gradient.
 """
@@ -42,14 +45,22 @@ def rows_of_chunk(hidden: Tensor, weight: Tensor) -> int:
 
 
 def chunked_losses(
-    hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, rows: RowKernels, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    axis: Axis,
+    rows: RowKernels,
+    chunk: int | None = None,
+    ids: int | None = None,
 ) -> Tensor:
     """hidden [T, H], weight [V, H] of this rank, columns [T] as in cross_entropy -> losses [T] in fp32.
 
-    Two reductions over the axis, of all tokens at once. chunk: tokens at a time.
+    Two reductions over the axis, of all tokens at once. chunk: tokens at a time. ids: rows of weight that stand for
+    ids, the first ones; default all.
     """
+    of_rows = _with_ids(rows, weight, ids)
     chunk = chunk or rows_of_chunk(hidden, weight)
-    return _ChunkedLosses.apply(hidden, weight, main_gradient_of(weight), columns, axis, rows, chunk)
+    return _ChunkedLosses.apply(hidden, weight, main_gradient_of(weight), columns, axis, of_rows, chunk)
 
 
 def chunked_weighted_sum(
@@ -60,13 +71,33 @@ def chunked_weighted_sum(
     axis: Axis,
     rows: RowKernels,
     chunk: int | None = None,
+    ids: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> sum over tokens of loss_weights * loss, and the losses [T], which are not differentiable.
 
     loss_weights [T] in fp32, not differentiated. Two reductions over the axis for each chunk.
     """
+    of_rows, main = _with_ids(rows, weight, ids), main_gradient_of(weight)
     chunk = chunk or rows_of_chunk(hidden, weight)
-    return _ChunkedWeightedSum.apply(hidden, weight, main_gradient_of(weight), columns, loss_weights, axis, rows, chunk)
+    return _ChunkedWeightedSum.apply(hidden, weight, main, columns, loss_weights, axis, of_rows, chunk)
+
+
+@dataclass(frozen=True)
+class _RowsWithIds:
+    """Row kernels for logits of which the first `ids` columns count."""
+
+    kernels: RowKernels
+    ids: int
+
+    def statistics(self, logits: Tensor, columns: Tensor) -> Tensor:
+        return self.kernels.statistics(logits, columns, self.ids)
+
+    def subtract_target_(self, logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+        self.kernels.subtract_target_(logits, columns, lse, factor, self.ids)
+
+
+def _with_ids(rows: RowKernels, weight: Tensor, ids: int | None) -> _RowsWithIds:
+    return _RowsWithIds(rows, len(weight) if ids is None else ids)
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -78,7 +109,7 @@ class _ChunkedLosses(torch.autograd.Function):
         main: MainGrad | None,
         columns: Tensor,
         axis: Axis,
-        rows: RowKernels,
+        rows: _RowsWithIds,
         chunk: int,
     ) -> Tensor:
         statistics = torch.empty(3, len(hidden), dtype=_wide(hidden), device=hidden.device)
@@ -114,7 +145,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
         columns: Tensor,
         loss_weights: Tensor,
         axis: Axis,
-        rows: RowKernels,
+        rows: _RowsWithIds,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)

@@ -22,14 +22,15 @@ from mt_core.parallel.context import Axis
 
 @dataclass(frozen=True)
 class RowKernels:
-    """statistics: (logits [T, V], columns [T]) -> [3, T], m, s and y of this rank in fp32 or wider.
+    """statistics: (logits [T, P], columns [T], V) -> [3, T], m, s and y of this rank in fp32 or wider.
 
-    subtract_target_: (logits [T, V], columns [T], lse [T], factor [T]) -> None; logits become their own gradient,
-    factor * (exp(z - lse) - [column]), in place. A column outside [0, V) is another rank's.
+    subtract_target_: (logits [T, P], columns [T], lse [T], factor [T], V) -> None; logits become their own gradient,
+    factor * (exp(z - lse) - [column]), in place. A column outside [0, V) is another rank's. The first V columns stand
+    for ids; those behind them are left out, and have gradient 0.
     """
 
-    statistics: Callable[[Tensor, Tensor], Tensor]
-    subtract_target_: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    statistics: Callable[[Tensor, Tensor, int], Tensor]
+    subtract_target_: Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 
 
 def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

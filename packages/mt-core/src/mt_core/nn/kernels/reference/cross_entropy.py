@@ -28,7 +28,7 @@ def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool =
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
-        losses, lse = reduce_statistics(statistics(logits, columns), axis)
+        losses, lse = reduce_statistics(statistics(logits, columns, logits.shape[1]), axis)
         ctx.save_for_backward(logits, columns, lse)
         ctx.overwrite = overwrite
         return losses
@@ -37,13 +37,13 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, columns, lse = ctx.saved_tensors
         gradient = logits if ctx.overwrite else logits.clone()
-        subtract_target_(gradient, columns, lse, grads[0])
+        subtract_target_(gradient, columns, lse, grads[0], logits.shape[1])
         return gradient, None, None, None
 
 
-def statistics(logits: Tensor, columns: Tensor) -> Tensor:
+def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
     """As RowKernels."""
-    wide = widened(logits)
+    wide = widened(logits[:, :ids])
     if wide.shape[1] == 0:
         empty = wide.new_zeros(3, len(wide))
         empty[0] = float("-inf")
@@ -56,8 +56,11 @@ def statistics(logits: Tensor, columns: Tensor) -> Tensor:
     return torch.stack((largest, sums, label))
 
 
-def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
     """As RowKernels."""
+    if ids < logits.shape[1]:
+        logits[:, ids:] = 0.0
+        logits = logits[:, :ids]
     if logits.shape[1] == 0:
         return
     here, safe = _inside(columns, logits.shape[1])

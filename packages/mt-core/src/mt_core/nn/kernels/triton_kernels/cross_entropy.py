@@ -18,17 +18,19 @@ _WARPS = 8
 
 
 @triton.jit
-def _cross_entropy_statistics(logits, columns, result, rows, width, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """result [3, rows]: largest logit, sum of exponentials, logit of the column. width > 0."""
+def _cross_entropy_statistics(logits, columns, result, rows, width, padded, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """result [3, rows]: largest logit, sum of exponentials, logit of the column. logits: [rows, padded], of which
+    the first width > 0 columns count. What is loaded ends at `padded`, which may be aligned where width is not."""
     row = tl.program_id(0).to(tl.int64)
-    start = logits + row * width
+    start = logits + row * padded
     # A running maximum and sum for each lane, over the DEPTH numbers that it loads at once: 1 + 1 / DEPTH exponentials
     # a number. Lanes meet after the last block.
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, width, DEPTH * BLOCK):
         column = first + tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        value = tl.load(start + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        value = tl.load(start + column, mask=column < padded, other=float("-inf")).to(tl.float32)
+        value = tl.where(column < width, value, float("-inf"))
         higher = tl.maximum(largest, tl.max(value, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(value - base[None, :]), 0)
@@ -43,40 +45,43 @@ def _cross_entropy_statistics(logits, columns, result, rows, width, DEPTH: tl.co
 
 
 @triton.jit
-def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, BLOCK: tl.constexpr):
+def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, padded, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    offset = row * width + column
-    value = tl.load(logits + offset, mask=column < width, other=0.0).to(tl.float32)
+    offset = row * padded + column
+    value = tl.load(logits + offset, mask=column < padded, other=0.0).to(tl.float32)
     probability = tl.exp(value - tl.load(lse + row))
     hit = tl.where(column == tl.load(columns + row), 1.0, 0.0)
-    tl.store(gradient + offset, (probability - hit) * tl.load(factor + row), mask=column < width)
+    result = tl.where(column < width, (probability - hit) * tl.load(factor + row), 0.0)
+    tl.store(gradient + offset, result, mask=column < padded)
 
 
-def statistics(logits: Tensor, columns: Tensor) -> Tensor:
+def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
     """As RowKernels."""
-    rows, width = logits.shape
+    rows, padded = logits.shape
     result = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
-    if width == 0:
+    if ids == 0:
         result[0] = float("-inf")
     elif rows:
         with on_device(logits):
-            _cross_entropy_statistics[(rows,)](logits, columns, result, rows, width, _DEPTH, _LANES, num_warps=_WARPS)
+            _cross_entropy_statistics[(rows,)](
+                logits, columns, result, rows, ids, padded, _DEPTH, _LANES, num_warps=_WARPS
+            )
     return result
 
 
-def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
+def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
     """As RowKernels."""
-    _gradient_into(logits, logits, columns, lse, factor)
+    _gradient_into(logits, logits, columns, lse, factor, ids)
 
 
-def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
-    rows, width = logits.shape
-    if rows and width:
-        grid = (rows, triton.cdiv(width, _BLOCK))
+def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
+    rows, padded = logits.shape
+    if rows and padded:
+        grid = (rows, triton.cdiv(padded, _BLOCK))
         with on_device(logits):
             _cross_entropy_gradient[grid](
-                logits, gradient, columns, lse, factor.contiguous(), width, _BLOCK, num_warps=_WARPS
+                logits, gradient, columns, lse, factor.contiguous(), ids, padded, _BLOCK, num_warps=_WARPS
             )
 
 
@@ -87,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
         rows, columns = logits.contiguous(), columns.contiguous()
-        losses, lse = reduce_statistics(statistics(rows, columns), axis)
+        losses, lse = reduce_statistics(statistics(rows, columns, rows.shape[1]), axis)
         ctx.save_for_backward(rows, columns, lse)
         ctx.overwrite = overwrite
         return losses
@@ -96,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, columns, lse = ctx.saved_tensors
         gradient = logits if ctx.overwrite else torch.empty_like(logits)
-        _gradient_into(gradient, logits, columns, lse, grads[0])
+        _gradient_into(gradient, logits, columns, lse, grads[0], logits.shape[1])
         if ctx.overwrite:
             # Autograd does not see Triton's in-place write. With the version counter incremented, a backward pass that
             # saved the logits raises an error instead of using overwritten values.
