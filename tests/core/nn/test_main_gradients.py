@@ -114,6 +114,27 @@ def test_it_is_much_closer_than_the_sum_of_16_bit_gradients(kind) -> None:
     assert errors[0] < 1e-3 * errors[1]
 
 
+@KINDS
+def test_the_first_gradient_of_a_step_is_written_over_what_was_there(kind) -> None:
+    """Nothing is zeroed before; a weight without a gradient gets zeros when gradients are reduced."""
+    pair = Pair(BF16, bias=True)
+    weights = build(kind, pair)
+    for parameter in pair.parameters():
+        parameter.main_grad._total.fill_(float("nan"))
+    run_passes(pair.up, 2)
+    weights.reduce()
+    found = gradients(weights)
+    assert (found["up.weight"].double() - exact(2)).abs().max() < 1e-6 * exact(2).abs().max()
+    assert bool(found["up.bias"].isfinite().all())  # by autograd and a hook
+    assert not found["down.weight"].any()
+
+
+def test_passes_that_are_recorded_add_to_zeros() -> None:
+    total = torch.ones(2, 3)
+    MainGrad(total, overwrites=False).clear()
+    assert not total.any()
+
+
 class New16Bits(TorchDispatchMode):
     """Numbers of elements of 16-bit tensors in memory that an operation made."""
 

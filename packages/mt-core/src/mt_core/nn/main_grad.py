@@ -9,7 +9,6 @@ attach a `MainGrad` to a weight; a layer that multiplies by the weight adds to i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,44 @@ from torch.autograd.graph import Node, get_gradient_edge
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
 class MainGrad:
-    """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it zeroes and
-    reduces it."""
+    """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it clears and
+    reduces it.
 
-    total: Tensor
+    overwrites: after `clear` the first gradient is written over what is there, so that zeros are neither written nor
+    read. False: `clear` writes zeros, for passes that are recorded once and repeated (CUDA graphs).
+    """
+
+    def __init__(self, total: Tensor, *, overwrites: bool = True) -> None:
+        self._total, self._overwrites = total, overwrites
+        self._is_cleared = False
+        """Whether `_total` stands for zeros, whatever it holds."""
+
+    @property
+    def total(self) -> Tensor:
+        """To be added to; zeros are written if it was cleared."""
+        if self._is_cleared:
+            self._total.zero_()
+            self._is_cleared = False
+        return self._total
+
+    def clear(self) -> None:
+        self._is_cleared = True
+        if not self._overwrites:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the memory of `total` hold its value, for code that reads it by itself."""
+        _ = self.total
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        """total += gradient, of any dtype."""
+        if self._is_cleared:
+            self._total.copy_(gradient)
+            self._is_cleared = False
+        else:
+            self._total.add_(gradient)
 
     @torch.no_grad()
     def add_product(self, rows: Tensor, inputs: Tensor) -> None:
@@ -32,36 +63,46 @@ class MainGrad:
         CUDA multiplies 16 bits and adds in fp32 in one kernel; torch has no such product for a CPU, which multiplies
         the same numbers in fp32.
         """
-        if self.total.is_cuda:
-            torch.addmm(self.total, rows.t(), inputs, out_dtype=torch.float32, out=self.total)
+        if self._is_cleared:
+            self.set_product(rows, inputs)
+        elif self._total.is_cuda:
+            torch.addmm(self._total, rows.t(), inputs, out_dtype=torch.float32, out=self._total)
         else:
-            self.total.addmm_(rows.t().float(), inputs.float())
+            self._total.addmm_(rows.t().float(), inputs.float())
 
     @torch.no_grad()
     def set_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total = rows^T inputs, as add_product to zeros, which are neither written nor read."""
-        if self.total.is_cuda:
-            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=self.total)
+        self._is_cleared = False
+        if self._total.is_cuda:
+            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=self._total)
         else:
-            torch.mm(rows.t().float(), inputs.float(), out=self.total)
+            torch.mm(rows.t().float(), inputs.float(), out=self._total)
 
     @torch.no_grad()
     def add_multiple(self, gradient: Tensor, factor: Tensor) -> None:
         """total += factor * gradient, of one that had to be made apart. gradient [out, in], factor [], both fp32."""
-        self.total.addcmul_(gradient, factor)
+        if self._is_cleared:
+            torch.mul(gradient, factor, out=self._total)
+            self._is_cleared = False
+        else:
+            self._total.addcmul_(gradient, factor)
 
     def matrices(self) -> Iterator[MainGrad]:
         """Of each matrix of total [E, out, in]."""
         return (MainGrad(matrix) for matrix in self.total)
 
 
-def attach_main_grad(weight: nn.Parameter, total: Tensor) -> None:
-    """From now on products add the weight's gradient to `total`. A weight that is not in 16 bits is left alone.
+def attach_main_grad(weight: nn.Parameter, total: Tensor, *, overwrites: bool = True) -> MainGrad | None:
+    """From now on products add the weight's gradient to `total`. A weight that is not in 16 bits is left alone: None.
 
-    total: fp32, of the weight's shape.
+    total: fp32, of the weight's shape. overwrites: see MainGrad.
     """
-    if weight.dtype in SIXTEEN_BITS:
-        weight.main_grad = MainGrad(total)  # type: ignore[attr-defined]
+    if weight.dtype not in SIXTEEN_BITS:
+        return None
+    main = MainGrad(total, overwrites=overwrites)
+    weight.main_grad = main  # type: ignore[attr-defined]
+    return main
 
 
 def main_gradient_of(weight: Tensor) -> MainGrad | None:

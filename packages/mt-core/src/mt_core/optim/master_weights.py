@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mt_core._torch_compat import zero_all_
-from mt_core.nn.main_grad import attach_main_grad
+from mt_core.nn.main_grad import MainGrad, attach_main_grad
 from mt_core.tensor_slice import TensorSlice
 
 
@@ -119,9 +118,9 @@ class Fp32Weights(UnshardedWeights):
 
 
 class Fp32MasterWeights(UnshardedWeights):
-    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
+    """16-bit training: fp32 copies, and fp32 accumulation of gradients. overwrites: see MainGrad."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, overwrites: bool = True) -> None:
         super().__init__(model)
         # clone(): for a weight that is already fp32, detach().float() would alias its memory.
         self.copies = {
@@ -129,17 +128,25 @@ class Fp32MasterWeights(UnshardedWeights):
             for name, parameter in trained_parameters(model)
         }
         self._taken: set[str] = set()
+        self._mains: dict[str, MainGrad] = {}
         for name, parameter in trained_parameters(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
-            attach_main_grad(parameter, copy.grad)
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(copy))
+            main = attach_main_grad(parameter, copy.grad, overwrites=overwrites)
+            # A weight in 32 bits among others: nothing but its hook adds to the sum.
+            self._mains[name] = main or MainGrad(copy.grad, overwrites=overwrites)
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(self._mains[name]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.copies.items())
 
     def zero_grad(self) -> None:
-        zero_all_([copy.grad for copy in self.copies.values() if copy.grad is not None])
+        for main in self._mains.values():
+            main.clear()
+
+    def reduce(self) -> None:
+        for main in self._mains.values():
+            main.settle()
 
     def take_copy(self, name: str) -> Tensor | None:
         self._taken.add(name)
@@ -169,17 +176,16 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _accumulate_into(copy: nn.Parameter) -> Callable[[Tensor], None]:
+def _accumulate_into(main: MainGrad) -> Callable[[Tensor], None]:
     def accumulate(parameter: Tensor) -> None:
-        assert copy.grad is not None
         if parameter.grad is not None:
-            copy.grad.add_(parameter.grad)
+            main.add(parameter.grad)
             parameter.grad = None
 
     return accumulate
 
 
-def build_master_weights(model: nn.Module) -> MasterWeights:
-    """The master weights of a model that is not replicated on other ranks."""
+def build_master_weights(model: nn.Module, *, overwrites: bool = True) -> MasterWeights:
+    """The master weights of a model that is not replicated on other ranks. overwrites: see MainGrad."""
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    return Fp32Weights(model) if is_fp32 else Fp32MasterWeights(model)
+    return Fp32Weights(model) if is_fp32 else Fp32MasterWeights(model, overwrites=overwrites)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
-from mt_core.nn.main_grad import attach_main_grad, call_after_gradient
+from mt_core.nn.main_grad import MainGrad, attach_main_grad, call_after_gradient
 from mt_core.optim.buckets import Bucket, ShardAndReplicateAxes, Slot
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.gather_order import GatherOrder
@@ -33,7 +33,7 @@ class BufferOptions:
     """sharded: the optimizer state is sharded. bucket_elements: a bucket is closed when it has this many.
 
     overlap_reduce: a bucket is reduced as soon as backward has filled it. overlap_gather: updated weights are
-    all-gathered while the next forward pass runs.
+    all-gathered while the next forward pass runs. overwrites: see MainGrad.
     """
 
     sharded: bool = False
@@ -42,6 +42,7 @@ class BufferOptions:
     overlap_gather: bool = False
     accumulate_in_fp32: bool = True
     reduce_in_bf16: bool = False
+    overwrites: bool = True
 
 
 class ParamAndGradBuffer(UnshardedWeights):
@@ -73,10 +74,13 @@ class ParamAndGradBuffer(UnshardedWeights):
             for number, bucket in enumerate(self.buckets)
             for slot in bucket.slots
         ]
+        self._mains: dict[str, MainGrad] = {}
         if options.accumulate_in_fp32:
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    attach_main_grad(slot.parameter, bucket.gradient(slot))
+                    main = attach_main_grad(slot.parameter, bucket.gradient(slot), overwrites=options.overwrites)
+                    if main is not None:
+                        self._mains[slot.name] = main
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shard of each parameter. It may be empty: every rank has all names."""
@@ -86,11 +90,18 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
+            if mains := self._mains_of(bucket):  # all of its parameters have one dtype
+                for main in mains:
+                    main.clear()
+                continue
             bucket.gradients.zero_()
             for slot in bucket.slots:
                 if bucket.gradients.dtype == bucket.weights.dtype:
                     # .grad is a view of the bucket, so autograd accumulates into it in place.
                     slot.parameter.grad = bucket.gradient(slot)
+
+    def _mains_of(self, bucket: Bucket) -> list[MainGrad]:
+        return [self._mains[slot.name] for slot in bucket.slots if slot.name in self._mains]
 
     def expect(self, passes: int) -> None:
         """Set the number of backward passes of the step. A bucket is reduced in the last one."""
@@ -169,16 +180,21 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     def _start_next(self) -> None:
         """Start the reduction of the next bucket, and that of the previous one over the replicas (HSDP)."""
+        for main in self._mains_of(self.buckets[self._next_bucket]):
+            main.settle()
         self.buckets[self._next_bucket].start_reduce()
         if self._next_bucket > 0:
             self.buckets[self._next_bucket - 1].start_replicate_reduce()
         self._next_bucket += 1
 
-    @staticmethod
-    def _collect(bucket: Bucket, slot: Slot) -> None:
+    def _collect(self, bucket: Bucket, slot: Slot) -> None:
         """Add the gradient to the bucket, unless autograd has accumulated it there in place."""
         grad, target = slot.parameter.grad, bucket.gradient(slot)
         if grad is None or grad.data_ptr() == target.data_ptr():
+            return
+        if slot.name in self._mains:
+            self._mains[slot.name].add(grad)
+            slot.parameter.grad = None
             return
         target.add_(grad)
         slot.parameter.grad = target if grad.dtype == target.dtype else None
