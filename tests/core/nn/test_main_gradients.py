@@ -129,12 +129,6 @@ def test_the_first_gradient_of_a_step_is_written_over_what_was_there(kind) -> No
     assert not found["down.weight"].any()
 
 
-def test_passes_that_are_recorded_add_to_zeros() -> None:
-    total = torch.ones(2, 3)
-    MainGrad(total, overwrites=False).clear()
-    assert not total.any()
-
-
 class New16Bits(TorchDispatchMode):
     """Numbers of elements of 16-bit tensors in memory that an operation made."""
 

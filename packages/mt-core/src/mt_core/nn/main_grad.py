@@ -21,14 +21,14 @@ class MainGrad:
     """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it clears and
     reduces it.
 
-    overwrites: after `clear` the first gradient is written over what is there, so that zeros are neither written nor
-    read. False: `clear` writes zeros, for passes that are recorded once and repeated (CUDA graphs).
+    After `clear` the first gradient is written over what is there, so that zeros are neither written nor read.
     """
 
-    def __init__(self, total: Tensor, *, overwrites: bool = True) -> None:
-        self._total, self._overwrites = total, overwrites
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
         self._is_cleared = False
         """Whether `_total` stands for zeros, whatever it holds."""
+        self._is_zeroed_at_once = False
 
     @property
     def total(self) -> Tensor:
@@ -40,8 +40,13 @@ class MainGrad:
 
     def clear(self) -> None:
         self._is_cleared = True
-        if not self._overwrites:
+        if self._is_zeroed_at_once:
             self.settle()
+
+    def zero_at_once(self) -> None:
+        """From now on `clear` writes zeros, as passes that are recorded once and repeated (CUDA graphs) always add."""
+        self._is_zeroed_at_once = True
+        self.settle()
 
     def settle(self) -> None:
         """Make the memory of `total` hold its value, for code that reads it by itself."""
@@ -93,14 +98,14 @@ class MainGrad:
         return (MainGrad(matrix) for matrix in self.total)
 
 
-def attach_main_grad(weight: nn.Parameter, total: Tensor, *, overwrites: bool = True) -> MainGrad | None:
+def attach_main_grad(weight: nn.Parameter, total: Tensor) -> MainGrad | None:
     """From now on products add the weight's gradient to `total`. A weight that is not in 16 bits is left alone: None.
 
-    total: fp32, of the weight's shape. overwrites: see MainGrad.
+    total: fp32, of the weight's shape.
     """
     if weight.dtype not in SIXTEEN_BITS:
         return None
-    main = MainGrad(total, overwrites=overwrites)
+    main = MainGrad(total)
     weight.main_grad = main  # type: ignore[attr-defined]
     return main
 

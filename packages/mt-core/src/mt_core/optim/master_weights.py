@@ -118,9 +118,9 @@ class Fp32Weights(UnshardedWeights):
 
 
 class Fp32MasterWeights(UnshardedWeights):
-    """16-bit training: fp32 copies, and fp32 accumulation of gradients. overwrites: see MainGrad."""
+    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
 
-    def __init__(self, model: nn.Module, *, overwrites: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         # clone(): for a weight that is already fp32, detach().float() would alias its memory.
         self.copies = {
@@ -132,9 +132,9 @@ class Fp32MasterWeights(UnshardedWeights):
         for name, parameter in trained_parameters(model):
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy)
-            main = attach_main_grad(parameter, copy.grad, overwrites=overwrites)
+            main = attach_main_grad(parameter, copy.grad)
             # A weight in 32 bits among others: nothing but its hook adds to the sum.
-            self._mains[name] = main or MainGrad(copy.grad, overwrites=overwrites)
+            self._mains[name] = main or MainGrad(copy.grad)
             parameter.register_post_accumulate_grad_hook(_accumulate_into(self._mains[name]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -185,7 +185,7 @@ def _accumulate_into(main: MainGrad) -> Callable[[Tensor], None]:
     return accumulate
 
 
-def build_master_weights(model: nn.Module, *, overwrites: bool = True) -> MasterWeights:
-    """The master weights of a model that is not replicated on other ranks. overwrites: see MainGrad."""
+def build_master_weights(model: nn.Module) -> MasterWeights:
+    """The master weights of a model that is not replicated on other ranks."""
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    return Fp32Weights(model) if is_fp32 else Fp32MasterWeights(model, overwrites=overwrites)
+    return Fp32Weights(model) if is_fp32 else Fp32MasterWeights(model)

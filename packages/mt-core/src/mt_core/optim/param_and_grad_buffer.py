@@ -33,7 +33,7 @@ class BufferOptions:
     """sharded: the optimizer state is sharded. bucket_elements: a bucket is closed when it has this many.
 
     overlap_reduce: a bucket is reduced as soon as backward has filled it. overlap_gather: updated weights are
-    all-gathered while the next forward pass runs. overwrites: see MainGrad.
+    all-gathered while the next forward pass runs.
     """
 
     sharded: bool = False
@@ -42,7 +42,6 @@ class BufferOptions:
     overlap_gather: bool = False
     accumulate_in_fp32: bool = True
     reduce_in_bf16: bool = False
-    overwrites: bool = True
 
 
 class ParamAndGradBuffer(UnshardedWeights):
@@ -78,7 +77,7 @@ class ParamAndGradBuffer(UnshardedWeights):
         if options.accumulate_in_fp32:
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    main = attach_main_grad(slot.parameter, bucket.gradient(slot), overwrites=options.overwrites)
+                    main = attach_main_grad(slot.parameter, bucket.gradient(slot))
                     if main is not None:
                         self._mains[slot.name] = main
 

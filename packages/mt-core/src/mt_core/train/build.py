@@ -188,9 +188,8 @@ def build_weights(
     if keeps_remainders(config):
         return Fp32RemainderWeights(model)
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
-        return build_master_weights(model, overwrites=config.train.cuda_graphs == "none")
+        return build_master_weights(model)
     options = BufferOptions(
-        overwrites=config.train.cuda_graphs == "none",
         sharded=parallel.use_distributed_optimizer,
         bucket_elements=parallel.ddp_bucket_size,
         # A weight shared by two stages of a rank gets two gradients per micro-batch.

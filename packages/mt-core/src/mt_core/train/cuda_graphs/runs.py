@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
+from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.train.cuda_graphs.capture import Recorder
 from mt_core.train.cuda_graphs.pool_slots import GraphPoolSlot, RecordedCall
 from mt_core.train.cuda_graphs.structure import Form, form_of, replaced, tensors_in
@@ -101,6 +102,8 @@ class LayerRun:
                 f"train.cuda_graphs=blocks: of {len(self.layers)} layers in a row a micro-batch went through the first "
                 f"{len(record.calls)} only, or with something between them; set train.cuda_graphs=none"
             )
+        for main in self._main_gradients():
+            main.zero_at_once()
         with unchanged_buffers(self.layers):
             state.lanes.append(GraphPoolSlot(record.calls, self.recorder))
         return True
@@ -149,6 +152,10 @@ class LayerRun:
         if place == len(self.layers) - 1:
             self._record.end()
         return result
+
+    def _main_gradients(self) -> Iterator[MainGrad]:
+        for layer in self.layers:
+            yield from filter(None, map(main_gradient_of, layer.parameters()))
 
     def _memory_of_weights(self) -> list[tuple[int, bool]]:
         return [(p.data_ptr(), p.requires_grad) for layer in self.layers for p in layer.parameters()]
