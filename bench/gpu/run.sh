@@ -72,6 +72,7 @@ case "$part" in
         --set precision.accumulate_allreduce_grads_in_fp32=false
     bench train-1.2b-compile 150 train --preset 1.2b "${compiled[@]}"
     bench train-1.2b-fp8 150 train --preset 1.2b --precision fp8 "${compiled[@]}"
+    bench train-1.2b-fp8-eager 90 train --preset 1.2b --precision fp8
     bench train-8b-fp8 210 train --preset 8b --precision fp8 "${compiled[@]}"
     bench train-124m-compile 120 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
     ;;

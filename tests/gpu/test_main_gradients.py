@@ -45,6 +45,19 @@ def test_the_sum_over_micro_batches_is_that_of_fp64_within_fp32_rounding(dtype) 
     assert (main.grad.double() - reference).abs().max() < 1e-5 * reference.abs().max()
 
 
+def test_the_first_product_of_a_step_is_written_over_what_was_there() -> None:
+    layer, weights = layer_with_weights(torch.bfloat16)
+    sums = []
+    for _ in range(2):
+        weights.zero_grad()
+        for x, dy in pairs(torch.bfloat16):
+            layer(x).backward(dy)
+        weights.reduce()
+        ((_, main),) = weights.named_parameters()
+        sums.append(main.grad.clone())
+    assert torch.equal(*sums)
+
+
 def test_a_backward_pass_takes_less_memory_than_a_16_bit_gradient() -> None:
     layer, _ = layer_with_weights(torch.bfloat16)
     x, dy = pairs(torch.bfloat16)[0]

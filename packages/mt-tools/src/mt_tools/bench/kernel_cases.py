@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.nn.fp8.cast_implementations import Casts
+from mt_core.nn.fp8.formats import E4M3
 from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, split_halves
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.parallel.context import Axis
@@ -213,4 +215,21 @@ def adamw_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
         )
 
 
-CASES = (norm_cases, rotary_cases, activation_cases, residual_cases, softmax_cases, loss_cases, adamw_cases)
+def fp8_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
+    """A matrix and its transpose by its own magnitude, and by one of the past."""
+    x = random(machine, sizes.tokens, sizes.hidden).detach()
+    past, noted = torch.full((), 5.0, device=machine.device), torch.zeros((), device=machine.device)
+
+    def current(casts: Callable[[], Casts]) -> None:
+        casts().by_amaxes(x, casts().amaxes(x), E4M3, 0, "both").along_rows()
+
+    def delayed(casts: Callable[[], Casts]) -> None:
+        casts().by_past(x, past, noted, E4M3, 0, "both").along_rows()
+
+    size, item = x.numel(), x.element_size()
+    label = f"{sizes.tokens} x {sizes.hidden}"
+    for name, step, moved in (("tensorwise", current, 2 * item + 2), ("delayed", delayed, item + 2)):
+        yield KernelCase("fp8_cast", f"{name} {label}", sizes.hidden, None, step, step_bytes=float(moved * size))
+
+
+CASES = (norm_cases, rotary_cases, activation_cases, residual_cases, softmax_cases, loss_cases, adamw_cases, fp8_cases)

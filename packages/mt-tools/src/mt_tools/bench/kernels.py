@@ -101,6 +101,11 @@ def compiled_for(kernel: KernelName, reference: Callable[..., Any]) -> Callable[
     if kernel == "adamw":
         update = CompiledUpdate(torch.compile(reference().step))
         return lambda: update
+    if kernel == "fp8_cast":
+        casts = CompiledCasts(
+            *(torch.compile(f) for f in (reference().amaxes, reference().by_amaxes, reference().by_past))
+        )
+        return lambda: casts
     return torch.compile(PLAIN_LOSSES.get(kernel, reference))
 
 
@@ -109,6 +114,15 @@ class CompiledUpdate:
     """The `TorchAdamW` update of a training step, as one graph."""
 
     step: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class CompiledCasts:
+    """The casts of `TorchCasts`, each as one graph."""
+
+    amaxes: Callable[..., Any]
+    by_amaxes: Callable[..., Any]
+    by_past: Callable[..., Any]
 
 
 def plain_cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:

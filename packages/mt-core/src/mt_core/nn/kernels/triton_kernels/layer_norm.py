@@ -181,16 +181,10 @@ def _normalize(
 
 
 def _gradients(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered: bool,
+    dy: Tensor, dtotal: Tensor | None, saved: tuple[Tensor, ...], zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dx, with dtotal added, dweight and dbias"""
+    """saved: rows, weight, bias, mean, rstd. -> dx, with dtotal added, dweight and dbias"""
+    rows, weight, bias, mean, rstd = saved
     dx = torch.empty_like(rows)
     if rows.shape[1] > WIDEST_BACKWARD:
         dweight, dbias = _wide_gradients(dx, dy.contiguous(), rows, weight, mean, rstd, zero_centered)
@@ -248,7 +242,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return *_gradients(grads[0], None, *ctx.saved_tensors, ctx.zero_centered), None, None
+        return *_gradients(grads[0], None, ctx.saved_tensors, ctx.zero_centered), None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
@@ -270,7 +264,7 @@ class _AddLayerNorm(torch.autograd.Function):
         dtotal, dy = grads
         dx, dweight, dbias = dtotal, None, None
         if dy is not None:
-            dx, dweight, dbias = _gradients(dy, dtotal, *ctx.saved_tensors, ctx.zero_centered)
+            dx, dweight, dbias = _gradients(dy, dtotal, ctx.saved_tensors, ctx.zero_centered)
         dbranch = None if dx is None or ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
         return dx, dbranch, dweight, dbias, None, None
 

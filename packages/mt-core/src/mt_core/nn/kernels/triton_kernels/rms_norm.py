@@ -132,9 +132,10 @@ def _normalize(
 
 
 def _gradients(
-    dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool
+    dy: Tensor, dtotal: Tensor | None, saved: tuple[Tensor, ...], zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> dx, with dtotal added, and dweight"""
+    """saved: rows, weight, rstd. -> dx, with dtotal added, and dweight"""
+    rows, weight, rstd = saved
     is_wide = rows.shape[1] > WIDEST_BACKWARD
     tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
     kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
@@ -160,7 +161,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_gradients(grads[0], None, *ctx.saved_tensors, ctx.zero_centered), None, None
+        return *_gradients(grads[0], None, ctx.saved_tensors, ctx.zero_centered), None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -182,7 +183,7 @@ class _AddRMSNorm(torch.autograd.Function):
         dtotal, dy = grads
         dx, dweight = dtotal, None
         if dy is not None:
-            dx, dweight = _gradients(dy, dtotal, *ctx.saved_tensors, ctx.zero_centered)
+            dx, dweight = _gradients(dy, dtotal, ctx.saved_tensors, ctx.zero_centered)
         dbranch = None if dx is None or ctx.branch_dtype is None else dx.to(ctx.branch_dtype)
         return dx, dbranch, dweight, None, None
 
