@@ -87,6 +87,7 @@ class MoeLayer(nn.Module):
             bias=bias if config.moe_router_bias is None else config.moe_router_bias,
         )
         self.dispatcher = dispatcher
+        fusion = permute_fusion(config, ctx)
         width = config.moe_latent_size or shape.hidden_size
         self.experts = Experts(
             config,
@@ -97,6 +98,7 @@ class MoeLayer(nn.Module):
             bias=bias,
             init_std=shape.init_method_std,
             output_init_std=shape.output_init_std,
+            permute_fusion=fusion,
             recompute_activation="moe_act" in self.recompute and "moe" not in self.recompute,  # "moe" has it already
         )
         self.fc1_latent_proj: Projection | None = None
@@ -115,7 +117,7 @@ class MoeLayer(nn.Module):
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
-        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts)
+        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
         combined = self.dispatcher.combine(output, dispatched.state)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
@@ -163,12 +165,21 @@ def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) 
     return spec.build.load()(options, placement)
 
 
-def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
-    """The Triton implementations if configured. Raises ConfigError where they cannot run."""
-    if not config.moe_permute_fusion:
-        return RowKernels()
-    if objection := triton_objection(ctx.device.type):
+def permute_fusion(config: MoeConfig, ctx: ParallelContext) -> bool:
+    """Whether Triton kernels permute tokens: by default on a GPU that has them. Raises ConfigError where they are
+    configured and cannot run."""
+    objection = triton_objection(ctx.device.type)
+    if config.moe_permute_fusion is None:
+        return ctx.device.type == "cuda" and objection is None
+    if config.moe_permute_fusion and objection is not None:
         raise ConfigError(f"model.moe.moe_permute_fusion=true: {objection}; set it to false")
+    return config.moe_permute_fusion
+
+
+def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
+    """The implementations of permute and unpermute. Raises ConfigError where the configured ones cannot run."""
+    if not permute_fusion(config, ctx):
+        return RowKernels()
     from mt_moe.kernels.rows import TRITON_ROWS
 
     return TRITON_ROWS
