@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.moe.moe_cases import Shape, build_layer, options, tokens_of
+from tests.moe.moe_cases import HIDDEN, Shape, build_layer, options, tokens_of
 
 from mt_core.nn.main_grad import attach_main_grad
 from mt_core.parallel.context import ParallelContext
@@ -154,7 +154,20 @@ def layers() -> dict[str, float]:
         value = x.clone().requires_grad_()
         out = layer(value)
         outputs.append((out, *torch.autograd.grad(out.sin().sum(), [value, layer.experts.linear_fc1.weight])))
-    return {f"layer {i}": difference(*pair) for i, pair in enumerate(zip(*outputs, strict=True))}
+    found = {f"layer {i}": difference(*pair) for i, pair in enumerate(zip(*outputs, strict=True))}
+    return found | kept()
+
+
+def kept() -> dict[str, float]:
+    """What the forward pass keeps for the backward pass: rows [tokens * k, H] where the products do not permute."""
+    from tests.moe.test_dispatch import kept_elements
+
+    x = tokens_of(2, 5, torch.float32)
+    sizes = []
+    for fusion in (True, False):
+        keys = {"moe_permute_fusion": fusion, "moe_grouped_gemm": "triton"}
+        sizes.append(kept_elements(build_layer(options(**keys), ParallelContext()), x))
+    return {"kept": abs(sizes[1] - sizes[0] - 10 * 2 * HIDDEN)}
 
 
 def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:

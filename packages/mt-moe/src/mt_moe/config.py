@@ -93,8 +93,9 @@ class MoeConfig(Section):
     """Total inner width of the experts that see every token."""
     moe_shared_expert_gate: bool = False
     """Their output is multiplied by the sigmoid of a trained projection of the token."""
-    moe_shared_expert_overlap: bool = False
-    """They work while tokens are on their way to the other experts."""
+    moe_shared_expert_overlap: bool | None = None
+    """They work while tokens are on their way to the other experts. Default: where experts are on several ranks and the
+    dispatcher can do it (alltoall, allgather)."""
 
     @property
     def loss_types(self) -> list[str]:

@@ -107,7 +107,7 @@ class MoeLayer(nn.Module):
             self.fc1_latent_proj = Projection(shape.hidden_size, width, shape.init_method_std, ctx)
             self.fc2_latent_proj = Projection(width, shape.hidden_size, shape.output_init_std, ctx)
         self.shared_experts = build_shared_experts(shape, config, ctx)
-        self.overlapping = require_overlapping(dispatcher, config) if config.moe_shared_expert_overlap else None
+        self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self._recomputable("moe", self._moe, x)
@@ -147,12 +147,19 @@ def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContex
     return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
 
 
-def require_overlapping(dispatcher: Dispatcher, config: MoeConfig) -> OverlappingDispatcher:
+def overlapping_dispatcher(
+    dispatcher: Dispatcher, config: MoeConfig, ctx: ParallelContext
+) -> OverlappingDispatcher | None:
+    """The dispatcher where shared experts run during its communication; None: they run after it. Raises ConfigError."""
+    overlap = config.moe_shared_expert_overlap
     if isinstance(dispatcher, OverlappingDispatcher):
-        return dispatcher
+        communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
+        return dispatcher if (communicates if overlap is None else overlap) else None
+    if not overlap:
+        return None
     raise ConfigError(
         f"model.moe.moe_shared_expert_overlap=true: the dispatcher {config.moe_token_dispatcher_type} does not let "
-        "other work be done while it sends; use alltoall, or set moe_shared_expert_overlap=false"
+        "other work be done while it sends; use alltoall or allgather, or set moe_shared_expert_overlap=false"
     )
 
 
