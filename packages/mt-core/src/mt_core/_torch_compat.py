@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,17 @@ def zero_all_(tensors: list[Tensor]) -> None:
 def spin_cuda(cycles: int) -> None:
     """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
     torch.cuda._sleep(cycles)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What communicates tensors of this device in a group: ProcessGroupNCCL or ProcessGroupGloo."""
+    return group._get_backend(device)
+
+
+def time_limit_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long an operation of a group may take; None for backends without a limit."""
+    limits = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return max((options._timeout for options in limits if options is not None), default=None)
 
 
 # -- scaled products ---------------------------------------------------------------------------------
