@@ -1,4 +1,4 @@
-"""The grouped GEMM compiled for Hopper, which needs no GPU: its products are wgmma's, and its loads are asynchronous."""
+"""The grouped GEMM compiled for Hopper, which needs no GPU: its products are wgmma's, its loads are asynchronous."""
 
 from __future__ import annotations
 

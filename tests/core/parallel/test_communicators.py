@@ -14,7 +14,7 @@ from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.parallel import communicators
 from mt_core.parallel.communicators import CommunicatorOptions, group_arguments, nccl_options, user_buffers
-from mt_core.parallel.context import Axis, AxisSizes, build_parallel_context
+from mt_core.parallel.context import Axis, AxisSizes, ParallelContext, build_parallel_context
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
@@ -126,5 +126,9 @@ def test_registered_memory_is_that_of_the_groups_communicator(monkeypatch: pytes
 def test_what_gloo_does_not_have_is_refused_by_name(override: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=words):
-        config = load_config(preset="gpt-tiny", overrides=[f"parallel.{override}"], host=load_plugins()).config
-        build_context(config, torch.device("cpu"))
+        _context(f"parallel.{override}")
+
+
+def _context(override: str) -> ParallelContext:
+    config = load_config(preset="gpt-tiny", overrides=[override], host=load_plugins()).config
+    return build_context(config, torch.device("cpu"))

@@ -73,8 +73,8 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
     sizes, parallel = axis_sizes(config), config.parallel
     if parallel.nccl_ub and device.type != "cuda":
         raise ConfigError(
-            f"parallel.nccl_ub=true: buffers are registered with NCCL, and gloo communicates on {device.type}; set it to "
-            "false, or train.device=cuda"
+            f"parallel.nccl_ub=true: buffers are registered with NCCL, and gloo communicates on {device.type}; set "
+            "it to false, or train.device=cuda"
         )
     ctx = build_parallel_context(
         sizes,
