@@ -46,6 +46,32 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta | None:
     return max((options._timeout for options in limits if options is not None), default=None)
 
 
+# -- products overlapped with collectives ------------------------------------------------------------
+#
+# In parts, while those of other ranks are copied over NVLink: ranks of the group have access to each other's memory.
+
+
+def gather_matmul(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """x of this rank, matrix [in, out] -> the x of all ranks along `dim`, and its product with the matrix"""
+    whole, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group.group_name)
+    return whole, out.contiguous()  # it is, with one sample; else the dimension `dim` comes first in memory
+
+
+def matmul_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """x [..., in], matrix [in, out] -> this rank's part, along `dim`, of the sum of products over ranks"""
+    out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group.group_name)
+    return out
+
+
+def symmetric_memory_objection() -> str | None:
+    """Why there are no such products with this torch; None if there are."""
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401
+    except ImportError as missing:
+        return str(missing)
+    return None
+
+
 # -- scaled products ---------------------------------------------------------------------------------
 #
 # The operators below torch.nn.functional's scaled_mm and scaled_grouped_mm: those functions handle enumerations in a

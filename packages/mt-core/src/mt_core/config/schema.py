@@ -152,6 +152,9 @@ class ParallelConfig(Section):
     """Processes that share each layer's matrices."""
     sequence_parallel: bool = False
     """Between tensor-parallel matrices activations are sharded along the sequence."""
+    tp_comm_overlap: bool = used_when(False, sequence_parallel=True)
+    """Products of tensor-parallel layers are computed in parts, while the parts of other ranks are gathered or sums are
+    scattered, by torch's symmetric memory: GPUs that reach each other over NVLink."""
     context_parallel_size: PositiveInt = 1
     """Processes that share each sequence."""
     cp_comm_type: str = "p2p"

@@ -118,6 +118,9 @@ class ParallelContext:
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     """Between tensor-parallel regions activations are sharded along the sequence."""
+    tp_comm_overlap: bool = False
+    """With sequence parallelism, products of tensor-parallel layers are computed in parts while the gather or
+    reduce-scatter is under way."""
     axes: Mapping[AxisName, Axis] = field(default_factory=dict)
 
     def axis(self, name: AxisName) -> Axis:
@@ -221,6 +224,7 @@ def build_parallel_context(
     device: torch.device | None = None,
     params_dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
+    tp_comm_overlap: bool = False,
     communicators: Mapping[str, CommunicatorOptions] | None = None,
     pipeline_backward_communicator: bool = False,
 ) -> ParallelContext:
@@ -231,7 +235,8 @@ def build_parallel_context(
     do not fit the world, or for options that the device's communication does not have.
     """
     communicators = communicators or {}
-    context = ParallelContext(device or torch.device("cpu"), params_dtype, sequence_parallel and sizes.tp > 1)
+    sharded = sequence_parallel and sizes.tp > 1
+    context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap)
     if not dist.is_initialized():
         axis_members(1, sizes)  # only ones fit a single process
         return context

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mt_core._torch_compat import symmetric_memory_objection
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
@@ -76,12 +77,15 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
             f"parallel.nccl_ub=true: buffers are registered with NCCL, and gloo communicates on {device.type}; set "
             "it to false, or train.device=cuda"
         )
+    if parallel.tp_comm_overlap:
+        require_symmetric_memory(config, device)
     ctx = build_parallel_context(
         sizes,
         device=device,
         # FSDP2 shards the fp32 master weights and casts them to 16 bits when they are all-gathered.
         params_dtype=torch.float32 if parallel.use_torch_fsdp2 else DTYPES[config.precision.dtype],
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
         communicators={
             name: CommunicatorOptions(**options.model_dump()) for name, options in parallel.nccl_communicators.items()
         },
@@ -92,6 +96,19 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
     members = axis_members(ctx.world.size, sizes)["cp"]
     inner, outer = build_hierarchical_axes(members, parallel.hierarchical_context_parallel_sizes)
     return replace(ctx, axes={**ctx.axes, "cp_inner": inner, "cp_outer": outer})
+
+
+def require_symmetric_memory(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where parallel.tp_comm_overlap cannot be."""
+    objection = None
+    if device.type != "cuda":
+        objection = f"symmetric memory is that of GPUs, and this run is on {device.type}"
+    elif config.precision.fp8_format != "none":
+        objection = f"products in FP8 (precision.fp8_format={config.precision.fp8_format}) are not overlapped"
+    else:
+        objection = symmetric_memory_objection()
+    if objection is not None:
+        raise ConfigError(f"parallel.tp_comm_overlap=true cannot be: {objection}; set it to false")
 
 
 def has_backward_communicator(parallel: ParallelConfig, device: torch.device) -> bool:
