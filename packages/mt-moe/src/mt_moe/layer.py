@@ -75,7 +75,7 @@ class MoeLayer(nn.Module):
         recompute: Collection[Recomputed] = (),
     ) -> None:
         super().__init__()
-        self.ctx = ctx
+        self.config, self.ctx = config, ctx
         self.recompute = frozenset(recompute)
         bias = shape.add_bias_linear
         self.router = Router(
@@ -136,10 +136,36 @@ class MoeLayer(nn.Module):
         shared = self._recomputable("shared_experts", self.shared_experts, x)
         return self.overlapping.finish_dispatch(sending), shared
 
+    def graph_objection(self) -> str | None:
+        """See mt_core.nn.auxiliary.ReportsGraphObjection."""
+        return capture_objection(self.config, self.experts.product, self.dispatcher, self.ctx)
+
     def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if name in self.recompute and self.training:
             return checkpoint(function, x, use_reentrant=False)
         return function(x)
+
+
+def capture_objection(config: MoeConfig, product: str, dispatcher: Dispatcher, ctx: ParallelContext) -> str | None:
+    """The first setting that makes the host wait, or keep random state; None if a layer can be captured."""
+    if product == "loop":
+        return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
+    padded = config.moe_pad_expert_input_to_capacity
+    if config.moe_expert_capacity_factor is not None and not padded:
+        return (
+            "model.moe.moe_expert_capacity_factor drops tokens, and the host reads how many stay; set "
+            "model.moe.moe_pad_expert_input_to_capacity=true"
+        )
+    if config.uses_sinkhorn or config.moe_router_random_seed is not None:
+        return "model.moe chooses experts through the host (sinkhorn, moe_router_random_seed); choose by scores alone"
+    communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
+    if communicates and not (padded and getattr(dispatcher, "static_shape", False)):
+        return (
+            f"the dispatcher {config.moe_token_dispatcher_type} reads how many rows other ranks send; set "
+            "model.moe.moe_pad_expert_input_to_capacity=true and model.moe.moe_dispatcher_options.static_shape=true "
+            "with alltoall or allgather"
+        )
+    return None
 
 
 def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
