@@ -119,8 +119,10 @@ class Team:
 
 
 def team_of(matrix: ShardedMatrix) -> Team:
-    inner, outer = ("etp", "edp") if matrix.layout.replicas == "edp" else ("tp", "dp_cp")
-    return Team(matrix.ctx.axis(inner), matrix.ctx.axis(outer))
+    ctx = matrix.ctx
+    if matrix.layout.replicas == "edp":
+        return Team(ctx.axis("etp"), ctx.axis("edp"))
+    return Team(ctx.tp, ctx.dp_cp)
 
 
 def rounds(members: list[Update], size: int) -> Iterator[list[Update]]:

@@ -118,10 +118,10 @@ class ParallelContext:
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     """Between tensor-parallel regions activations are sharded along the sequence."""
+    axes: Mapping[AxisName, Axis] = field(default_factory=dict)
     tp_comm_overlap: bool = False
     """With sequence parallelism, products of tensor-parallel layers are computed in parts while the gather or
     reduce-scatter is under way."""
-    axes: Mapping[AxisName, Axis] = field(default_factory=dict)
 
     def axis(self, name: AxisName) -> Axis:
         return self.axes.get(name, SINGLE)
@@ -236,7 +236,7 @@ def build_parallel_context(
     """
     communicators = communicators or {}
     sharded = sequence_parallel and sizes.tp > 1
-    context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap)
+    context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap=tp_comm_overlap)
     if not dist.is_initialized():
         axis_members(1, sizes)  # only ones fit a single process
         return context
