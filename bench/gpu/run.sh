@@ -83,6 +83,7 @@ case "$part" in
     bench train-1.2b-again 90 train --preset 1.2b
     bench train-8b-fp8-rowwise 240 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
         "${compiled[@]}"
+    bench train-7b-a1b-triton 150 train --preset 7b-a1b --set model.moe.moe_grouped_gemm=triton "${graphs[@]}"
     ;;
 *)
     echo "bench/gpu/run.sh $part: the part is 1, 2, 3 or 4" >&2

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
+from torch import Tensor
 
+from mt_core.optim import muon
+from mt_core.optim.configs import MuonCoefficients
 from mt_core.optim.muon import ShardedMatrix
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
@@ -70,6 +73,27 @@ def too_large(world: int, options: tuple[str, ...], layout: tuple[str, ...]) -> 
 )
 def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
     assert too_large(world, options, layout) == []
+
+
+def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Shapes of the matrices that this rank made orthogonal, without those of the estimate of bytes (8 x 8)."""
+    shapes: list[tuple[int, ...]] = []
+    compute = muon.orthogonalize
+
+    def noting(matrix: Tensor, steps: int, coefficients: MuonCoefficients) -> Tensor:
+        shapes.append(tuple(matrix.shape))
+        return compute(matrix, steps, coefficients)
+
+    muon.orthogonalize = noting
+    run(rank, world, options)
+    return [shape for shape in shapes if shape != (8, 8)]
+
+
+def test_each_matrix_is_made_orthogonal_by_one_rank() -> None:
+    (alone,) = run_ranks(1, orthogonalized, MUON)
+    ranks = run_ranks(4, orthogonalized, (*MUON, TP2, ZERO))
+    assert sorted(shape for shapes in ranks for shape in shapes) == sorted(alone)
+    assert max(map(len, ranks)) <= len(alone) / 3
 
 
 def keep_the_part(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:

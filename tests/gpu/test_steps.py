@@ -32,6 +32,7 @@ SMALL = [
     "precision.dtype=bf16",
     "optimizer.exp_avg_dtype=bf16",
 ]
+EXPERTS = ["model.moe={num_experts=8, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=128}"]
 GRAPHS = ["train.cuda_graphs=blocks", "train.cuda_graph_warmup_steps=2"]
 STEP_GRAPH = ["train.cuda_graphs=step", "train.cuda_graph_warmup_steps=2"]
 
@@ -62,10 +63,12 @@ def losses(*more: str) -> list[float]:
         ["precision.accumulate_allreduce_grads_in_fp32=false", "optimizer.main_weights=remainders"],
         ["parallel.use_distributed_optimizer=true"],
         ["model.position_embedding_type=alibi"],
+        EXPERTS,
+        [*EXPERTS, "model.moe.moe_grouped_gemm=triton"],
         ["precision.fp8_format=hybrid", "precision.fp8_min_features=1"],
         ["precision.fp8_format=hybrid", "precision.fp8_recipe=delayed", "precision.fp8_min_features=1"],
     ],
-    ids=["bf16", "compiled", "remainders", "buckets", "alibi", "fp8", "fp8 delayed"],
+    ids=["bf16", "compiled", "remainders", "buckets", "alibi", "experts", "triton experts", "fp8", "fp8 delayed"],
 )
 @pytest.mark.parametrize("graphs", [GRAPHS, STEP_GRAPH], ids=["blocks", "step"])
 def test_graphs_train_as_layers_do(more: list[str], graphs: list[str]) -> None:
@@ -90,7 +93,7 @@ def steps_of(trainer: Trainer, warm: int) -> Iterator[object]:
     batches.close()
 
 
-@pytest.mark.parametrize("more", [[], GRAPHS, STEP_GRAPH], ids=["plain", "blocks", "step"])
+@pytest.mark.parametrize("more", [[], EXPERTS, GRAPHS, STEP_GRAPH], ids=["plain", "experts", "blocks", "step"])
 def test_a_steady_step_launches_without_waiting(more: list[str]) -> None:
     """The loss of the step before is waited for by its event, which is no synchronization of the device."""
     trainer = Trainer(config("train.eval_interval=null", *more))

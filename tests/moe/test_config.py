@@ -11,9 +11,9 @@ import torch
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, PluginError
 from mt_core.nn.feed_forward import DenseFeedForward
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import Axis, ParallelContext
 from mt_moe.config import MoeConfig
-from mt_moe.layer import MoeLayer
+from mt_moe.layer import MoeLayer, build_dispatcher, capture_objection, overlapping_dispatcher
 
 TINY = [
     "model.num_layers=4",
@@ -37,7 +37,9 @@ def build(host, moe: str, *overrides: str) -> torch.nn.Module:
     return build_model(load(host, moe, *overrides), ParallelContext(), host)
 
 
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 REFUSED = [
+    ("num_experts=4, moe_dispatcher_options={static_shape = true}", r"static_shape would be ignored: without padding"),
     ("num_expert=4", r"unknown key model\.moe\.num_expert \(from \[model\.moe\]\) \(did you mean \"num_experts\"\?\)"),
     ("", r"model\.moe\.num_experts is missing"),
     ("num_experts=4.5", r"model\.moe\.num_experts .*got 4\.5, expected an integer"),
@@ -114,17 +116,42 @@ def test_options_of_a_dispatcher_are_its_own(host) -> None:
         ("moe_permute_fusion=true", r"moe_permute_fusion=true: Triton kernels need a GPU, and the device is cpu"),
         ('moe_grouped_gemm="triton"', r"moe_grouped_gemm=triton cannot serve: .*use auto or loop"),
         ('moe_grouped_gemm="grouped", moe_ffn_hidden_size=18', r"multiples of 4, and one is 18; use auto or loop"),
-        (
-            "moe_shared_expert_intermediate_size=8, moe_shared_expert_overlap=true, "
-            'moe_token_dispatcher_type="allgather"',
-            r"the dispatcher allgather does not let other work be done",
-        ),
     ],
 )
-def test_what_a_device_or_a_dispatcher_cannot_do_stops_the_run(host, monkeypatch, keys, words) -> None:
+def test_what_a_device_cannot_do_stops_the_run(host, monkeypatch, keys, words) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
         build(host, f"num_experts=4, {keys}")
+
+
+def test_a_dispatcher_that_cannot_overlap_says_so() -> None:
+    class Plain:
+        def dispatch(self, tokens, routing): ...
+        def combine(self, expert_output, state): ...
+
+    keys = {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "moe_token_dispatcher_type": "plain"}
+    words = "the dispatcher plain does not let other work be done"
+    with pytest.raises(ConfigError, match=words):
+        overlapping_dispatcher(Plain(), MoeConfig(**keys, moe_shared_expert_overlap=True), ParallelContext())
+    assert overlapping_dispatcher(Plain(), MoeConfig(**keys), ParallelContext()) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "words"),
+    [
+        ({}, 1, None),
+        ({"moe_expert_capacity_factor": 1.0}, 1, "drops tokens, and the host reads how many stay"),
+        ({"moe_router_random_seed": 3}, 1, "chooses experts through the host"),
+        ({}, 2, "alltoall reads how many rows other ranks send"),
+        (PADDED, 2, "moe_dispatcher_options.static_shape=true"),
+        ({**PADDED, "moe_dispatcher_options": {"static_shape": True}}, 2, None),
+    ],
+)
+def test_what_makes_the_host_wait_cannot_be_captured(host, keys, ranks, words) -> None:
+    config, alone = MoeConfig(num_experts=4, **keys), ParallelContext()
+    several = ParallelContext(axes={"ep": Axis(ranks)})
+    objection = capture_objection(config, "grouped", build_dispatcher(config, alone, host), several)
+    assert objection is None if words is None else words in objection
 
 
 def test_the_pattern_says_which_layers_have_experts(host) -> None:

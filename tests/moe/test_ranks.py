@@ -38,11 +38,11 @@ def run_layer(layer: MoeLayer, x: Tensor) -> list[Tensor]:
 # -- overlap ----------------------------------------------------------------------------------------
 
 
-def overlapped(rank: int, world: int) -> tuple[bool, list[str]]:
-    """Whether overlap changes no bit; and the order of things in its forward and backward pass."""
+def overlapped(rank: int, world: int, dispatcher: str) -> tuple[bool, list[str]]:
+    """Whether overlap, the default, changes no bit; and the order of things in its forward and backward pass."""
     ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
-    keys = {"moe_shared_expert_intermediate_size": 6}
-    plain, overlap = (build_layer(options(**keys, moe_shared_expert_overlap=on), ctx) for on in (False, True))
+    keys = {"moe_shared_expert_intermediate_size": 6, "moe_token_dispatcher_type": dispatcher}
+    plain, overlap = (build_layer(options(**keys, moe_shared_expert_overlap=on), ctx) for on in (False, None))
     same = all(torch.equal(a, b) for a, b in zip(run_layer(plain, x), run_layer(overlap, x), strict=True))
     events: list[str] = []
     watch(overlap, events)
@@ -56,13 +56,13 @@ def watch(layer: MoeLayer, events: list[str]) -> None:
     begin, end = AllToAll.begin, AllToAll.end
 
     def noted_begin(self: AllToAll, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        if x.dim() == 2:
+        if x.shape[1:] == (HIDDEN,):
             events.append("send")
         return begin(self, x, send, receive)
 
     def noted_end(self: AllToAll) -> Tensor:
         arrived = end(self)
-        if arrived.dim() == 2:
+        if arrived.shape[1:] == (HIDDEN,):
             events.append("arrived")
         return arrived
 
@@ -72,8 +72,9 @@ def watch(layer: MoeLayer, events: list[str]) -> None:
     layer.shared_experts.linear_fc2.weight.register_hook(lambda _: events.append("shared backward"))
 
 
-def test_shared_experts_work_while_tokens_are_on_their_way() -> None:
-    for same, events in run_ranks(2, overlapped):
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_shared_experts_work_while_tokens_are_on_their_way(dispatcher) -> None:
+    for same, events in run_ranks(2, overlapped, dispatcher):
         assert same
         assert events[:3] == ["send", "shared", "arrived"]
         backward = events[events.index("shared backward") - 1 :]
@@ -111,6 +112,45 @@ def test_alltoall_sends_each_row_there_and_back_and_nothing_else() -> None:
     assert found["leaving"] > 0
     assert found["rows"] == 4 * found["leaving"] * HIDDEN
     assert found["weights"] == 2 * found["leaving"]
+
+
+# -- waiting ----------------------------------------------------------------------------------------
+
+CAPACITY = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
+
+
+def waits_of_a_layer(rank: int, world: int) -> dict[str, tuple[int, bool]]:
+    """Host waits of a forward and a backward pass, and whether computed sizes change no bit."""
+    from tests.core.train.test_steady_step import Spy
+
+    ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
+    found = {}
+    for name in ("alltoall", "allgather"):
+        for padded in (False, True):
+            values = []
+            for static in (False, True) if padded or name == "allgather" else (False,):
+                keys = {"moe_token_dispatcher_type": name, "moe_dispatcher_options": {"static_shape": static}}
+                layer = build_layer(options(moe_grouped_gemm="grouped", **keys, **(CAPACITY if padded else {})), ctx)
+                with Spy() as spy:
+                    values.append(run_layer(layer, x))
+                same = all(torch.equal(a, b) for a, b in zip(values[0], values[-1], strict=True))
+                found[f"{name}{' padded' * padded}{' static' * static}"] = (spy.waits, same)
+    return found
+
+
+def test_padded_experts_of_several_ranks_wait_for_nothing() -> None:
+    """Without padding the host reads how many rows come (alltoall), or how many of all tokens' choices are its own."""
+    expected = {
+        "alltoall": 1,
+        "alltoall padded": 1,
+        "alltoall padded static": 0,
+        "allgather": 2,
+        "allgather static": 1,
+        "allgather padded": 1,
+        "allgather padded static": 0,
+    }
+    for found in run_ranks(2, waits_of_a_layer):
+        assert found == {name: (waits, True) for name, waits in expected.items()}
 
 
 # -- dropping ---------------------------------------------------------------------------------------

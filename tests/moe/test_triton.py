@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.moe.moe_cases import Shape, build_layer, options, tokens_of
+from tests.moe.moe_cases import HIDDEN, Shape, build_layer, options, tokens_of
 
 from mt_core.nn.main_grad import attach_main_grad
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
-from mt_moe.permutation import RowKernels, gather_rows, permute, sort_by_expert, sum_rows, unpermute
+from mt_moe.permutation import RowKernels, RowOrder, gather_rows, permute, sort_by_expert, sum_rows, unpermute
 from mt_moe.routing.result import Routing
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def differences() -> dict[str, float]:
-    return {**rows(), **permutations(), **products(), **sums(), **layers()}
+    return {**rows(), **permutations(), **products(), **permuting_products(), **sums(), **layers()}
 
 
 def rows() -> dict[str, float]:
@@ -43,20 +43,24 @@ def rows() -> dict[str, float]:
     return found
 
 
-def permutations() -> dict[str, float]:
-    """There and back with gradients: an odd width, experts without rows, dropped choices, empty places, no tokens."""
-    from mt_moe.kernels.rows import TRITON_ROWS
-
+def routings() -> dict[str, Routing]:
+    """Experts without rows, dropped choices, empty places, no tokens."""
     experts = torch.tensor([[4, 0, 6], [0, 1, 4], [6, 4, 0]])  # of 7: 2, 3 and 5 have none
     kept = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
-    routings = {
+    return {
         "all": Routing(experts, torch.ones(3, 3), 7),
         "dropped": Routing(experts, torch.ones(3, 3), 7, kept),
         "padded": Routing(experts, torch.ones(3, 3), 7, kept, padded_to=3),
         "none": Routing(experts[:0], torch.ones(0, 3), 7),
     }
+
+
+def permutations() -> dict[str, float]:
+    """There and back with gradients, with an odd width."""
+    from mt_moe.kernels.rows import TRITON_ROWS
+
     found = {}
-    for name, routing in routings.items():
+    for name, routing in routings().items():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(len(routing.experts), 1029, dtype=dtype)
             values = []
@@ -80,14 +84,14 @@ def rounding_apart(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def products() -> dict[str, float]:
-    from mt_moe.experts.triton import triton_product
+    from mt_moe.experts.triton import TritonProduct
 
     found = {}
     for counts in ([5, 0, 70, 1], [0, 0, 0, 3]):
         x = torch.randn(sum(counts), 40, requires_grad=True)
         weight = torch.randn(4, 72, 40, requires_grad=True)
         values = []
-        for product in (triton_product, loop_product):
+        for product in (TritonProduct(), loop_product):
             out = product(x, weight, Groups(torch.tensor(counts)))
             values.append((out, *torch.autograd.grad(out.sin().sum(), [x, weight])))
         for name, mine, wanted in zip(("out", "dx", "dweight"), *values, strict=True):
@@ -95,10 +99,34 @@ def products() -> dict[str, float]:
     return found
 
 
+def permuting_products() -> dict[str, float]:
+    """Tokens gathered while loaded and scattered while stored, with gradients, against products of permuted rows."""
+    from mt_moe.experts.triton import TritonProduct
+
+    found = {}
+    for name, routing in routings().items():
+        permutation, counts = sort_by_expert(routing, RowKernels())
+        order, groups = RowOrder(permutation, 3), Groups(counts)
+        x = torch.randn(len(routing.experts), 40, requires_grad=True)
+        weights = [(0.1 * torch.randn(7, *shape)).requires_grad_() for shape in ((72, 40), (40, 72))]
+        values = []
+        for mine in (True, False):
+            if mine:
+                inner = TritonProduct().of_tokens(x, weights[0], groups, order)
+                out = TritonProduct().to_tokens(inner.sin(), weights[1], groups, order)
+            else:
+                inner = loop_product(order.permute(x), weights[0], groups)
+                out = order.unpermute(loop_product(inner.sin(), weights[1], groups))
+            values.append((out, *torch.autograd.grad(out.cos().sum(), [x, *weights])))
+        for value, own, wanted in zip(("out", "dx", "dw1", "dw2"), *values, strict=True):
+            found[f"{value} of tokens, {name}"] = difference(own, wanted)
+    return found
+
+
 def sums() -> dict[str, float]:
     """Gradients of 16-bit experts, added to fp32: more than a tile each way, experts without rows, two passes. In fp16,
     as Triton's interpreter cannot multiply bf16."""
-    from mt_moe.experts.triton import triton_product
+    from mt_moe.experts.triton import TritonProduct
 
     weight = torch.nn.Parameter(torch.randn(4, 130, 270).half())
     total = torch.randn(4, 130, 270)
@@ -106,7 +134,7 @@ def sums() -> dict[str, float]:
     attach_main_grad(weight, total)
     for counts in ([5, 0, 70, 1], [0, 0, 3, 2]):
         x, grad = torch.randn(sum(counts), 270).half(), torch.randn(sum(counts), 130).half()
-        triton_product(x, weight, Groups(torch.tensor(counts))).backward(grad)
+        TritonProduct()(x, weight, Groups(torch.tensor(counts))).backward(grad)
         for matrix, rows, dy in zip(expected, x.split(counts), grad.split(counts), strict=True):
             matrix += dy.double().T @ rows.double()
     return {
@@ -126,10 +154,26 @@ def layers() -> dict[str, float]:
         value = x.clone().requires_grad_()
         out = layer(value)
         outputs.append((out, *torch.autograd.grad(out.sin().sum(), [value, layer.experts.linear_fc1.weight])))
-    return {f"layer {i}": difference(*pair) for i, pair in enumerate(zip(*outputs, strict=True))}
+    found = {f"layer {i}": difference(*pair) for i, pair in enumerate(zip(*outputs, strict=True))}
+    return found | kept()
+
+
+def kept() -> dict[str, float]:
+    """What the forward pass keeps for the backward pass: rows [tokens * k, H] where the products do not permute."""
+    from tests.moe.test_dispatch import kept_elements
+
+    x = tokens_of(2, 5, torch.float32)
+    sizes = []
+    for fusion in (True, False):
+        keys = {"moe_permute_fusion": fusion, "moe_grouped_gemm": "triton"}
+        sizes.append(kept_elements(build_layer(options(**keys), ParallelContext()), x))
+    return {"kept": abs(sizes[1] - sizes[0] - 10 * 2 * HIDDEN)}
 
 
 def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest one, relative to the largest value."""
+    if not wanted.numel() or not wanted.any():
+        return float(not torch.equal(mine, wanted))
     return ((mine - wanted).abs().max() / wanted.abs().max()).item()
 
 

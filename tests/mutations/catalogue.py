@@ -261,8 +261,8 @@ EXPERTS = (
     Mutation(
         "results of experts are not summed over etp",
         f"{MOE}/dispatchers/alltoall.py",
-        "rows = sum_rows_to(rows, self.placement.etp, sizes.shared)",
-        "rows = rows.split(list(sizes.shared))[self.placement.etp.rank] if sizes.shared else rows",
+        "rows = sum_rows_to(expert_output, self.placement.etp, state.sizes.shared)",
+        "rows = expert_output.split(list(state.sizes.shared))[self.placement.etp.rank]",
         (MOE_LAYOUTS.format(2),),
     ),
     Mutation(

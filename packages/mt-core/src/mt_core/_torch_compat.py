@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,43 @@ def zero_all_(tensors: list[Tensor]) -> None:
 def spin_cuda(cycles: int) -> None:
     """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
     torch.cuda._sleep(cycles)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What communicates tensors of this device in a group: ProcessGroupNCCL or ProcessGroupGloo."""
+    return group._get_backend(device)
+
+
+def time_limit_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long an operation of a group may take; None for backends without a limit."""
+    limits = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return max((options._timeout for options in limits if options is not None), default=None)
+
+
+# -- products overlapped with collectives ------------------------------------------------------------
+#
+# In parts, while those of other ranks are copied over NVLink: ranks of the group have access to each other's memory.
+
+
+def gather_matmul(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """x of this rank, matrix [in, out] -> the x of all ranks along `dim`, and its product with the matrix"""
+    whole, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group.group_name)
+    return whole, out.contiguous()  # it is, with one sample; else the dimension `dim` comes first in memory
+
+
+def matmul_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """x [..., in], matrix [in, out] -> this rank's part, along `dim`, of the sum of products over ranks"""
+    out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group.group_name)
+    return out
+
+
+def symmetric_memory_objection() -> str | None:
+    """Why there are no such products with this torch; None if there are."""
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401
+    except ImportError as missing:
+        return str(missing)
+    return None
 
 
 # -- scaled products ---------------------------------------------------------------------------------

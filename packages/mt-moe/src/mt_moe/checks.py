@@ -9,7 +9,7 @@ from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
 from mt_moe.config import MoeConfig, read_moe_config
-from mt_moe.dispatchers.config import read_options
+from mt_moe.dispatchers.config import OPTIONS, ExchangeConfig, read_options
 from mt_moe.dispatchers.flex_config import FlexConfig, check_flex
 
 if TYPE_CHECKING:
@@ -44,6 +44,16 @@ def check_dispatcher(moe: MoeConfig, host: PluginHost) -> None:
     options = read_options(spec.config_type.load(), moe.moe_dispatcher_options)
     if isinstance(options, FlexConfig):
         check_flex(moe, options)
+    if isinstance(options, ExchangeConfig) and options.static_shape:
+        check_static_shape(moe)
+
+
+def check_static_shape(moe: MoeConfig) -> None:
+    if moe.moe_token_dispatcher_type == "alltoall" and not moe.moe_pad_expert_input_to_capacity:
+        raise ConfigError(
+            f"{OPTIONS}.static_shape would be ignored: without padding the rows that alltoall sends depend on the "
+            f"router; set {PREFIX}.moe_pad_expert_input_to_capacity=true, or use allgather"
+        )
 
 
 def _refuse_unused(moe: MoeConfig) -> None:

@@ -31,7 +31,8 @@ class MoeConfig(Section):
     """Inner width of an expert. Default: that of the dense feed-forward."""
     moe_grouped_gemm: Literal["auto", "loop", "grouped", "triton"] = "auto"
     """How the experts' matrices are multiplied: one product after another (loop), torch's grouped_mm (grouped) or a
-    Triton kernel. `auto` takes grouped on a GPU for the dtypes and sizes that it serves, else loop."""
+    Triton kernel (triton). `auto` takes grouped on a GPU for the dtypes and sizes that it serves, else triton there,
+    and loop on a CPU."""
     moe_latent_size: PositiveInt | None = None
     """Experts work on tokens projected to this width, and their sum is projected back."""
 
@@ -77,8 +78,9 @@ class MoeConfig(Section):
     """Name of the dispatcher, which carries tokens to the ranks of their experts."""
     moe_dispatcher_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that dispatcher."""
-    moe_permute_fusion: bool = False
-    """Tokens are put in order by a Triton kernel, on a GPU."""
+    moe_permute_fusion: bool | None = None
+    """Triton kernels permute tokens in one pass; with moe_grouped_gemm=triton the products themselves, while they load
+    and store rows. Default: on a GPU with Triton."""
     moe_expert_capacity_factor: PositiveFloat | None = None
     """An expert takes at most this many times the mean number of a rank's tokens; the rest are dropped.
     Default: nothing is dropped."""
@@ -91,8 +93,9 @@ class MoeConfig(Section):
     """Total inner width of the experts that see every token."""
     moe_shared_expert_gate: bool = False
     """Their output is multiplied by the sigmoid of a trained projection of the token."""
-    moe_shared_expert_overlap: bool = False
-    """They work while tokens are on their way to the other experts."""
+    moe_shared_expert_overlap: bool | None = None
+    """They work while tokens are on their way to the other experts. Default: where experts are on several ranks and the
+    dispatcher can do it (alltoall, allgather)."""
 
     @property
     def loss_types(self) -> list[str]:

@@ -94,8 +94,14 @@ def gather_rows_of(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     """[sizes[own rank], ...] -> [sum(sizes), ...]: the rows of all ranks, by rank. Backward sums their gradients."""
     if axis.size == 1:
         return x
-    own = [sizes[axis.rank]] * axis.size
-    return all_to_all(x.repeat(axis.size, *[1] * (x.dim() - 1)), axis, own, sizes)
+    exchange, rows = start_gather(x, axis, sizes)
+    return exchange.wait(rows)
+
+
+def start_gather(x: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[AllToAll, Tensor]:
+    """`gather_rows_of` under way: its exchange, and the rows that this exchange's `wait` takes."""
+    exchange = AllToAll(axis, [sizes[axis.rank]] * axis.size, sizes)
+    return exchange, exchange.start(x.repeat(axis.size, *[1] * (x.dim() - 1)))
 
 
 def sum_rows_to(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:

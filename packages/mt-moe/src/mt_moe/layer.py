@@ -75,7 +75,7 @@ class MoeLayer(nn.Module):
         recompute: Collection[Recomputed] = (),
     ) -> None:
         super().__init__()
-        self.ctx = ctx
+        self.config, self.ctx = config, ctx
         self.recompute = frozenset(recompute)
         bias = shape.add_bias_linear
         self.router = Router(
@@ -87,6 +87,7 @@ class MoeLayer(nn.Module):
             bias=bias if config.moe_router_bias is None else config.moe_router_bias,
         )
         self.dispatcher = dispatcher
+        fusion = permute_fusion(config, ctx)
         width = config.moe_latent_size or shape.hidden_size
         self.experts = Experts(
             config,
@@ -97,6 +98,7 @@ class MoeLayer(nn.Module):
             bias=bias,
             init_std=shape.init_method_std,
             output_init_std=shape.output_init_std,
+            permute_fusion=fusion,
             recompute_activation="moe_act" in self.recompute and "moe" not in self.recompute,  # "moe" has it already
         )
         self.fc1_latent_proj: Projection | None = None
@@ -105,7 +107,7 @@ class MoeLayer(nn.Module):
             self.fc1_latent_proj = Projection(shape.hidden_size, width, shape.init_method_std, ctx)
             self.fc2_latent_proj = Projection(width, shape.hidden_size, shape.output_init_std, ctx)
         self.shared_experts = build_shared_experts(shape, config, ctx)
-        self.overlapping = require_overlapping(dispatcher, config) if config.moe_shared_expert_overlap else None
+        self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self._recomputable("moe", self._moe, x)
@@ -115,7 +117,7 @@ class MoeLayer(nn.Module):
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
-        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts)
+        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
         combined = self.dispatcher.combine(output, dispatched.state)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
@@ -134,10 +136,36 @@ class MoeLayer(nn.Module):
         shared = self._recomputable("shared_experts", self.shared_experts, x)
         return self.overlapping.finish_dispatch(sending), shared
 
+    def graph_objection(self) -> str | None:
+        """See mt_core.nn.auxiliary.ReportsGraphObjection."""
+        return capture_objection(self.config, self.experts.product, self.dispatcher, self.ctx)
+
     def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if name in self.recompute and self.training:
             return checkpoint(function, x, use_reentrant=False)
         return function(x)
+
+
+def capture_objection(config: MoeConfig, product: str, dispatcher: Dispatcher, ctx: ParallelContext) -> str | None:
+    """The first setting that makes the host wait, or keep random state; None if a layer can be captured."""
+    if product == "loop":
+        return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
+    padded = config.moe_pad_expert_input_to_capacity
+    if config.moe_expert_capacity_factor is not None and not padded:
+        return (
+            "model.moe.moe_expert_capacity_factor drops tokens, and the host reads how many stay; set "
+            "model.moe.moe_pad_expert_input_to_capacity=true"
+        )
+    if config.uses_sinkhorn or config.moe_router_random_seed is not None:
+        return "model.moe chooses experts through the host (sinkhorn, moe_router_random_seed); choose by scores alone"
+    communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
+    if communicates and not (padded and getattr(dispatcher, "static_shape", False)):
+        return (
+            f"the dispatcher {config.moe_token_dispatcher_type} reads how many rows other ranks send; set "
+            "model.moe.moe_pad_expert_input_to_capacity=true and model.moe.moe_dispatcher_options.static_shape=true "
+            "with alltoall or allgather"
+        )
+    return None
 
 
 def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
@@ -145,12 +173,19 @@ def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContex
     return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
 
 
-def require_overlapping(dispatcher: Dispatcher, config: MoeConfig) -> OverlappingDispatcher:
+def overlapping_dispatcher(
+    dispatcher: Dispatcher, config: MoeConfig, ctx: ParallelContext
+) -> OverlappingDispatcher | None:
+    """The dispatcher where shared experts run during its communication; None: they run after it. Raises ConfigError."""
+    overlap = config.moe_shared_expert_overlap
     if isinstance(dispatcher, OverlappingDispatcher):
-        return dispatcher
+        communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
+        return dispatcher if (communicates if overlap is None else overlap) else None
+    if not overlap:
+        return None
     raise ConfigError(
         f"model.moe.moe_shared_expert_overlap=true: the dispatcher {config.moe_token_dispatcher_type} does not let "
-        "other work be done while it sends; use alltoall, or set moe_shared_expert_overlap=false"
+        "other work be done while it sends; use alltoall or allgather, or set moe_shared_expert_overlap=false"
     )
 
 
@@ -163,12 +198,21 @@ def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) 
     return spec.build.load()(options, placement)
 
 
-def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
-    """The Triton implementations if configured. Raises ConfigError where they cannot run."""
-    if not config.moe_permute_fusion:
-        return RowKernels()
-    if objection := triton_objection(ctx.device.type):
+def permute_fusion(config: MoeConfig, ctx: ParallelContext) -> bool:
+    """Whether Triton kernels permute tokens: by default on a GPU that has them. Raises ConfigError where they are
+    configured and cannot run."""
+    objection = triton_objection(ctx.device.type)
+    if config.moe_permute_fusion is None:
+        return ctx.device.type == "cuda" and objection is None
+    if config.moe_permute_fusion and objection is not None:
         raise ConfigError(f"model.moe.moe_permute_fusion=true: {objection}; set it to false")
+    return config.moe_permute_fusion
+
+
+def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
+    """The implementations of permute and unpermute. Raises ConfigError where the configured ones cannot run."""
+    if not permute_fusion(config, ctx):
+        return RowKernels()
     from mt_moe.kernels.rows import TRITON_ROWS
 
     return TRITON_ROWS

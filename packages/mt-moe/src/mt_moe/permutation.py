@@ -83,8 +83,11 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _to_places(x: Tensor, permutation: Permutation, copies: int) -> Tensor:
-    rows = permutation.order if copies == 1 else permutation.order // copies  # -1 stays -1
-    return permutation.kernels.gather(x, rows, permutation.complete)
+    return permutation.kernels.gather(x, _tokens_of(permutation, copies), permutation.complete)
+
+
+def _tokens_of(permutation: Permutation, copies: int) -> Tensor:
+    return permutation.order if copies == 1 else permutation.order // copies  # -1 stays -1
 
 
 def _from_places(y: Tensor, permutation: Permutation, copies: int) -> Tensor:
@@ -99,6 +102,26 @@ def permute(x: Tensor, permutation: Permutation, copies: int = 1) -> Tensor:
 def unpermute(y: Tensor, permutation: Permutation, copies: int = 1) -> Tensor:
     """[R, H] -> [n, H], the sum of the copies of each row."""
     return _Unpermute.apply(y, permutation, copies)
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Tokens [n, H] <-> rows [R, H] in the order of experts, of which each token has `copies`."""
+
+    permutation: Permutation
+    copies: int = 1
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, the token of each row; -1: an empty row."""
+        return _tokens_of(self.permutation, self.copies)
+
+    def permute(self, x: Tensor) -> Tensor:
+        return permute(x, self.permutation, self.copies)
+
+    def unpermute(self, y: Tensor) -> Tensor:
+        """For each token the sum of its rows."""
+        return unpermute(y, self.permutation, self.copies)
 
 
 def permute_numbers(x: Tensor, permutation: Permutation) -> Tensor:

@@ -31,13 +31,13 @@ def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
         MoeDispatcherSpec(
             name="allgather",
             doc="Every rank gets all tokens and takes those of its experts",
-            config_type=Lazy("mt_moe.dispatchers.config:NoOptions"),
+            config_type=Lazy("mt_moe.dispatchers.config:ExchangeConfig"),
             build=Lazy("mt_moe.dispatchers.allgather:build_allgather"),
         ),
         MoeDispatcherSpec(
             name="alltoall",
             doc="Each token goes to the ranks of its experts and to no other",
-            config_type=Lazy("mt_moe.dispatchers.config:NoOptions"),
+            config_type=Lazy("mt_moe.dispatchers.config:ExchangeConfig"),
             build=Lazy("mt_moe.dispatchers.alltoall:build_alltoall"),
         ),
         MoeDispatcherSpec(

@@ -40,8 +40,12 @@ SAME_AS_BLOCKS = (
     "remainders",
     "fp8 by a history",
     "evaluated",
+    "padded experts",
 )
-CASES = {name: SETTINGS[name] for name in SAME_AS_BLOCKS} | {"ramp-up": RAMP_UP}
+CASES = {name: SETTINGS[name] for name in SAME_AS_BLOCKS} | {
+    "ramp-up": RAMP_UP,
+    "ramp-up of experts": [*SETTINGS["experts"], *RAMP_UP],
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,11 +54,12 @@ def test_a_run_with_graphs_is_the_run_without(name, tiny) -> None:
     plain, expected = trained(tiny(*settings, *DEFERRED), None)
     graphed, found = trained(tiny(*settings, *DEFERRED), recorder)
     assert found.losses == expected.losses
+    assert found.of_layers == expected.of_layers
     weights = dict(graphed.model.named_parameters())
     assert all(torch.equal(p, weights[key]) for key, p in plain.model.named_parameters())
     replays = [graph.replays for pool in recorder.pools for graph in pool]
     assert sum(replays) + recorder.runs_aside == len(expected.losses)
-    assert len(replays) == (2 if name == "ramp-up" else 1)
+    assert len(replays) == (2 if name.startswith("ramp-up") else 1)
     assert any("CUDA graph of the step captured, for" in message for message in found.messages)
 
 

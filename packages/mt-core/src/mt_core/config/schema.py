@@ -121,6 +121,30 @@ class DataConfig(Section):
         return ()
 
 
+class CommunicatorConfig(Section):
+    """Options of an axis's communicators. NCCL chooses what is not set."""
+
+    is_high_priority_stream: bool = False
+    """Kernels of its collectives run before waiting kernels of other streams."""
+    timeout_minutes: PositiveFloat | None = None
+    """An operation that takes longer ends the run. Default: a minute more than the longest of the run's timeouts."""
+    min_ctas: PositiveInt | None = None
+    """Least thread blocks (SMs) of a collective."""
+    max_ctas: PositiveInt | None = None
+    """Most thread blocks (SMs) of a collective."""
+    cga_cluster_size: NonNegativeInt | None = None
+    """Thread blocks in a cluster, on Hopper and later."""
+    net_name: str | None = None
+    """Network of the communicators (IB, Socket), where NCCL finds several."""
+
+
+CommunicatorAxis = Literal[
+    "tp", "cp", "dp", "pp", "pp_backward", "etp", "ep", "edp", "dp_cp", "model", "shard", "replicate", "expert_shard",
+    "expert_replicate",
+]  # fmt: skip
+"""Axes of mt_core.parallel.context that have communicators."""
+
+
 class ParallelConfig(Section):
     """How the model and the batch are sharded over processes. Data parallel takes the rest of the world."""
 
@@ -128,6 +152,9 @@ class ParallelConfig(Section):
     """Processes that share each layer's matrices."""
     sequence_parallel: bool = False
     """Between tensor-parallel matrices activations are sharded along the sequence."""
+    tp_comm_overlap: bool = used_when(False, sequence_parallel=True)
+    """Products of tensor-parallel layers are computed in parts, while the parts of other ranks are gathered or sums are
+    scattered, by torch's symmetric memory: GPUs that reach each other over NVLink."""
     context_parallel_size: PositiveInt = 1
     """Processes that share each sequence."""
     cp_comm_type: str = "p2p"
@@ -172,6 +199,15 @@ class ParallelConfig(Section):
     """Updated weights are collected while the next forward pass runs."""
     ddp_bucket_size: PositiveInt = 40_000_000
     """Elements of gradients after which they are sent."""
+    nccl_communicators: dict[CommunicatorAxis, CommunicatorConfig] = Field(default_factory=dict)
+    """Options of communicators by axis (Megatron's nccl_communicator_config_path, high_priority_stream_groups and
+    distributed_timeout_minutes). An axis with options has communicators of its own."""
+    pipeline_backward_communicator: bool | None = None
+    """Gradients between pipeline stages have communicators of their own (the axis pp_backward), so that they wait for
+    no activations on the way. Default: on a GPU."""
+    nccl_ub: bool = False
+    """Buffers of gradients and weights are in memory that NCCL registers (user buffers), which its collectives read and
+    write without copies."""
 
 
 class TrainConfig(Section):

@@ -5,7 +5,7 @@ The trainer finds these by walking the modules of the model; a layer needs no wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on x; backward records the value of `loss` and gives it the gradient `scale`."""
+    """Identity on x; backward adds the value of `loss` to `total` and gives it the gradient `factor`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float, note: Callable[[Tensor], None]) -> Tensor:
-        ctx.scale, ctx.note, ctx.loss = scale, note, loss.detach()
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor, total: Tensor) -> Tensor:
+        ctx.factor, ctx.total, ctx.loss = factor, total, loss.detach()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        ctx.note(ctx.loss)
-        return grads[0], torch.full_like(ctx.loss, ctx.scale), None, None
+        ctx.total += ctx.loss.float()
+        return grads[0], ctx.factor.to(ctx.loss.dtype), None, None
 
 
 class AuxiliaryLoss(nn.Module):
@@ -33,21 +33,38 @@ class AuxiliaryLoss(nn.Module):
     pass is the loss's. `loss` has its coefficient in it, and is the same number on every rank that shares the
     micro-batch; each of them gets the gradient of its own part. The mean over the micro-batches of a step and over
     data-parallel ranks is reported as `name`. A value counts when its backward pass runs: once, also where the
-    forward pass is recomputed.
+    forward pass is recomputed. Both numbers that outlive a pass are on the device and keep their addresses, so that
+    layers with losses can be captured in CUDA graphs.
     """
+
+    _factor: Tensor | None
+    _total: Tensor | None
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.scale = 1.0
+        self._scale = 1.0
+        self.register_buffer("_factor", None, persistent=False)
+        self.register_buffer("_total", None, persistent=False)
+
+    @property
+    def scale(self) -> float:
         """What the trainer multiplies the gradient by: loss scale / micro-batches of the step over all ranks."""
-        self._total: Tensor | None = None
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+        if self._factor is not None:
+            self._factor.fill_(value)
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
-        return _Attach.apply(x, loss, self.scale, self._note) if self.training and torch.is_grad_enabled() else x
-
-    def _note(self, loss: Tensor) -> None:
-        self._total = loss.float() if self._total is None else self._total + loss.float()
+        if not (self.training and torch.is_grad_enabled()):
+            return x
+        if self._factor is None or self._total is None:
+            self._factor = torch.full((), self._scale, dtype=torch.float64, device=loss.device)
+            self._total = torch.zeros((), dtype=torch.float32, device=loss.device)
+        return _Attach.apply(x, loss, self._factor, self._total)
 
     def take(self) -> float:
         """Sum over the micro-batches since the last call."""
@@ -55,8 +72,11 @@ class AuxiliaryLoss(nn.Module):
         return 0.0 if total is None else float(total)
 
     def take_on_device(self) -> Tensor | None:
-        """As `take`, [] fp32 on the device, without synchronization. None when there was no micro-batch."""
-        total, self._total = self._total, None
+        """As `take`, [] fp32 on the device, without synchronization. None before the first micro-batch."""
+        if self._total is None:
+            return None
+        total = self._total.clone()
+        self._total.zero_()
         return total
 
 
@@ -65,6 +85,15 @@ class PostStepHook(Protocol):
     """A module with state that changes after each optimizer step, on all ranks together (a balancing bias)."""
 
     def after_step(self) -> None: ...
+
+
+@runtime_checkable
+class ReportsGraphObjection(Protocol):
+    """A module that can tell whether its passes can be captured in CUDA graphs, with those of the modules in it."""
+
+    def graph_objection(self) -> str | None:
+        """Why they cannot be, by configuration key, and what to set instead; None if they can."""
+        ...
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_core._torch_compat import gradients_wanted
+from mt_core._torch_compat import gather_matmul, gradients_wanted, matmul_scatter
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes, zeros
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import (
@@ -105,7 +105,10 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: Par
     """x W^T for this rank's columns of W, summed over tp, then b."""
     if ctx.tp.size == 1:
         return linear(x, weight, bias)
-    out = leave_tensor_parallel(linear(x, weight, None), ctx)
+    if ctx.sequence_parallel and ctx.tp_comm_overlap:
+        out = _OverlappedRowParallelLinear.apply(x, weight, main_gradient_of(weight), ctx.tp)
+    else:
+        out = leave_tensor_parallel(linear(x, weight, None), ctx)
     return out if bias is None else out + bias
 
 
@@ -120,7 +123,8 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: 
     """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed."""
     if ctx.tp.size == 1:
         return linear(x, weight, bias)
-    return _ColumnParallelLinear.apply(x, weight, bias, main_gradient_of(weight), ctx.tp, ctx.sequence_parallel)
+    main, overlap = main_gradient_of(weight), ctx.sequence_parallel and ctx.tp_comm_overlap
+    return _ColumnParallelLinear.apply(x, weight, bias, main, ctx.tp, ctx.sequence_parallel, overlap)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,15 +166,20 @@ class _ColumnParallelLinear(torch.autograd.Function):
         main: MainGrad | None,
         axis: Axis,
         sequence_parallel: bool,
+        overlap: bool,
     ) -> Tensor:
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
+        if overlap:
+            assert axis.group is not None
+            _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
+            return out if bias is None else out + bias
         whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         wanted = _wanted(ctx)
@@ -187,7 +196,33 @@ class _ColumnParallelLinear(torch.autograd.Function):
         dbias = _bias_gradient(grad) if wanted.bias else None
         if reducing is not None:
             reducing.wait()
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
+
+
+class _OverlappedRowParallelLinear(torch.autograd.Function):
+    """Forward: y = x W^T, summed over tp and scattered along S. Backward: dy is gathered, dx = dy W. Both products are
+    computed in parts while other parts are communicated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, main: MainGrad | None, axis: Axis) -> Tensor:
+        assert axis.group is not None
+        ctx.main, ctx.axis, ctx.has_bias = main, axis, False
+        ctx.save_for_backward(x, weight)
+        return matmul_scatter(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        wanted = _wanted(ctx)
+        dx = dweight = None
+        if wanted.x:
+            whole, dx = gather_matmul(grad.contiguous(), weight, SEQUENCE_DIM, ctx.axis.group)
+        else:
+            whole = all_gather(grad, SEQUENCE_DIM, ctx.axis)
+        if wanted.weight:
+            dweight = weight_gradient(whole.flatten(0, -2), x.flatten(0, -2), ctx.main)
+        return dx, dweight, None, None
 
 
 @dataclass(frozen=True)

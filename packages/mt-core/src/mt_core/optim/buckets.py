@@ -57,7 +57,10 @@ class Bucket:
         gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         sharded: bool,
+        pool: torch.cuda.MemPool | None = None,
     ) -> None:
+        self.pool = pool
+        """Of the memory: kept for as long as the tensors are."""
         self.axes, self.sharded, self.reduce_dtype = axes, sharded, reduce_dtype
         self.slots = list(_place(named))
         first = named[0][1]

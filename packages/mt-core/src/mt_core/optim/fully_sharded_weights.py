@@ -25,12 +25,14 @@ from mt_core.tensor_slice import TensorSlice
 @dataclass(frozen=True)
 class ShardOptions:
     """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: input and
-    weight gradients are computed apart, so that weights stay unsharded until the last pass of a step."""
+    weight gradients are computed apart, so that weights stay unsharded until the last pass of a step. user_buffers:
+    what is sent is in memory that NCCL registers."""
 
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     reduce_in_bf16: bool = False
     split_backward: bool = False
+    user_buffers: bool = False
 
 
 class FullyShardedWeights(UnshardedWeights):
@@ -138,6 +140,8 @@ def fully_shard_model(
         # Losses are divided by the count of all tokens, so gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if options.user_buffers:
+            module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]

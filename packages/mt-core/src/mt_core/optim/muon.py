@@ -3,18 +3,23 @@
 The update orthogonalizes the whole matrix. A rank that holds a shard of it (tensor-parallel rows or columns, elements
 in the distributed optimizer, rows under FSDP2) stores its shard of the momentum, all-gathers the whole one for the
 computation, and applies its shard of the result. Every layout therefore takes the same step.
+
+The ranks that have a matrix, whole or in shards, divide the matrices among themselves: one rank orthogonalizes each and
+broadcasts the result.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
@@ -27,7 +32,7 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.newton_schulz import orthogonalize, scale_factor
 from mt_core.optim.optimizers import AdamW
 from mt_core.optim.param_groups import ParamGroup, is_embedding_or_output, is_table
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import Axis, ParallelContext
 
 QKV_WEIGHT = "linear_qkv.weight"
 
@@ -86,6 +91,53 @@ class ShardedMatrix:
         return self.weights.shard(self.name, self.layout.to_local(whole, self.ctx).contiguous())
 
 
+@dataclass(frozen=True)
+class Team:
+    """The ranks that update the same matrices: a grid of two axes."""
+
+    inner: Axis
+    outer: Axis
+
+    @property
+    def size(self) -> int:
+        return self.inner.size * self.outer.size
+
+    def owns(self, number: int) -> bool:
+        """Whether this rank computes matrix `number` of a round."""
+        return (self.inner.rank, self.outer.rank) == self._place(number)
+
+    def broadcast(self, x: Tensor, number: int) -> None:
+        """From the rank that computed it to all others, in place."""
+        inner, outer = self._place(number)
+        if self.outer.size > 1 and self.inner.rank == inner:
+            dist.broadcast(x, self.outer.ranks[outer], group=self.outer.group)
+        if self.inner.size > 1:
+            dist.broadcast(x, self.inner.ranks[inner], group=self.inner.group)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        return number % self.inner.size, number // self.inner.size
+
+
+def team_of(matrix: ShardedMatrix) -> Team:
+    ctx = matrix.ctx
+    if matrix.layout.replicas == "edp":
+        return Team(ctx.axis("etp"), ctx.axis("edp"))
+    return Team(ctx.tp, ctx.dp_cp)
+
+
+def rounds(members: list[Update], size: int) -> Iterator[list[Update]]:
+    """Matrices of about the same cost together, one for each rank, so that ranks are done at the same time and no more
+    whole matrices exist at once."""
+    by_cost = sorted(members, key=lambda update: -math.prod(update.matrix.layout.shape))
+    return (by_cost[first : first + size] for first in range(0, len(by_cost), size))
+
+
+class Update(NamedTuple):
+    parameter: Tensor
+    gradient: Tensor
+    matrix: ShardedMatrix
+
+
 class Muon(FunctionalOptimizer):
     """m <- momentum m + (1 - momentum) g; w <- (1 - lr weight_decay) w - lr scale orthogonal(m).
 
@@ -97,12 +149,24 @@ class Muon(FunctionalOptimizer):
         self.config, self.matrices = config, matrices
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
-        lr, weight_decay = group["lr"], group["weight_decay"]
+        teams: dict[Team, list[Update]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             matrix = self.matrices[parameter]
+            teams.setdefault(team_of(matrix), []).append(Update(parameter, gradient, matrix))
+        for team, members in teams.items():
+            for one_each in rounds(members, team.size):
+                self._update_together(one_each, team, group["lr"], group["weight_decay"])
+
+    def _update_together(self, updates: list[Update], team: Team, lr: float, weight_decay: float) -> None:
+        directions = []
+        for number, (parameter, gradient, matrix) in enumerate(updates):
             whole = matrix.unshard(self._momentum(parameter, gradient))
-            direction = matrix.shard(self._orthogonal(whole, matrix.heads))
-            parameter.mul_(1.0 - lr * weight_decay).add_(direction.view_as(parameter), alpha=-lr)
+            direction = self._orthogonal(whole, matrix.heads) if team.owns(number) else torch.empty_like(whole)
+            directions.append(direction.contiguous())
+        for number, (parameter, _, matrix) in enumerate(updates):
+            team.broadcast(directions[number], number)
+            own = matrix.shard(directions[number]).view_as(parameter)
+            parameter.mul_(1.0 - lr * weight_decay).add_(own, alpha=-lr)
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state = self.state[parameter]

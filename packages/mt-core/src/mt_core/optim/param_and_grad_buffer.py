@@ -12,6 +12,7 @@ Bytes per parameter, with the optimizer state sharded over d ranks (including Ad
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from mt_core.optim.buckets import Bucket, ShardAndReplicateAxes, Slot
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.gather_order import GatherOrder
 from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
+from mt_core.parallel.communicators import user_buffers
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.tensor_slice import TensorSlice, slices_of_range
 
@@ -42,6 +44,8 @@ class BufferOptions:
     overlap_gather: bool = False
     accumulate_in_fp32: bool = True
     reduce_in_bf16: bool = False
+    user_buffers: bool = False
+    """Memory is NCCL's, registered with the communicator of the shard axis."""
 
 
 class ParamAndGradBuffer(UnshardedWeights):
@@ -293,7 +297,24 @@ def build_buckets(
         gradient_dtype = torch.float32 if options.accumulate_in_fp32 else dtype
         reduce_dtype = torch.bfloat16 if options.reduce_in_bf16 else gradient_dtype
         for run in _runs(named, options.bucket_elements):
-            yield Bucket(run, axes, gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype, sharded=options.sharded)
+            with _memory(axes, ctx, options) as pool:
+                bucket = Bucket(
+                    run,
+                    axes,
+                    gradient_dtype=gradient_dtype,
+                    reduce_dtype=reduce_dtype,
+                    sharded=options.sharded,
+                    pool=pool,
+                )
+            yield bucket
+
+
+def _memory(
+    axes: ShardAndReplicateAxes, ctx: ParallelContext, options: BufferOptions
+) -> AbstractContextManager[torch.cuda.MemPool | None]:
+    """Where a bucket is allocated."""
+    group = axes.shard.group
+    return user_buffers(group, ctx.device) if options.user_buffers and group is not None else nullcontext()
 
 
 def _runs(named: list[tuple[str, nn.Parameter]], elements: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -10,6 +10,7 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 | cp | shard each sequence |
 | dp | have the same weights and other samples |
 | pp | hold consecutive stages of layers |
+| pp_backward | the same, for gradients, where these have communicators of their own |
 | etp, ep, edp | shard an expert's matrices; hold different experts; have the same experts |
 | dp_cp | together reduce the gradients of dense weights |
 | model | together hold one copy of the model (tp x pp) |
@@ -22,7 +23,7 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,12 +32,14 @@ import torch.distributed as dist
 
 from mt_core.config.checks import listed
 from mt_core.errors import ConfigError
+from mt_core.parallel.communicators import DEFAULT, CommunicatorOptions, group_arguments, require_device
 
 AxisName = Literal[
     "tp",
     "cp",
     "dp",
     "pp",
+    "pp_backward",
     "etp",
     "ep",
     "edp",
@@ -116,6 +119,9 @@ class ParallelContext:
     sequence_parallel: bool = False
     """Between tensor-parallel regions activations are sharded along the sequence."""
     axes: Mapping[AxisName, Axis] = field(default_factory=dict)
+    tp_comm_overlap: bool = False
+    """With sequence parallelism, products of tensor-parallel layers are computed in parts while the gather or
+    reduce-scatter is under way."""
 
     def axis(self, name: AxisName) -> Axis:
         return self.axes.get(name, SINGLE)
@@ -218,23 +224,33 @@ def build_parallel_context(
     device: torch.device | None = None,
     params_dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
+    tp_comm_overlap: bool = False,
+    communicators: Mapping[str, CommunicatorOptions] | None = None,
+    pipeline_backward_communicator: bool = False,
 ) -> ParallelContext:
     """The context of this process in the initialized world (or of a single process without one).
 
-    Collective: every process of the world calls it, with the same sizes. Raises ConfigError when the axes
-    do not fit the world.
+    communicators: options by axis. pipeline_backward_communicator: gradients between stages have their own.
+    Collective: every process of the world calls it, with the same arguments. Raises ConfigError when the axes
+    do not fit the world, or for options that the device's communication does not have.
     """
-    context = ParallelContext(device or torch.device("cpu"), params_dtype, sequence_parallel and sizes.tp > 1)
+    communicators = communicators or {}
+    sharded = sequence_parallel and sizes.tp > 1
+    context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap=tp_comm_overlap)
     if not dist.is_initialized():
         axis_members(1, sizes)  # only ones fit a single process
         return context
+    require_device(communicators, context.device)
     members = axis_members(dist.get_world_size(), sizes)
     groups = Groups()
-    return replace(context, axes={name: groups.axis(members[name]) for name in members})
+    axes = {name: groups.axis(members[name], communicators.get(name, DEFAULT)) for name in members}
+    if pipeline_backward_communicator:
+        axes["pp_backward"] = groups.separate_axis(members["pp"], communicators.get("pp_backward", DEFAULT))
+    return replace(context, axes=axes)
 
 
 class Groups:
-    """Process groups of this process, cached by the set of ranks: axes with the same ranks share a group.
+    """Process groups of this process, cached by ranks and options: axes with the same ones share a group.
 
     A process creates only the groups that it belongs to: about a dozen at 16,384 ranks. dist.new_group over the whole
     world would create thousands.
@@ -242,23 +258,33 @@ class Groups:
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
-        self._of_ranks = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+        self._made = {(tuple(range(dist.get_world_size())), DEFAULT): dist.group.WORLD}
 
-    def axis(self, members: Iterable[tuple[int, ...]]) -> Axis:
+    def axis(self, members: Iterable[tuple[int, ...]], options: CommunicatorOptions = DEFAULT) -> Axis:
         """This process's axis of a partition of the world. Collective: every process gives the same partition."""
-        rank = dist.get_rank()
-        own = next(ranks for ranks in members if rank in ranks)
-        return Axis(len(own), own.index(rank), self._of(own) if len(own) > 1 else None, own)
+        return _axis(members, lambda ranks: self._of(ranks, options))
 
-    def _of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks not in self._of_ranks:
-            self._of_ranks[ranks] = new_group(ranks)
-        return self._of_ranks[ranks]
+    def separate_axis(self, members: Iterable[tuple[int, ...]], options: CommunicatorOptions = DEFAULT) -> Axis:
+        """The same with a group that no other axis shares."""
+        return _axis(members, lambda ranks: new_group(ranks, options))
+
+    def _of(self, ranks: tuple[int, ...], options: CommunicatorOptions) -> dist.ProcessGroup:
+        if (ranks, options) not in self._made:
+            self._made[ranks, options] = new_group(ranks, options)
+        return self._made[ranks, options]
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def _axis(members: Iterable[tuple[int, ...]], group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Axis:
+    rank = dist.get_rank()
+    own = next(ranks for ranks in members if rank in ranks)
+    return Axis(len(own), own.index(rank), group_of(own) if len(own) > 1 else None, own)
+
+
+def new_group(ranks: Sequence[int], options: CommunicatorOptions = DEFAULT) -> dist.ProcessGroup:
     """The group of these ranks, of which this process is one. Collective over the world: where NCCL's communicators
     are split from the world's, every process makes a group of one partition of it, if only of itself."""
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert dist.group.WORLD is not None
+    arguments = group_arguments(options, dist.group.WORLD)
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **arguments)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mt_core._torch_compat import symmetric_memory_objection
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
@@ -32,6 +33,7 @@ from mt_core.optim.master_weights import Fp32RemainderWeights, MasterWeights, bu
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, LRSchedule
+from mt_core.parallel.communicators import CommunicatorOptions
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
@@ -70,18 +72,49 @@ def axis_sizes(config: Config) -> AxisSizes:
 def build_context(config: Config, device: torch.device) -> ParallelContext:
     """The parallel context of this process. Collective over the world."""
     sizes, parallel = axis_sizes(config), config.parallel
+    if parallel.nccl_ub and device.type != "cuda":
+        raise ConfigError(
+            f"parallel.nccl_ub=true: buffers are registered with NCCL, and gloo communicates on {device.type}; set "
+            "it to false, or train.device=cuda"
+        )
+    if parallel.tp_comm_overlap:
+        require_symmetric_memory(config, device)
     ctx = build_parallel_context(
         sizes,
         device=device,
         # FSDP2 shards the fp32 master weights and casts them to 16 bits when they are all-gathered.
         params_dtype=torch.float32 if parallel.use_torch_fsdp2 else DTYPES[config.precision.dtype],
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
+        communicators={
+            name: CommunicatorOptions(**options.model_dump()) for name, options in parallel.nccl_communicators.items()
+        },
+        pipeline_backward_communicator=has_backward_communicator(parallel, device),
     )
     if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:
         return ctx
     members = axis_members(ctx.world.size, sizes)["cp"]
     inner, outer = build_hierarchical_axes(members, parallel.hierarchical_context_parallel_sizes)
     return replace(ctx, axes={**ctx.axes, "cp_inner": inner, "cp_outer": outer})
+
+
+def require_symmetric_memory(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where parallel.tp_comm_overlap cannot be."""
+    objection = None
+    if device.type != "cuda":
+        objection = f"symmetric memory is that of GPUs, and this run is on {device.type}"
+    elif config.precision.fp8_format != "none":
+        objection = f"products in FP8 (precision.fp8_format={config.precision.fp8_format}) are not overlapped"
+    else:
+        objection = symmetric_memory_objection()
+    if objection is not None:
+        raise ConfigError(f"parallel.tp_comm_overlap=true cannot be: {objection}; set it to false")
+
+
+def has_backward_communicator(parallel: ParallelConfig, device: torch.device) -> bool:
+    """Whether pipeline stages send gradients through other communicators than activations."""
+    wanted = parallel.pipeline_backward_communicator
+    return parallel.pipeline_model_parallel_size > 1 and (device.type == "cuda" if wanted is None else wanted)
 
 
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
@@ -197,6 +230,7 @@ def build_weights(
         overlap_gather=parallel.overlap_param_gather,
         accumulate_in_fp32=in_fp32,
         reduce_in_bf16=precision.grad_reduce_in_bf16,
+        user_buffers=parallel.nccl_ub,
     )
     return ParamAndGradBuffer(model, ctx, options, copies.axes)
 
@@ -211,7 +245,11 @@ def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
         )
     dtype = DTYPES[precision.dtype]
     return ShardOptions(
-        dtype, parallel.fsdp_reshard_after_forward, precision.grad_reduce_in_bf16, splits_backward(parallel, host)
+        dtype,
+        parallel.fsdp_reshard_after_forward,
+        precision.grad_reduce_in_bf16,
+        splits_backward(parallel, host),
+        parallel.nccl_ub,
     )
 
 

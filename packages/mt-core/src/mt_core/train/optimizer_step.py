@@ -137,6 +137,7 @@ class OptimizerStep:
         if self.capture is None or self.on_gradients is not None:
             loss, norm = self._compute_gradients(micro_batches, tokens)
         else:
+            self._passes = len(micro_batches)  # a replay runs no `begin`
             loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(tokens, self.ctx))
         return self._clip_and_update(loss, norm, learning_rate, tokens)
 

@@ -9,55 +9,85 @@ import torch
 from torch import Tensor
 
 from mt_core.parallel.context import Axis
-from mt_moe.dispatchers.config import NoOptions
+from mt_moe.dispatchers.config import ExchangeConfig
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
-from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by_expert, unpermute
+from mt_moe.exchange import AllToAll, gather_counts, gather_rows_of, start_gather, sum_rows_to
+from mt_moe.permutation import RowOrder, permute_numbers, sort_by_expert
 from mt_moe.routing.result import Routing
+
+Sizes = list[tuple[Axis, list[int]]]
+"""For each gathered axis, the number of tokens of each of its ranks."""
 
 
 @dataclass(frozen=True)
-class State:
-    """sizes: for each gathered axis, the number of tokens of each of its ranks."""
+class Gathering:
+    """Tokens in flight, and the routing of those of all ranks."""
 
-    topk: int
-    by_expert: Permutation
-    sizes: list[tuple[Axis, list[int]]]
+    tokens: Tensor
+    routing: Routing
+    sizes: Sizes
+    exchange: AllToAll | None
 
 
 class AllGatherDispatcher:
     """Gathers the tokens of all ranks, keeps those of its experts, and reduce-scatters the outputs."""
 
-    def __init__(self, placement: ExpertPlacement) -> None:
+    def __init__(self, placement: ExpertPlacement, config: ExchangeConfig | None = None) -> None:
         self.placement = placement
+        self.static_shape = config is not None and config.static_shape
         self.axes = [axis for axis in (placement.etp, placement.ep) if axis.size > 1]
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        sizes, padded_to = self._agree(len(tokens), routing.padded_to or 0, tokens.device)
+        return self.finish_dispatch(self.start_dispatch(tokens, routing))
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Gathering:
+        sizes, padded_to = self._sizes(tokens, routing)
         experts, weights, kept = routing.experts, routing.weights, routing.kept
         for axis, numbers in sizes:
-            tokens, experts, weights = (gather_rows_of(x, axis, numbers) for x in (tokens, experts, weights))
+            experts, weights = gather_rows_of(experts, axis, numbers), gather_rows_of(weights, axis, numbers)
             kept = None if kept is None else gather_rows_of(kept, axis, numbers)
-        local = self._local(Routing(experts, weights, routing.num_experts, kept, padded_to or None))
-        by_expert, counts = sort_by_expert(local, self.placement.kernels)
-        rows, weights = permute(tokens, by_expert, local.topk), permute_numbers(weights, by_expert)
-        return Dispatched(rows, weights, counts, State(local.topk, by_expert, sizes))
+        for axis, numbers in sizes[:-1]:
+            tokens = gather_rows_of(tokens, axis, numbers)
+        exchange = None
+        if sizes:
+            exchange, tokens = start_gather(tokens, *sizes[-1])
+        return Gathering(tokens, Routing(experts, weights, routing.num_experts, kept, padded_to), sizes, exchange)
 
-    def combine(self, expert_output: Tensor, state: State) -> Tensor:
-        total = unpermute(expert_output, state.by_expert, state.topk)
-        for axis, numbers in reversed(state.sizes):
+    def finish_dispatch(self, gathering: Gathering) -> Dispatched:
+        tokens = gathering.tokens
+        if gathering.exchange is not None:
+            tokens = gathering.exchange.wait(tokens)
+        local = self._local(gathering.routing)
+        by_expert, counts = sort_by_expert(local, self.placement.kernels)
+        weights = permute_numbers(local.weights, by_expert)
+        return Dispatched(tokens, weights, counts, gathering.sizes, RowOrder(by_expert, local.topk))
+
+    def combine(self, expert_output: Tensor, state: Sizes) -> Tensor:
+        total = expert_output
+        for axis, numbers in reversed(state):
             total = sum_rows_to(total, axis, numbers)
         return total
 
-    def _agree(self, tokens: int, padded_to: int, device: torch.device) -> tuple[list[tuple[Axis, list[int]]], int]:
+    def _sizes(self, tokens: Tensor, routing: Routing) -> tuple[Sizes, int | None]:
         """The number of tokens of each rank, axis by axis, and the padded rows per expert over all ranks."""
-        found = []
+        if not (self.static_shape and routing.training):
+            return self._agree(len(tokens), routing.padded_to, tokens.device)
+        count, found = len(tokens), []
         for axis in self.axes:
-            gathered = gather_counts(torch.tensor([tokens, padded_to], device=device), axis)
-            sizes, places = gathered.unbind(1)
-            tokens, padded_to = int(sizes.sum()), int(places.sum())
-            found.append((axis, sizes.tolist()))
-        return found, padded_to
+            found.append((axis, [count] * axis.size))
+            count *= axis.size
+        ranks = self.placement.etp.size * self.placement.ep.size
+        return found, None if routing.padded_to is None else routing.padded_to * ranks
+
+    def _agree(self, tokens: int, padded_to: int | None, device: torch.device) -> tuple[Sizes, int | None]:
+        """The same read from all ranks. Synchronizes with the device."""
+        found, places = [], padded_to or 0
+        for axis in self.axes:
+            gathered = gather_counts(torch.tensor([tokens, places], device=device), axis).tolist()
+            sizes = [count for count, _ in gathered]
+            tokens, places = sum(sizes), sum(padded for _, padded in gathered)
+            found.append((axis, sizes))
+        return found, places or None
 
     def _local(self, routing: Routing) -> Routing:
         """The choices of this rank's experts, numbered from 0; all others are marked as dropped."""
@@ -72,5 +102,5 @@ class AllGatherDispatcher:
         return Routing(numbers, routing.weights, place.num_local, ours, routing.padded_to)
 
 
-def build_allgather(config: NoOptions, placement: ExpertPlacement) -> AllGatherDispatcher:
-    return AllGatherDispatcher(placement)
+def build_allgather(config: ExchangeConfig, placement: ExpertPlacement) -> AllGatherDispatcher:
+    return AllGatherDispatcher(placement, config)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_moe.dispatchers.config import NoOptions
+from mt_moe.dispatchers.config import ExchangeConfig
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
 from mt_moe.exchange import AllToAll, all_to_all, gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by, sort_by_expert, unpermute
+from mt_moe.permutation import RowOrder, permute_numbers, sort_by, sort_by_expert
 from mt_moe.routing.result import Routing
 
 
@@ -31,10 +31,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class State:
-    topk: int
-    by_expert: Permutation
+    """home: the order in which rows were sent; None: they stayed."""
+
+    home: RowOrder | None
     sizes: Sizes | None
-    by_local_expert: Permutation | None
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Sending:
     rows: Tensor
     weights: Tensor
     counts: Tensor
-    topk: int
-    by_expert: Permutation
+    by_expert: RowOrder
     sizes: Sizes | None
     exchange: AllToAll | None
 
@@ -53,53 +52,67 @@ class Sending:
 class AllToAllDispatcher:
     """Sends each token to the ranks of its experts, and the outputs back, by all-to-alls over ep."""
 
-    def __init__(self, placement: ExpertPlacement) -> None:
+    def __init__(self, placement: ExpertPlacement, config: ExchangeConfig | None = None) -> None:
         self.placement = placement
+        self.static_shape = config is not None and config.static_shape
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
         return self.finish_dispatch(self.start_dispatch(tokens, routing))
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
         place = self.placement
-        by_expert, counts = sort_by_expert(routing, place.kernels)
-        rows = permute(tokens, by_expert, routing.topk)
-        weights = permute_numbers(routing.weights, by_expert)
-        sizes = self._agree(counts)
-        exchange = None
-        if sizes is not None and place.ep.size > 1:
+        permutation, counts = sort_by_expert(routing, place.kernels)
+        by_expert = RowOrder(permutation, routing.topk)
+        weights = permute_numbers(routing.weights, permutation)
+        sizes = self._sizes(counts, routing)
+        if sizes is None:
+            return Sending(tokens, weights, counts, by_expert, None, None)
+        rows, exchange = by_expert.permute(tokens), None
+        if place.ep.size > 1:
             weights = all_to_all(weights, place.ep, sizes.send, sizes.receive)
             exchange = AllToAll(place.ep, sizes.send, sizes.receive)
             rows = exchange.start(rows)
-        return Sending(rows, weights, counts, routing.topk, by_expert, sizes, exchange)
+        return Sending(rows, weights, counts, by_expert, sizes, exchange)
 
     def finish_dispatch(self, sending: Sending) -> Dispatched:
         rows, weights, sizes = sending.rows, sending.weights, sending.sizes
         if sending.exchange is not None:
             rows = sending.exchange.wait(rows)
         if sizes is None:
-            return Dispatched(rows, weights, sending.counts, State(sending.topk, sending.by_expert, None, None))
+            return Dispatched(rows, weights, sending.counts, State(None, None), sending.by_expert)
         rows = gather_rows_of(rows, self.placement.etp, sizes.shared)
         weights = gather_rows_of(weights, self.placement.etp, sizes.shared)
         by_local = self._by_local_expert(sizes)
         if by_local is not None:
-            rows, weights = permute(rows, by_local), permute_numbers(weights, by_local)
+            weights = permute_numbers(weights, by_local.permutation)
         counts = sizes.chunks.sum((0, 1))
-        return Dispatched(rows, weights, counts, State(sending.topk, sending.by_expert, sizes, by_local))
+        return Dispatched(rows, weights, counts, State(sending.by_expert, sizes), by_local)
 
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
-        rows, sizes = expert_output, state.sizes
-        if state.by_local_expert is not None:
-            rows = unpermute(rows, state.by_local_expert)
-        if sizes is not None:
-            rows = sum_rows_to(rows, self.placement.etp, sizes.shared)
-            rows = all_to_all(rows, self.placement.ep, sizes.receive, sizes.send)
-        return unpermute(rows, state.by_expert, state.topk)
+        if state.sizes is None or state.home is None:
+            return expert_output
+        rows = sum_rows_to(expert_output, self.placement.etp, state.sizes.shared)
+        return state.home.unpermute(all_to_all(rows, self.placement.ep, state.sizes.receive, state.sizes.send))
 
-    def _agree(self, counts: Tensor) -> Sizes | None:
-        """How many rows come from which rank; None: all stay here. The only host synchronization."""
+    def _sizes(self, counts: Tensor, routing: Routing) -> Sizes | None:
+        """How many rows come from which rank; None: all stay here."""
         place = self.placement
         if place.ep.size == place.etp.size == 1:
             return None
+        if self.static_shape and routing.training and routing.padded_to is not None:
+            return self._padded(routing.padded_to, counts.device)
+        return self._agree(counts)
+
+    def _padded(self, rows: int, device: torch.device) -> Sizes:
+        """Every rank has `rows` rows for each expert, so that nothing has to be exchanged."""
+        place = self.placement
+        send = [rows * place.num_local] * place.ep.size
+        chunks = torch.full((place.etp.size, place.ep.size, place.num_local), rows, device=device)
+        return Sizes(send, send, [sum(send)] * place.etp.size, chunks)
+
+    def _agree(self, counts: Tensor) -> Sizes:
+        """The only host synchronization."""
+        place = self.placement
         ours = slice(place.first_local, place.first_local + place.num_local)
         from_ep = gather_counts(counts, place.ep)[:, ours]
         chunks = gather_counts(from_ep.flatten(), place.etp).view(place.etp.size, place.ep.size, place.num_local)
@@ -107,15 +120,15 @@ class AllToAllDispatcher:
         send, receive = numbers[: place.ep.size], numbers[place.ep.size : 2 * place.ep.size]
         return Sizes(send, receive, numbers[2 * place.ep.size :], chunks)
 
-    def _by_local_expert(self, sizes: Sizes) -> Permutation | None:
+    def _by_local_expert(self, sizes: Sizes) -> RowOrder | None:
         """Rows arrive grouped by rank, then by expert; None: there is one expert, so the rows are already in order."""
         if self.placement.num_local == 1:
             return None
         chunks = sizes.chunks.flatten()
         experts = torch.arange(len(chunks), device=chunks.device) % self.placement.num_local
         rows = sum(sizes.shared)
-        return sort_by(experts.repeat_interleave(chunks, output_size=rows), self.placement.kernels)
+        return RowOrder(sort_by(experts.repeat_interleave(chunks, output_size=rows), self.placement.kernels))
 
 
-def build_alltoall(config: NoOptions, placement: ExpertPlacement) -> AllToAllDispatcher:
-    return AllToAllDispatcher(placement)
+def build_alltoall(config: ExchangeConfig, placement: ExpertPlacement) -> AllToAllDispatcher:
+    return AllToAllDispatcher(placement, config)

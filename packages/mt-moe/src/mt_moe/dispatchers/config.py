@@ -18,6 +18,14 @@ class NoOptions(Section):
     """Of dispatchers that have nothing to choose."""
 
 
+class ExchangeConfig(Section):
+    """Of `alltoall` and `allgather`."""
+
+    static_shape: bool = False
+    """In training every rank has equally many tokens in each micro-batch, as ranks have that read fixed-length samples.
+    Sizes are then computed, and not exchanged and read by the host."""
+
+
 def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
     """Parse `model.moe.moe_dispatcher_options` into the dispatcher's options type. Raises ConfigError."""
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
 from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by_expert, unpermute
+from mt_moe.permutation import RowOrder, permute_numbers, sort_by_expert
 from mt_moe.routing.result import Routing
 
 
@@ -78,9 +78,9 @@ class Route:
 
 @dataclass(frozen=True)
 class State:
+    """shared: tokens that each etp rank received."""
+
     route: Route
-    topk: int
-    by_expert: Permutation
     shared: list[int]
 
 
@@ -97,9 +97,8 @@ class DeepEPDispatcher:
         received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))
         local = Routing(experts.clamp(min=0), weights, place.num_local, kept=experts >= 0)
         by_expert, counts = sort_by_expert(local, place.kernels)
-        rows, row_weights = permute(received, by_expert, routing.topk), permute_numbers(weights, by_expert)
-        return Dispatched(rows, row_weights, counts, State(route, routing.topk, by_expert, shared))
+        order = RowOrder(by_expert, routing.topk)
+        return Dispatched(received, permute_numbers(weights, by_expert), counts, State(route, shared), order)
 
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
-        partial = unpermute(expert_output, state.by_expert, state.topk)
-        return _Combine.apply(sum_rows_to(partial, self.placement.etp, state.shared), state.route)
+        return _Combine.apply(sum_rows_to(expert_output, self.placement.etp, state.shared), state.route)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
 from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import Permutation, permute, permute_numbers, sort_by, unpermute
+from mt_moe.permutation import RowOrder, permute_numbers, sort_by
 from mt_moe.routing.result import Routing
 
 
@@ -76,11 +76,10 @@ class _Combine(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class State:
-    """shared: rows that each etp rank received. by_local_expert: the permutation by expert; None: already in order."""
+    """shared: rows that each etp rank received."""
 
     route: Route
     shared: list[int]
-    by_local_expert: Permutation | None
 
 
 class HybridEPDispatcher:
@@ -99,20 +98,17 @@ class HybridEPDispatcher:
         rows, row_weights, counts = _Dispatch.apply(tokens, chosen, weights, place.num_local, route)
         by_rank = gather_counts(counts, place.etp)
         if place.etp.size == 1:
-            return Dispatched(rows, row_weights, counts, State(route, [len(rows)], None))
+            return Dispatched(rows, row_weights, counts, State(route, [len(rows)]))
         # Ranks that share the experts' matrices (etp) all-gather what each received.
         shared = by_rank.sum(1).tolist()
         rows, row_weights = (gather_rows_of(x, place.etp, shared) for x in (rows, row_weights))
         experts = torch.arange(place.num_local, device=tokens.device).repeat(place.etp.size)
         by_local = sort_by(experts.repeat_interleave(by_rank.flatten(), output_size=sum(shared)), place.kernels)
-        rows, row_weights = permute(rows, by_local), permute_numbers(row_weights, by_local)
-        return Dispatched(rows, row_weights, by_rank.sum(0), State(route, shared, by_local))
+        weights_by_local = permute_numbers(row_weights, by_local)
+        return Dispatched(rows, weights_by_local, by_rank.sum(0), State(route, shared), RowOrder(by_local))
 
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
-        rows = expert_output
-        if state.by_local_expert is not None:
-            rows = sum_rows_to(unpermute(rows, state.by_local_expert), self.placement.etp, state.shared)
-        return _Combine.apply(rows, state.route)
+        return _Combine.apply(sum_rows_to(expert_output, self.placement.etp, state.shared), state.route)
 
     def _buffer_for(self, tokens: Tensor) -> Any:
         if self._buffer is None:

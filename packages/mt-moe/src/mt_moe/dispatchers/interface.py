@@ -1,7 +1,7 @@
 """The interface of token dispatchers. Third-party dispatchers import this.
 
     dispatched = dispatcher.dispatch(tokens, routing)     # tokens [T, H] of this rank
-    output = experts(dispatched.tokens, ...)              # [R, H], weights applied
+    output = experts(dispatched.tokens, ...)              # as dispatched.tokens, weights applied
     y = dispatcher.combine(output, dispatched.state)      # [T, H]: for each token the sum over its experts
 
 Both are collective over the ranks that hold the experts, and differentiable: backward sends the gradients of tokens
@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from mt_core.parallel.context import Axis, ParallelContext
-from mt_moe.permutation import RowKernels
+from mt_moe.permutation import RowKernels, RowOrder
 from mt_moe.routing.result import Routing
 
 
@@ -45,16 +45,18 @@ def expert_placement(num_experts: int, ctx: ParallelContext, kernels: RowKernels
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows for this rank's experts, in the order of experts.
+    """Rows for this rank's experts.
 
-    tokens: [R, H]. weights: [R], of each row. counts: [experts of this rank] int64, rows of each. state: opaque,
-    passed to combine.
+    tokens: [R, H] in the order of experts; with `order` [n, H], which the experts bring into that order and back, so
+    that a product can do both. weights: [R] in the order of experts. counts: [experts of this rank] int64, rows of
+    each. state: opaque, passed to combine.
     """
 
     tokens: Tensor
     weights: Tensor
     counts: Tensor
     state: Any
+    order: RowOrder | None = None
 
 
 @runtime_checkable

@@ -20,8 +20,7 @@ Name = Literal["loop", "grouped", "triton"]
 def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
     """sizes: rows and columns of an expert's matrices on this rank. Raises ConfigError if the choice cannot run."""
     if asked == "auto":
-        on_gpu = ctx.device.type == "cuda" and torch.cuda.get_device_capability(ctx.device) >= (8, 0)
-        return "grouped" if on_gpu and grouped_mm_objection(ctx.params_dtype, sizes) is None else "loop"
+        return _automatic(ctx, sizes)
     objection = None
     if asked == "grouped":
         objection = grouped_mm_objection(ctx.params_dtype, sizes)
@@ -32,9 +31,18 @@ def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: 
     return asked
 
 
+def _automatic(ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
+    if ctx.device.type != "cuda":
+        return "loop"
+    recent = torch.cuda.get_device_capability(ctx.device) >= (8, 0)
+    if recent and grouped_mm_objection(ctx.params_dtype, sizes) is None:
+        return "grouped"
+    return "triton" if recent and triton_objection("cuda") is None else "loop"
+
+
 def load_product(name: Name) -> GroupedProduct:
     if name == "triton":
-        from mt_moe.experts.triton import triton_product
+        from mt_moe.experts.triton import TritonProduct
 
-        return triton_product
+        return TritonProduct()
     return {"loop": loop_product, "grouped": grouped_product}[name]

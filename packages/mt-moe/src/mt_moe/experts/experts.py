@@ -16,8 +16,9 @@ from mt_moe.config import MoeConfig
 from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import fp8_grouped_product
-from mt_moe.experts.groups import GroupedProduct, Groups
+from mt_moe.experts.groups import GroupedProduct, Groups, PermutingProduct
 from mt_moe.experts.saved_tensors import recompute_saved
+from mt_moe.permutation import RowOrder
 
 
 class ExpertLinear(LayoutModule):
@@ -60,6 +61,16 @@ class ExpertLinear(LayoutModule):
         """[R, in] -> [R, out], without the bias"""
         return self.product(x, self.weight, groups)
 
+    def of_tokens(self, x: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        """[n, in] -> [R, out]: the products of each token's rows"""
+        assert isinstance(self.product, PermutingProduct)
+        return self.product.of_tokens(x, self.weight, groups, order)
+
+    def to_tokens(self, x: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        """[R, in] -> [n, out]: for each token the sum of its rows' products"""
+        assert isinstance(self.product, PermutingProduct)
+        return self.product.to_tokens(x, self.weight, groups, order)
+
     def use_fp8(self, options: Fp8Options) -> str | None:
         """See mt_core.nn.fp8.use.UsesFp8."""
         found = fp8_grouped_product(options, self.weight)
@@ -77,6 +88,7 @@ class ExpertLinear(LayoutModule):
 class Experts(nn.Module):
     """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
+    permute_fusion: products that can do it permute rows themselves.
     The weight of a row is applied between the two matrices: its gradient then needs no saved output.
     """
 
@@ -91,9 +103,11 @@ class Experts(nn.Module):
         bias: bool,
         init_std: float,
         output_init_std: float,
+        permute_fusion: bool = False,
         recompute_activation: bool = False,
     ) -> None:
         super().__init__()
+        self.permute_fusion = permute_fusion
         self.activation, self.device_type = activation, ctx.device.type
         self.activate = plain_activation(activation, self.device_type)
         self.recompute_activation = recompute_activation
@@ -126,25 +140,39 @@ class Experts(nn.Module):
         """See mt_core.nn.kernels.use.UsesKernels."""
         self.activate = pick_activation(self.activation, self.device_type, kernels)
 
-    def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """x [R, H], weights [R], counts [experts of this rank]"""
-        groups = Groups(counts)
-        experts = groups.numbers(len(x)) if self.linear_fc1.bias is not None else None
-        inner = self.linear_fc1(x, groups)
+    def forward(self, x: Tensor, weights: Tensor, counts: Tensor, order: RowOrder | None = None) -> Tensor:
+        """x [R, H] -> the same; with an order tokens [n, H] -> the same. weights [R], counts [experts of this rank]"""
+        if order is None or self._products_permute:
+            return self._compute(x, weights, Groups(counts), order)
+        return order.unpermute(self._compute(order.permute(x), weights, Groups(counts), None))
+
+    @property
+    def _products_permute(self) -> bool:
+        return self.permute_fusion and all(
+            isinstance(linear.product, PermutingProduct) for linear in (self.linear_fc1, self.linear_fc2)
+        )
+
+    def _compute(self, x: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
+        experts = groups.numbers(len(weights)) if self.linear_fc1.bias is not None else None
+        inner = self.linear_fc1(x, groups) if order is None else self.linear_fc1.of_tokens(x, groups, order)
         if experts is not None:
             inner = inner + self.linear_fc1.bias_rows(experts)
-        out = self._activated_product(inner, weights, groups)
+        out = self._activated_product(inner, weights, groups, order)
         if experts is not None:
-            out = out + (self.linear_fc2.bias_rows(experts) * weights[:, None]).to(out.dtype)
+            bias = (self.linear_fc2.bias_rows(experts) * weights[:, None]).to(out.dtype)
+            out = out + (bias if order is None else order.unpermute(bias))
         return out
 
-    def _activated_product(self, inner: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def _activated_product(self, inner: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
         """fc2(activation(inner) * weights). With recomputation, nothing of the activation is saved, nor its output."""
         if not (self.recompute_activation and self.training):
-            return self.linear_fc2(self.activate(inner, weights), groups)
+            return self._fc2(self.activate(inner, weights), groups, order)
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
         with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
-            return self.linear_fc2(activated, groups)
+            return self._fc2(activated, groups, order)
+
+    def _fc2(self, x: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
+        return self.linear_fc2(x, groups) if order is None else self.linear_fc2.to_tokens(x, groups, order)
 
     def extra_repr(self) -> str:
         return f"product={self.product}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from mt_moe.permutation import RowOrder
 
 
 class Groups:
@@ -40,3 +43,18 @@ class Groups:
 
 GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
 """(x [R, in], weight [E, out, in], groups) -> [R, out], the rows of expert e times weight[e]^T. Differentiable."""
+
+
+@runtime_checkable
+class PermutingProduct(Protocol):
+    """A GroupedProduct that permutes rows while it loads and stores them, so that no permuted copy exists."""
+
+    def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor: ...
+
+    def of_tokens(self, x: Tensor, weight: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        """x [n, in] -> [R, out]: the product of order.permute(x)"""
+        ...
+
+    def to_tokens(self, x: Tensor, weight: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        """x [R, in] -> [n, out]: order.unpermute of the product"""
+        ...

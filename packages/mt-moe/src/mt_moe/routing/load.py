@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import ParallelContext
@@ -66,24 +66,28 @@ class Load:
         return float(self.dropped) / max(float(self.tokens.sum()), 1.0)
 
 
-class LoadCounter:
+class LoadCounter(nn.Module):
     """Counts the choices of this rank's tokens until the end of a step."""
 
+    window: Tensor
+
     def __init__(self, num_experts: int, ctx: ParallelContext) -> None:
+        super().__init__()
         self.ctx = ctx
         # fp64 represents every count exactly, and every backend can all-reduce it.
-        self._window = torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device)
+        window = torch.zeros(num_experts + 1, dtype=torch.float64, device=ctx.device)
+        self.register_buffer("window", window, persistent=False)
 
     def add(self, counts: Tensor, dropped: Tensor | None) -> None:
         """counts: [E] choices. dropped: scalar."""
-        self._window[:-1] += counts
+        self.window[:-1] += counts
         if dropped is not None:
-            self._window[-1] += dropped
+            self.window[-1] += dropped
 
     def take(self) -> Load:
         """The load over all ranks since the last call; collective over the ranks of the layer's stage."""
-        window = self._window.clone()
-        self._window.zero_()
+        window = self.window.clone()
+        self.window.zero_()
         for axis in (self.ctx.tp, self.ctx.dp_cp):
             if axis.size > 1:
                 window = all_reduce(window, axis)

@@ -13,7 +13,8 @@ class Routing:
 
     experts: [T, k] int64, global expert numbers, distinct for each token. weights: [T, k], factors of the experts'
     outputs; differentiable. kept: [T, k] bool, False where the token was dropped by capacity; None: nothing dropped.
-    padded_to: rows that every expert gets from this rank, padded with zeros; None: no padding.
+    padded_to: rows that every expert gets from this rank, padded with zeros; None: no padding. training: of a
+    micro-batch that is trained on.
     """
 
     experts: Tensor
@@ -21,6 +22,7 @@ class Routing:
     num_experts: int
     kept: Tensor | None = None
     padded_to: int | None = None
+    training: bool = False
 
     @property
     def topk(self) -> int:

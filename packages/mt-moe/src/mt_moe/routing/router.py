@@ -74,7 +74,7 @@ class Router(LayoutModule):
         kept, capacity = self._capacity(experts, weights)
         weights = self._counted(weights, experts, kept)
         padded_to = capacity if self.config.moe_pad_expert_input_to_capacity else None
-        return Routing(experts, weights, self.config.num_experts, kept, padded_to)
+        return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T, E] in moe_router_dtype"""

@@ -49,49 +49,55 @@ class P2PCommunicator:
 
     axis: Axis
     device: torch.device
+    backward: Axis | None = None
+    """Of gradients, where they have communicators of their own; else `axis`."""
     _sent_forms: dict[Hashable, ActivationsForm] = field(default_factory=dict)
     _received_forms: dict[Hashable, ActivationsForm] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.axis.size > 1:
+        for axis in {id(axis.group): axis for axis in (self.axis, self._backward) if axis.size > 1}.values():
             # NCCL creates a group's communicator lazily, at its first operation, in which all ranks have to take part.
             # A first send between two ranks would hang; hence a collective before it.
-            dist.all_reduce(torch.zeros((), device=self.device), group=self.axis.group)
+            dist.all_reduce(torch.zeros((), device=self.device), group=axis.group)
+
+    @property
+    def _backward(self) -> Axis:
+        return self.axis if self.backward is None or self.backward.size == 1 else self.backward
 
     def send_hidden(self, hidden: Activations, to: int, key: Hashable) -> None:
         """Raises RuntimeError when activations with the same key differ in shape or dtype."""
         form = form_of(hidden)
         if key not in self._sent_forms:
-            self._send([form.to_header().to(self.device)], to)
+            self._send([form.to_header().to(self.device)], to, self.axis)
             self._sent_forms[key] = form
         elif form != self._sent_forms[key]:
             raise RuntimeError(
                 f"a pipeline stage gave hidden states {form} where it gave {self._sent_forms[key]} for inputs of the "
                 "same shapes; their shapes, dtypes and need of a gradient may depend on the shapes of the inputs only"
             )
-        self._send([tensor.detach() for tensor in tensors_of(hidden)], to)
+        self._send([tensor.detach() for tensor in tensors_of(hidden)], to, self.axis)
 
     def receive_hidden(self, sender: int, key: Hashable) -> Incoming:
         """Waits for the header, if there is one, but not for the tensors."""
         if key not in self._received_forms:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
-            for work in self._start(dist.irecv, [header], sender):
+            for work in self._start(dist.irecv, [header], sender, self.axis):
                 work.wait()
             self._received_forms[key] = ActivationsForm.from_header(header)
         form = self._received_forms[key]
         tensors = [torch.empty(own.shape, dtype=own.dtype, device=self.device) for own in form.tensors]
-        return Incoming(form, tensors, self._start(dist.irecv, tensors, sender))
+        return Incoming(form, tensors, self._start(dist.irecv, tensors, sender, self.axis))
 
     def send_gradients(self, gradients: Sequence[Tensor], to: int) -> None:
-        self._send(gradients, to)
+        self._send(gradients, to, self._backward)
 
     def receive_gradients(self, form: ActivationsForm, sender: int) -> Incoming:
         """form: of the activations that were sent; gradients are received for those that require one."""
         tensors = [
             torch.empty(own.shape, dtype=own.dtype, device=self.device) for own in form.tensors if own.has_gradient
         ]
-        return Incoming(form, tensors, self._start(dist.irecv, tensors, sender))
+        return Incoming(form, tensors, self._start(dist.irecv, tensors, sender, self._backward))
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -100,14 +106,15 @@ class P2PCommunicator:
                 work.wait()
         self._outgoing.clear()
 
-    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
+    def _send(self, tensors: Sequence[Tensor], to: int, axis: Axis) -> None:
         self._outgoing = [outgoing for outgoing in self._outgoing if not outgoing.is_done()]
         contiguous = [tensor.contiguous() for tensor in tensors]
-        self._outgoing.append(Outgoing(self._start(dist.isend, contiguous, to), contiguous))
+        self._outgoing.append(Outgoing(self._start(dist.isend, contiguous, to, axis), contiguous))
 
-    def _start(self, operation: Callable[..., dist.Work | None], tensors: list[Tensor], peer: int) -> list[dist.Work]:
+    def _start(
+        self, operation: Callable[..., dist.Work | None], tensors: list[Tensor], peer: int, axis: Axis
+    ) -> list[dist.Work]:
         """peer: rank along the axis."""
         if not tensors:
             return []
-        peer = self.axis.ranks[peer]
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.axis.group) for tensor in tensors])
+        return dist.batch_isend_irecv([dist.P2POp(operation, one, axis.ranks[peer], axis.group) for one in tensors])

@@ -57,7 +57,7 @@ class Pipeline:
         self.rank = StageRunner(
             self._run_stage,
             ranks_of_stages(len(stages), ctx.pp.size, schedule.placement),
-            P2PCommunicator(ctx.pp, ctx.device),
+            P2PCommunicator(ctx.pp, ctx.device, ctx.axis("pp_backward")),
             recorder or Unrecorded(),
         )
 

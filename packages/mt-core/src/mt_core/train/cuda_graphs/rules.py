@@ -8,7 +8,7 @@ from torch import nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.auxiliary import AuxiliaryLoss, PostStepHook
+from mt_core.nn.auxiliary import PostStepHook, ReportsGraphObjection
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.master_weights import MasterWeights
@@ -113,16 +113,11 @@ def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
             "that graphs do not follow; set parallel.pipeline_model_parallel_size=1"
         )
     inside = [module for stack in stacks for module in stack.modules()]
-    if getattr(config.model, "moe", None) is not None:
-        yield (
-            "model.moe sends tokens to experts, as many as the router says, and the host has to know how many; "
-            "use a dense model"
-        )
-    elif any(isinstance(module, AuxiliaryLoss | PostStepHook) for module in inside):
-        yield (
-            f"layers of model.family={config.model.family} add losses or update themselves through the host; use "
-            "another family"
-        )
+    answering = [module for module in inside if isinstance(module, ReportsGraphObjection)]
+    yield from (objection for module in answering if (objection := module.graph_objection()) is not None)
+    answered = {id(part) for module in answering for part in module.modules()}
+    if any(isinstance(module, PostStepHook) and id(module) not in answered for module in inside):
+        yield f"layers of model.family={config.model.family} update themselves through the host; use another family"
     for key in ("hidden_dropout", "attention_dropout"):
         if getattr(config.model, key, 0.0) > 0.0:
             yield (

@@ -1,0 +1,57 @@
+"""The tiles of the grouped GEMM, of which the fastest is found when a shape is first multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from mt_moe.kernels.availability import is_interpreted
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of a program, [rows, columns], in steps of `depth` along the reduction."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    """Pipelined steps, whose operands are in shared memory or being loaded."""
+
+    def sizes(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
+
+    def constants(self) -> dict[str, int]:
+        """Arguments of a launch."""
+        return {**self.sizes(), "num_warps": self.warps, "num_stages": self.stages}
+
+    def config(self) -> triton.Config:
+        return triton.Config(self.sizes(), num_warps=self.warps, num_stages=self.stages)
+
+
+ANY_FORMAT = Tile(rows=64, columns=64, depth=32, warps=4, stages=3)
+ROWS = (
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=3),
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    Tile(rows=64, columns=256, depth=64, warps=8, stages=3),
+    Tile(rows=64, columns=128, depth=64, warps=4, stages=4),
+)
+"""Of rows in 16 bits. Large tiles read operands fewer times; small ones leave less of the last tile of an expert empty.
+None splits the reduction: an element is one sum, in the same order whatever the tile."""
+OUTER = (
+    Tile(rows=128, columns=256, depth=32, warps=8, stages=4),
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    Tile(rows=128, columns=128, depth=32, warps=4, stages=4),
+)
+"""Of an expert's weight gradient, from rows in 16 bits."""
+WHOLE_DEPTH = max(tile.depth for tile in ROWS)
+"""Multiples of this are multiples of every tile's depth."""
+
+
+def is_timed(x: Tensor) -> bool:
+    """Whether tiles are compared by their times. Deterministic runs take the first one."""
+    return x.element_size() == 2 and not is_interpreted() and not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,65 @@
+"""On a GPU: the experts' products in bf16, of tokens and of rows, against one product after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.moe.moe_cases import Shape, build_layer, options
+from torch import Tensor
+
+from mt_core.nn.main_grad import attach_main_grad
+from mt_core.parallel.context import ParallelContext
+from mt_moe.layer import MoeLayer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HIDDEN, FFN, EXPERTS, TOKENS = 512, 384, 16, 1500
+
+
+def layer(**keys: object) -> MoeLayer:
+    ctx = ParallelContext(device=torch.device("cuda"), params_dtype=torch.bfloat16)
+    shape = Shape(hidden_size=HIDDEN, ffn_size=FFN, init_method_std=0.05, output_init_std=0.05)
+    return build_layer(options(**{"num_experts": EXPERTS, "moe_router_topk": 4, **keys}), ctx, shape)
+
+
+def results(module: MoeLayer, *, accumulated: bool) -> list[Tensor]:
+    """Output, and gradients of the input and of the experts' matrices: in bf16, or added to fp32."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(1, TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    weights = [module.experts.linear_fc1.weight, module.experts.linear_fc2.weight]
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    if accumulated:
+        for weight, total in zip(weights, totals, strict=True):
+            attach_main_grad(weight, total)
+    out = module(x)
+    out.backward(torch.randn(out.shape, device="cuda", dtype=out.dtype, generator=generator))
+    return [out, x.grad, *(totals if accumulated else [weight.grad for weight in weights])]
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["bf16 gradients", "fp32 gradients"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"moe_grouped_gemm": "grouped"},
+        {"moe_grouped_gemm": "triton"},
+        {"moe_grouped_gemm": "triton", "moe_permute_fusion": False},
+        {"moe_grouped_gemm": "triton", "moe_expert_capacity_factor": 1.0},
+    ],
+    ids=["grouped", "triton", "triton on rows", "triton, dropping"],
+)
+def test_products_are_those_of_one_after_another(keys: dict[str, object], accumulated: bool) -> None:
+    """To 2 % of the largest value: rows are rounded to bf16 in places of their own."""
+    dropping = {key: value for key, value in keys.items() if "capacity" in key}
+    expected = results(layer(moe_grouped_gemm="loop", moe_permute_fusion=False, **dropping), accumulated=accumulated)
+    for mine, wanted in zip(results(layer(**keys), accumulated=accumulated), expected, strict=True):
+        assert (mine - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_what_is_taken_by_default() -> None:
+    from mt_moe.experts.groups import PermutingProduct
+
+    assert layer().experts.product == "grouped"
+    odd = layer(moe_ffn_hidden_size=FFN + 4)
+    assert odd.experts.product == "triton"
+    assert isinstance(odd.experts.linear_fc1.product, PermutingProduct)
+    assert odd.experts.permute_fusion
