@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from mt_ckpt.hugging_face import export
 from mt_core.config.loading import load_config
@@ -62,6 +61,8 @@ def train(rank: int, world: int, run_dir: str, overrides: list[str]) -> None:
 
 def transformers_loss(folder: Path, overrides: list[str]) -> float:
     """Mean over the tokens of the validation batches that training evaluated."""
+    from transformers import AutoModelForCausalLM  # which the ranks of this module need not import
+
     host = load_plugins()
     config = load_config(overrides=[*SMALL, *overrides], host=host).config
     tokenizer = build_tokenizer(config, host)

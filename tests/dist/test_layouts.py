@@ -81,13 +81,13 @@ def of_one_process(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def small_enough(world: int, layout: tuple[str, ...]) -> tuple[str, ...]:
-    """Two layers, unless a pipeline divides or recomputation groups them; and no more samples than two for each
-    data-parallel rank."""
-    if any(key.startswith(("parallel.pipeline", "recompute.")) for key in layout):
-        return ()
+    """Two layers, unless a pipeline divides or recomputation groups them; and no more samples than two for each stage
+    of each data-parallel rank."""
     model_axes = ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size")
     of_model = math.prod(int(key.partition("=")[2]) for key in layout if key.startswith(model_axes))
-    return ("model.num_layers=2",) if world // of_model > 2 else ("model.num_layers=2", "train.global_batch_size=4")
+    needs_layers = any(key.startswith(("parallel.pipeline", "recompute.")) for key in layout)
+    layers = () if needs_layers else ("model.num_layers=2",)
+    return layers if world // of_model > 2 else (*layers, "train.global_batch_size=4")
 
 
 def require_equal(found: RunRecord, reference: RunRecord) -> None:

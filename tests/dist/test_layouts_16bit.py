@@ -11,13 +11,14 @@ from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, TP2, ZERO, con
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
+SMALL = "train.global_batch_size=4"
 BF16, FP16 = "precision.dtype=bf16", "precision.dtype=fp16"
 LOSS, NORM, GRADIENT = 1e-4, 3e-3, 0.03
 """Relative bounds for bf16, whose numbers have 8 bits. Measured: at most 1.2e-5, 8.1e-4 and 7.5e-3."""
 
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*more))
+    record = record_run(config(SMALL, *more))
     return record if rank == 0 else None
 
 
@@ -52,7 +53,7 @@ def overflowing(rank: int, world: int, more: tuple[str, ...]) -> tuple[list[floa
     """Loss scale too large for the first steps: norms, steps left out, and a sum of the weights on this rank."""
     from mt_core.train import Trainer
 
-    trainer = Trainer(config(FP16, "precision.initial_loss_scale=4e9", "precision.hysteresis=1", *more))
+    trainer = Trainer(config(SMALL, FP16, "precision.initial_loss_scale=4e9", "precision.hysteresis=1", *more))
     trainer.train()
     weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
     return [trainer.engine.scaler.scale], trainer.state.skipped_iterations, weights

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 from tests.models.moe_reference import settings
 
 from mt_core.config.loading import LoadedConfig, load_config
@@ -53,10 +54,10 @@ RUN = (
     "data.corpus_bytes=1000000",
     "data.eod_mask_loss=true",
     "train.micro_batch_size=1",
-    "train.global_batch_size=8",
+    "train.global_batch_size=4",
     "train.train_iters=5",
     "train.eval_interval=null",
-    "train.eval_iters=2",
+    "train.eval_iters=1",
     "checkpoint.save_interval=null",
     "lr_schedule.lr_warmup_iters=1",
     "logging.progress=none",
@@ -94,7 +95,7 @@ def one_process(model: str) -> RunRecord:
         ("deepseek", 2, (CP2,)),
         ("deepseek", 4, (TP2, EP2, ZERO)),
         ("deepseek that predicts", 2, (TP2,)),
-        ("deepseek that predicts", 2, (TP2, SP)),
+        pytest.param("deepseek that predicts", 2, (TP2, SP), marks=EXHAUSTIVE),  # meet in a pipeline below
         ("deepseek that predicts", 2, (PP2,)),
         ("deepseek that predicts", 2, (EP2, FULL)),
         ("deepseek that predicts", 4, (TP2, SP, PP2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -227,10 +228,16 @@ def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
 
 
 def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
+    """Imports of torch, seconds in processes of their own, are replaced by sleeps."""
+    cpu._import("json")
+    with pytest.raises(subprocess.CalledProcessError):
+        cpu._import("no_such_module")
     monkeypatch.setattr(cpu, "SHAPES", {"bytes": cpu.SHAPES["bytes"]})
+    monkeypatch.setattr(cpu, "_import", lambda module: time.sleep(0.02 if module == "torch" else 0.05))
     out = tmp_path / "cpu.json"
     assert mt("bench", "cpu", "--steps", 2, "--out", out).code == 0
     cases = {one["name"]: one for one in read_report(out).cases}
+    assert cases["importing the trainer against torch"]["import_ratio"] > 1
     step = cases["step against a plain loop, bytes"]
     assert step["operators"] <= step["operators_of_plain_loop"]
     held = {name: one["bytes_a_parameter"] for name, one in cases.items() if "bytes_a_parameter" in one}

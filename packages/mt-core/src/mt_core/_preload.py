@@ -9,15 +9,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from mt_core.config.schema import SECTIONS
-from mt_core.plugins import load_plugins
+from mt_core.plugins import KINDS, load_plugins
 from mt_core.specs import Lazy
 
 
 def load_code() -> None:
     """Import what the specs of all installed plugins point to, but for commands; what cannot be imported is left."""
     host = load_plugins()
-    for registry in (host.models, host.tokenizers, host.datasets, host.feed_forwards, host.optimizers, host.callbacks):
-        for spec in registry:
+    for kind in KINDS.keys() - {"commands"}:
+        for spec in host.registry(kind):
             for value in vars(spec).values():
                 if isinstance(value, Lazy):
                     with suppress(ImportError):

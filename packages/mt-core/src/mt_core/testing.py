@@ -31,7 +31,7 @@ PRELOADED = [
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "mt_core.train",
+    "mt_core.train.trainer",
 ]
 
 TEST_LIBRARIES = ["pytest", "hypothesis"]

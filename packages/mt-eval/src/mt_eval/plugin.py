@@ -23,7 +23,7 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
         EvaluatorSpec(
             name="perplexity",
             doc="Perplexity of the texts that eval.perplexity names",
-            build=Lazy("mt_eval.perplexity.during_training:build_evaluator"),
+            build=Lazy("mt_eval.perplexity.evaluator:build_evaluator"),
         )
     ]
 

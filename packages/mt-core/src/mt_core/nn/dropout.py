@@ -49,7 +49,11 @@ class DropoutStreams:
     seed: int
 
     def begin(self, site: str) -> None:
-        torch.manual_seed(stream_seed(self.seed, f"dropout of {site} at sample {SAMPLE.get()}"))
+        seed = stream_seed(self.seed, f"dropout of {site} at sample {SAMPLE.get()}")
+        # torch.manual_seed formats a stack for each kind of device that is not in use: 0.4 ms at every dropout.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
 
 
 class Dropout(nn.Module):

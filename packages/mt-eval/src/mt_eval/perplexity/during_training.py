@@ -53,7 +53,3 @@ class PerplexityEvaluator:
         journal = Journal(None, {})
         measure(generator, task, journal, lambda task, done: None)
         return task.metrics(journal.samples(task.name))["perplexity"]
-
-
-def build_evaluator(config: Config) -> PerplexityEvaluator | None:
-    return PerplexityEvaluator(config) if config.eval.perplexity else None
