@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, PluginError
-from mt_retrieval.embeddings.manifest import Record, Source, StoredFile, read_record, require_unchanged, write_record
+from mt_data.records import Record, StoredFile, read_record, require_unchanged, write_record
+from mt_retrieval.embeddings.manifest import Source
 from mt_retrieval.embeddings.reader import Embeddings
 from mt_retrieval.index.search import SearchResult
 from mt_retrieval.provenance import versions
