@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from mt_data.records import Origin, Record, StoredFile
 
 MANIFEST = "manifest.json"
@@ -50,7 +52,7 @@ class Manifest(Record):
     job: EmbeddingJob
     dim: int | None = None
     shards: tuple[Shard, ...] = ()
-    made_with: dict[str, Any] = {}
+    made_with: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:

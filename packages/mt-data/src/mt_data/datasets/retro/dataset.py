@@ -12,6 +12,7 @@ from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest
 from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.retro.config import NeighborKeys
+from mt_data.datasets.retro.database import Database
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.datasets.samples import SampleRules, causal_sample
 
@@ -25,7 +26,7 @@ class Retrieval:
     """
 
     numbers: NDArray[np.integer]
-    database: TokenStream
+    database: Database
     chunk_length: int
     retrieved_length: int
     vocab_size: int
@@ -37,14 +38,13 @@ class Retrieval:
         mask = np.zeros_like(tokens)
         for chunk, rank in zip(*np.nonzero(numbers >= 0), strict=True):
             number = int(numbers[chunk, rank])
-            found = self.database.read(number * self.chunk_length, self.retrieved_length)
-            if not len(found):
-                chunks = -(-len(self.database) // self.chunk_length)
+            if number >= len(self.database):
                 raise DataError(
                     f"chunk {first + chunk} has the neighbour {number}, and the database {self.database.name} has "
-                    f"{chunks} chunks of data.retro_chunk_length={self.chunk_length}; the neighbours were found in "
-                    "another database, or with chunks of another length"
+                    f"{len(self.database)} chunks of data.retro_chunk_length={self.chunk_length}; the neighbours were "
+                    "found in another database, or with chunks of another length"
                 )
+            found = self.database.neighbor(number, self.retrieved_length)
             require_ids(found, self.vocab_size, f"chunk {number} of the database {self.database.name}")
             tokens[chunk, rank, : len(found)] = found
             mask[chunk, rank, : len(found)] = 1
