@@ -73,3 +73,11 @@ def write_array(folder: Path, name: str, array: np.ndarray) -> StoredFile:
     data = buffer.getvalue()
     write_whole(folder / name, data)
     return StoredFile(name=name, sha256=sha256(data).hexdigest())
+
+
+def is_unchanged(folder: Path, stored: StoredFile | None) -> bool:
+    """Whether there is a file with the bytes that were written."""
+    try:
+        return stored is not None and require_unchanged(folder, stored, "").is_file()
+    except DataError:
+        return False

@@ -92,7 +92,6 @@ class NeighborsJob(Record):
     num_neighbors: int
     num_neighbors_query: int
     search_parameters: str | None
-    batch_size: int
     block_rows: int
     count: int
 

@@ -1,0 +1,1 @@
+"""Retro: a chunk database, its index, and the neighbours of every chunk that training reads."""
