@@ -25,6 +25,7 @@ from mt_data.datasets.retro.project import (
     database_folder,
     read_database,
 )
+from mt_data.datasets.retro.stream import TokenSource
 from mt_data.datasets.splits import parse_split
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.records import read_record, write_array, write_record
@@ -146,7 +147,7 @@ class DatabaseBlocks:
         return cls(Blocks(folder / "blocks", "chunks", "run mt retro db build again, which replaces it"), job, parts)
 
     def cut(
-        self, cutter: ChunkCutter, texts: Sequence[IndexedDataset], number: int, on_rows: Callable[[int], None]
+        self, cutter: ChunkCutter, texts: Sequence[TokenSource], number: int, on_rows: Callable[[int], None]
     ) -> NDArray[np.uint64]:
         text, documents = self.parts[number]
         return cutter.cut(texts[text], text, documents, on_rows)
@@ -214,3 +215,8 @@ def _require_chunks(counts: ChunkCounts, job: DatabaseJob) -> None:
             f'no chunk is left to search, of {counts.cut}: --split "{job.split}" gives the training documents; give '
             "them a larger share, or add text"
         )
+
+
+def database_tokenizer(project: Path) -> Tokenizer:
+    """The tokenizer that is recorded of the texts."""
+    return recorded_tokenizer(read_database(database_folder(project)).tokenizer)

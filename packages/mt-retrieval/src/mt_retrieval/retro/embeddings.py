@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
+from mt_core.specs import Tokenizer
 from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST
 from mt_data.records import Origin, Record, read_record, write_record
 from mt_retrieval.retro.blocks import Blocks, OnProgress, ranges, write_blocks
-from mt_retrieval.retro.embedder import ChunkEmbedder
+from mt_retrieval.retro.embedder import ChunkEmbedder, open_embedder
 from mt_retrieval.retro.jobs import require_same_job
+from mt_retrieval.retro.options import BATCH_SIZE
 
 
 class EmbeddingsJob(Record):
@@ -93,3 +95,22 @@ def begin_embeddings(project: Path, database: ChunkDatabase, embedder: ChunkEmbe
     if path.exists():
         require_same_job(path.parent, read_record(path, EmbeddingsManifest).job, job)
     write_record(path, EmbeddingsManifest(job=job, embedder=Origin(sha256=embedder.fingerprint, path=embedder.name)))
+
+
+def recorded_embedder(
+    project: Path,
+    tokenizer: Tokenizer,
+    *,
+    name: str | None = None,
+    device: str = "auto",
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ChunkEmbedder:
+    """That of the project's embeddings, with the batch size that made them. name: where it is now, if it has moved.
+
+    Raises DataError for a project whose index is not trained.
+    """
+    manifest = read_record(project / "embeddings" / MANIFEST, EmbeddingsManifest)
+    batch_size = int(manifest.job.settings.get("batch_size", BATCH_SIZE))
+    return open_embedder(
+        name or manifest.embedder.path, tokenizer, batch_size=batch_size, device=device, settings=settings
+    )

@@ -150,9 +150,9 @@ def require_of_index(manifest: IndexManifest, database: ChunkDatabase, embedder:
     """Raises ConfigError for another embedder, DataError for another database than those of the index, by hash."""
     if embedder.fingerprint != manifest.job.embedder:
         raise ConfigError(
-            f"the index is of another embedder: SHA-256 {manifest.job.embedder[:16]}... ({manifest.embedder.path}), and "
-            f"{embedder.name} has {embedder.fingerprint[:16]}...; give the first one with --embedder, or remove the "
-            "folders embeddings and index and train another index"
+            f"the index is of another embedder: SHA-256 {manifest.job.embedder[:16]}... ({manifest.embedder.path}), "
+            f"and {embedder.name} has {embedder.fingerprint[:16]}...; give the first one with --embedder, or remove "
+            "the folders embeddings and index and train another index"
         )
     if database.manifest.fingerprint != manifest.job.database:
         raise DataError(
@@ -198,8 +198,8 @@ def _trained(vectors: NDArray[np.float32], factory: str) -> Any:
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("failed: ")[2]
         raise ConfigError(
-            f"faiss cannot make the index {factory} of {len(vectors)} embeddings of width {vectors.shape[1]}: {reason}; "
-            "choose another --index, or other --train-rows"
+            f"faiss cannot make the index {factory} of {len(vectors)} embeddings of width {vectors.shape[1]}: {reason}"
+            "; choose another --index, or other --train-rows"
         ) from error
     return index
 

@@ -64,10 +64,9 @@ def find_neighbors(
     index = read_index(project)
     require_of_index(index, database, embedder)
     search = open_search(project, search_parameters)
-    source = IndexedDataset(prefix, verify_checksums=True)
-    text = TokenStream(source, prefix)
+    text = open_text(prefix)
     job = NeighborsJob(
-        text=Text(fingerprint=source.fingerprint(), documents=len(source)),
+        text=Text(fingerprint=text.source.fingerprint(), documents=len(text.ends)),
         database=index.job.database,
         index=str(index.fingerprint),
         chunk_length=chunk_length,
@@ -136,6 +135,10 @@ class NeighborQuery:
         return within & (rows[..., 0] == (-1 if number is None else number))
 
 
+def open_text(prefix: str) -> TokenStream:
+    return TokenStream(IndexedDataset(prefix, verify_checksums=True), prefix)
+
+
 def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_length: int) -> NDArray[np.int64]:
     """[chunks, 2]: the first and the last document that overlap the sample of each chunk."""
     samples = np.arange(chunks.start, chunks.stop, dtype=np.int64) * chunk_length // sample_length
@@ -154,8 +157,8 @@ def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: in
 def _check(seq_length: int | None, chunk_length: int, kept: int, found: int) -> None:
     if seq_length is not None and seq_length % chunk_length:
         raise ConfigError(
-            f"--seq-length {seq_length} is not a multiple of the database's chunks of {chunk_length} tokens; samples are "
-            "cut into whole chunks"
+            f"--seq-length {seq_length} is not a multiple of the database's chunks of {chunk_length} tokens; samples "
+            "are cut into whole chunks"
         )
     if found < kept:
         raise ConfigError(
