@@ -203,10 +203,10 @@ def _begin(folder: Path, manifest: DatabaseManifest) -> None:
 
 
 def _require_different(job: DatabaseJob, prefixes: Sequence[str]) -> None:
-    found: dict[str, str] = {}
-    for text, prefix in zip(job.texts, prefixes, strict=True):
-        if (other := found.setdefault(text.fingerprint, prefix)) is not prefix:
-            raise ConfigError(f"{prefix} and {other} are the same text; give each text once")
+    fingerprints = [text.fingerprint for text in job.texts]
+    for number, fingerprint in enumerate(fingerprints):
+        if (first := fingerprints.index(fingerprint)) < number:
+            raise ConfigError(f"{prefixes[number]} and {prefixes[first]} are the same text; give each text once")
 
 
 def _require_chunks(counts: ChunkCounts, job: DatabaseJob) -> None:

@@ -8,10 +8,6 @@ from pathlib import Path
 from mt_core.errors import ConfigError
 from mt_data.records import Record
 
-SHOWN = 120
-"""Characters of a value in a message."""
-
-
 def require_same_job(folder: Path, stored: Record, job: Record) -> None:
     """Raises ConfigError that names what differs from the job whose files are in the folder."""
     differences = [f"{name}: {was} there, {now} now" for name, was, now in _compared(stored, job) if was != now]
@@ -21,4 +17,8 @@ def require_same_job(folder: Path, stored: Record, job: Record) -> None:
 
 def _compared(stored: Record, job: Record) -> Iterator[tuple[str, str, str]]:
     for name in type(job).model_fields:
-        yield name, str(getattr(stored, name))[:SHOWN], str(getattr(job, name))[:SHOWN]
+        yield name, _shown(getattr(stored, name)), _shown(getattr(job, name))
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -28,6 +28,9 @@ class Text(Record):
     fingerprint: str
     documents: int
 
+    def __str__(self) -> str:
+        return f"{self.fingerprint} of {self.documents} documents"
+
 
 class DatabaseJob(Record):
     """What the chunks depend on. split: shares of train, valid and test of the documents of each text, of which train
