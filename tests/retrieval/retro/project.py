@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """In place of a kill."""
 
 
@@ -63,6 +63,6 @@ class StoppingBars:
         def update(done: int, total: int) -> None:
             self.left -= 1
             if not self.left:
-                raise Stopped(title)
+                raise StoppedError(title)
 
         yield update

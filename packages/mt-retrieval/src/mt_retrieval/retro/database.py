@@ -124,7 +124,7 @@ def tokenizer_of(
                 f"{text.prefix} was made with the tokenizer {fingerprint[:16]}..., and {texts[0].prefix} with "
                 f"{built.fingerprint()[:16]}...; a database has one tokenizer"
             )
-    chosen = recorded[0] if tokenizer_type is None else {"tokenizer_type": tokenizer_type}
+    chosen: dict[str, Any] = recorded[0] if tokenizer_type is None else {"tokenizer_type": tokenizer_type}
     config = {**chosen.get("config", {}), **entries}
     return built, {**chosen, "config": config, "fingerprint": built.fingerprint()}
 
@@ -154,9 +154,9 @@ class DatabaseBlocks:
 
     def read(self, on_progress: OnProgress) -> ChunkRows:
         """All blocks, one after the other."""
-        found = []
+        found = [ChunkRows(np.zeros((0, HASH), np.uint32), np.zeros(0, np.uint64), np.zeros(0, np.bool_))]
         for number, (text, _) in enumerate(self.parts):
-            rows = self.files.read(number)
+            rows = np.asarray(self.files.read(number), np.uint64)
             found.append(
                 ChunkRows(rows[:, :HASH].astype(np.uint32), rows[:, HASH], rows[:, 1] < self.job.train_documents(text))
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from mt_core.errors import ConfigError
 from mt_data.records import Record
 
+
 def require_same_job(folder: Path, stored: Record, job: Record) -> None:
     """Raises ConfigError that names what differs from the job whose files are in the folder."""
     differences = [f"{name}: {was} there, {now} now" for name, was, now in _compared(stored, job) if was != now]

@@ -184,7 +184,7 @@ def _join(folder: Path, blocks: Blocks) -> None:
     """One array of all blocks, which are removed."""
     manifest = read_record(folder / MANIFEST, NeighborsManifest)
     temporary, shape = folder / f".{NEIGHBORS}", (manifest.job.count, manifest.job.num_neighbors)
-    joined = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)  # type: ignore[no-untyped-call]
+    joined = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)
     parts = ranges(manifest.job.count, manifest.job.block_rows)
     for number, rows in enumerate(parts):
         joined[rows.start : rows.stop] = blocks.read(number)

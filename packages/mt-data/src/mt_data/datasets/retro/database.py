@@ -50,7 +50,8 @@ class StreamDatabase:
 
 @dataclass(frozen=True)
 class ChunkDatabase:
-    """The chunks of `mt retro db build`. What follows a chunk ends with its document.
+    """The chunks of `mt retro db build`. What follows a chunk ends with its document, or before a chunk that is not in
+    the database: what is held out is not read as what follows, either.
 
     rows: uint32 [chunks, 4] as in `DatabaseManifest`. texts: by number.
     """
@@ -65,13 +66,17 @@ class ChunkDatabase:
 
     def neighbor(self, number: int, length: int) -> NDArray[np.int64]:
         text, document, first, _ = self.rows[number].tolist()
-        source = self.texts[text]
-        rest = int(source.sequence_lengths[document]) - first
-        return source.read(document, first, min(length, rest)).astype(np.int64)
+        end = first
+        for row in self.rows[number : number - (-length // self.manifest.job.chunk_length)].tolist():
+            if row[:3] != [text, document, end]:
+                break
+            end += row[3]
+        return self.texts[text].read(document, first, min(length, end - first)).astype(np.int64)
 
     def tokens(self, number: int) -> NDArray[np.int64]:
         """Of the chunk alone."""
-        return self.neighbor(number, int(self.rows[number, 3]))
+        text, document, first, length = self.rows[number].tolist()
+        return self.texts[text].read(document, first, length).astype(np.int64)
 
     def number_of(self, fingerprint: str) -> int | None:
         """The number of the text with this content; None if the database has none of it."""
