@@ -33,7 +33,7 @@ from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_data.datasets.retro.project import read_neighbors
 from mt_retrieval.retro.chunks import BLANK, ChunkCutter
-from mt_retrieval.retro.database import build_database, database_tokenizer, open_database
+from mt_retrieval.retro.database import build_database, open_database
 from mt_retrieval.retro.hashed_ngrams import HashedNgrams
 from mt_retrieval.retro.index import add_to_index, train_index
 from mt_retrieval.retro.query import find_neighbors
@@ -193,7 +193,7 @@ def damage(project: Path, pattern: str) -> Path:
 
 
 def verified(project: Path, fraction: float = 0.0) -> list[str]:
-    return verify_project(project, database_tokenizer(project), HashedNgrams(), fraction=fraction)
+    return verify_project(project, fraction=fraction, device="cpu")
 
 
 def test_a_whole_project_is_verified(project) -> None:

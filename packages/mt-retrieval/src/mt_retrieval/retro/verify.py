@@ -18,9 +18,9 @@ from mt_data.datasets.retro.project import MANIFEST, database_folder, read_neigh
 from mt_data.records import require_unchanged
 from mt_retrieval.retro.blocks import Bars, Blocks, no_bars, ranges
 from mt_retrieval.retro.chunks import ChunkCutter
-from mt_retrieval.retro.database import DatabaseBlocks, open_database
+from mt_retrieval.retro.database import DatabaseBlocks, database_tokenizer, open_database
 from mt_retrieval.retro.embedder import ChunkEmbedder
-from mt_retrieval.retro.embeddings import ChunkEmbeddings
+from mt_retrieval.retro.embeddings import ChunkEmbeddings, recorded_embedder
 from mt_retrieval.retro.index import CURE, EXACT, index_folder, open_search, read_index, require_of_index
 from mt_retrieval.retro.query import NeighborQuery, open_text
 
@@ -31,25 +31,28 @@ Array = NDArray[np.generic]
 
 def verify_project(
     project: Path,
-    tokenizer: Tokenizer,
-    embedder: ChunkEmbedder,
     *,
     fraction: float = 0.0,
+    embedder: str | None = None,
+    device: str = "auto",
     bars: Bars = no_bars,
 ) -> list[str]:
     """Compares every file of the project with its hash, texts, database, index and neighbours with each other, and a
     random `fraction` of the blocks of chunks, embeddings and neighbours, computed again, bit for bit.
 
-    tokenizer: of the texts. embedder: of the index. Returns a line for each part. Raises DataError with all problems.
+    embedder: where the index's encoder is now, if it has moved. Returns a line for each part. Raises DataError with
+    all problems.
     """
+    tokenizer = database_tokenizer(project)
+    opened = recorded_embedder(project, tokenizer, name=embedder, device=device)
     database = open_database(project)
     parts = {
         "database": list(_database_checks(project, database, tokenizer, fraction)),
-        "embeddings": list(_embedding_checks(project, database, embedder, fraction)),
-        "index": list(_index_checks(project, database, embedder)),
+        "embeddings": list(_embedding_checks(project, database, opened, fraction)),
+        "index": list(_index_checks(project, database, opened)),
     }
     for folder in sorted(path.parent for path in project.glob(f"query/*/{MANIFEST}")):
-        parts[f"neighbours of {folder.name}"] = list(_neighbor_checks(project, folder, database, embedder, fraction))
+        parts[f"neighbours of {folder.name}"] = list(_neighbor_checks(project, folder, database, opened, fraction))
     problems, total = Problems(), sum(map(len, parts.values()))
     with bars("verifying") as update:
         for done, check in enumerate(check for checks in parts.values() for check in checks):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mt_retrieval.commands.options import DEVICE
-from mt_retrieval.commands.retro.options import PROJECT, SAME_EMBEDDER, bars, embedder_of_index, ranks, say
+from mt_retrieval.commands.retro.options import PROJECT, SAME_EMBEDDER, bars, ranks, say
 
 
 def verify(
@@ -21,9 +21,7 @@ def verify(
 ) -> None:
     """Compare all files with their hashes and with each other, and blocks with what is computed now."""
     with ranks(context, "mt retro verify", device, None):
-        from mt_retrieval.retro.database import database_tokenizer
         from mt_retrieval.retro.verify import verify_project
 
-        opened = embedder_of_index(project, embedder, device, None)
-        for line in verify_project(project, database_tokenizer(project), opened, fraction=fraction, bars=bars):
+        for line in verify_project(project, fraction=fraction, embedder=embedder, device=device, bars=bars):
             say(line)
