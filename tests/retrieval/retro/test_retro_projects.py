@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_data.datasets.retro.project import read_neighbors
 from mt_retrieval.retro.chunks import BLANK, ChunkCutter
-from mt_retrieval.retro.database import build_database, open_database
+from mt_retrieval.retro.database import build_database, database_tokenizer, open_database
 from mt_retrieval.retro.hashed_ngrams import HashedNgrams
 from mt_retrieval.retro.index import add_to_index, train_index
 from mt_retrieval.retro.query import find_neighbors
@@ -49,6 +50,14 @@ DOCUMENTS = [
     [*HELD_OUT, 50],
     [60],
 ]
+
+
+def test_a_text_without_a_manifest_has_the_named_tokenizer(texts, project, tmp_path: Path) -> None:
+    prefix = unrecorded(tmp_path, texts)
+    named = {"tokenizer_type": "NullTokenizer", "tokenizer_entries": {"vocab_size": EOD + 1}}
+    build_database(tmp_path, [texts[0], prefix], **OPTIONS, **named)
+    assert open_database(tmp_path).rows.tolist() == open_database(project).rows.tolist()
+    assert database_tokenizer(tmp_path).decode([3, 7]) == "3 7"
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -223,6 +232,18 @@ def other_embedder() -> HashedNgrams:
     return embedder
 
 
+def unrecorded(project: Path, texts: tuple[str, str], fingerprint: str | None = None) -> str:
+    """A text as Megatron writes it, or of another tokenizer."""
+    path = project / "text"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(texts[1] + suffix, f"{path}{suffix}")
+    if fingerprint is not None:
+        manifest = Path(f"{texts[1]}.manifest.json").read_text()
+        recorded = json.loads(manifest)["tokenizer"]["fingerprint"]
+        Path(f"{path}.manifest.json").write_text(manifest.replace(recorded, fingerprint))
+    return str(path)
+
+
 def of_another_database(project: Path, texts: tuple[str, str]) -> None:
     shutil.rmtree(project / "db")
     build_database(project, texts[:1], **OPTIONS)
@@ -239,6 +260,8 @@ def of_another_database(project: Path, texts: tuple[str, str]) -> None:
         (lambda p, t: verified(replaced_with_its_record(p), 1.0), DataError, "block 0 of neighbours is not what is"),
         (lambda p, t: build_database(p, t[:1], **OPTIONS), ConfigError, "db is of another job .texts: "),
         (lambda p, t: build_database(p / "new", [t[0], t[0]]), ConfigError, "are the same text; give each text"),
+        (lambda p, t: build_database(p / "new", [unrecorded(p, t)]), ConfigError, "name it with --tokenizer-type and"),
+        (lambda p, t: build_database(p / "new", [t[0], unrecorded(p, t, "f" * 64)]), DataError, "has one tokenizer"),
         (lambda p, t: build_database(p / "new", t, split="0,1,1"), DataError, "no chunk is left to search"),
         (lambda p, t: train_index(p, other_embedder()), ConfigError, "embeddings is of another job .embedder: "),
         (lambda p, t: add_to_index(p, other_embedder()), ConfigError, "index is of another embedder: SHA-256 .* other"),

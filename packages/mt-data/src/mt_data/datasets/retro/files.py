@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import open_tokens
 from mt_data.datasets.retro.config import RetroDataConfig
 from mt_data.datasets.retro.database import ChunkDatabase, Database, StreamDatabase, open_chunks
@@ -37,10 +39,12 @@ def build_retro_files(config: RetroDataConfig, tokenizer: Tokenizer, request: Sp
     if items is None:
         return None
     chunks = len(text) // config.retro_chunk_length
-    path = neighbors_file(config, request.sequence_length, text, database)
-    numbers = open_neighbors(path, chunks, config.retro_num_neighbors)
+    file = neighbors_file(config, request.sequence_length, text, database)
+    numbers = open_neighbors(file.path, chunks, config.retro_num_neighbors)
     rules = SampleRules.of(config, tokenizer)
-    retrieval = Retrieval(numbers, database, config.retro_chunk_length, config.retrieved_length, rules.vocab_size)
+    retrieval = Retrieval(
+        numbers, database, config.retro_chunk_length, config.retrieved_length, rules.vocab_size, file.fingerprint
+    )
     return retro_dataset(text, items, config, request, rules, retrieval)
 
 
@@ -83,7 +87,14 @@ def items_of_split(
     return range(-(-begin // length), (end - 1) // length)
 
 
-def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, database: Database) -> Path:
+class NeighborsFile(NamedTuple):
+    """fingerprint: of the neighbours and the database; None where no manifest has it."""
+
+    path: Path
+    fingerprint: str | None
+
+
+def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, database: Database) -> NeighborsFile:
     """data.retro_neighbors_path, or the array in its folder. length: of samples.
 
     Raises DataError for a folder with neighbours of another text, from another database, of chunks of another length,
@@ -91,7 +102,7 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
     """
     folder = Path(str(config.retro_neighbors_path))
     if not folder.joinpath(MANIFEST).is_file():
-        return folder
+        return NeighborsFile(folder, None)
     manifest = read_neighbors(folder)
     job, found = manifest.job, text.source.fingerprint()
     _require_chunk_length(folder, job.chunk_length, config)
@@ -115,7 +126,8 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
             f"{folder} has neighbours for samples of {job.exclude_sequence_length} tokens, none of a document of the "
             f"sample, and data.seq_length={length} does not divide them; run mt retro query with --seq-length {length}"
         )
-    return folder / NEIGHBORS
+    assert manifest.neighbors is not None
+    return NeighborsFile(folder / NEIGHBORS, combined([manifest.neighbors.sha256, job.database]))
 
 
 def open_neighbors(path: Path, chunks: int, neighbors: int) -> NDArray[np.integer]:
