@@ -78,16 +78,8 @@ def build_database(
         _begin(folder, manifest)
     wait_for_all()
     blocks = DatabaseBlocks.of(folder, job)
-    cutter = ChunkCutter(tokenizer, chunk_length)
     with bars("cutting documents") as update:
-        write_blocks(
-            blocks.files,
-            [len(documents) for _, documents in blocks.parts],
-            range(len(blocks.parts)),
-            lambda number, on_rows: blocks.cut(cutter, texts, number, on_rows),
-            share_of_world(),
-            update,
-        )
+        blocks.write(ChunkCutter(tokenizer, chunk_length), texts, update)
     if is_writer():
         with bars("merging blocks") as update:
             table, counts = searched(blocks.read(update), deduplicate)
@@ -145,6 +137,15 @@ class DatabaseBlocks:
             for documents in ranges(text.documents, job.block_documents)
         ]
         return cls(Blocks(folder / "blocks", "chunks", "run mt retro db build again, which replaces it"), job, parts)
+
+    def write(self, cutter: ChunkCutter, texts: Sequence[TokenSource], on_progress: OnProgress) -> None:
+        """Those that are not there. Collective."""
+
+        def compute(number: int, on_rows: Callable[[int], None]) -> NDArray[np.uint64]:
+            return self.cut(cutter, texts, number, on_rows)
+
+        sizes = [len(documents) for _, documents in self.parts]
+        write_blocks(self.files, sizes, range(len(sizes)), compute, share_of_world(), on_progress)
 
     def cut(
         self, cutter: ChunkCutter, texts: Sequence[TokenSource], number: int, on_rows: Callable[[int], None]

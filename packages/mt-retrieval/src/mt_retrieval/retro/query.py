@@ -25,7 +25,7 @@ from mt_data.datasets.retro.project import (
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.records import StoredFile, is_unchanged, read_record, write_record
-from mt_retrieval.retro.blocks import Bars, Blocks, no_bars, ranges, write_blocks
+from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, no_bars, ranges, write_blocks
 from mt_retrieval.retro.database import open_database
 from mt_retrieval.retro.embedder import ChunkEmbedder
 from mt_retrieval.retro.index import Search, open_search, read_index, require_of_index
@@ -58,13 +58,10 @@ def find_neighbors(
     Raises ConfigError for an embedder that is not the index's and numbers that cannot be, DataError for an index that
     is damaged or of another database.
     """
-    database = open_database(project)
-    chunk_length = database.manifest.job.chunk_length
-    _check(seq_length, chunk_length, num_neighbors, num_neighbors_query)
-    index = read_index(project)
+    database, index = open_database(project), read_index(project)
     require_of_index(index, database, embedder)
     search = open_search(project, search_parameters)
-    text = open_text(prefix)
+    text, chunk_length = open_text(prefix), database.manifest.job.chunk_length
     job = NeighborsJob(
         text=Text(fingerprint=text.source.fingerprint(), documents=len(text.ends)),
         database=index.job.database,
@@ -77,25 +74,14 @@ def find_neighbors(
         block_rows=block_rows,
         count=len(text) // chunk_length,
     )
+    _check(job)
     folder = neighbors_folder(project, prefix, job.text.fingerprint)
     if is_writer():
         _begin(folder, NeighborsManifest(job=job, prefix=str(Path(prefix).absolute())))
     wait_for_all()
-    query = NeighborQuery(database, text, embedder, search, job)
-    blocks = Blocks(folder, "neighbors", "run mt retro query again")
-    rows = ranges(job.count, block_rows)
-    if not _is_complete(folder):
+    if not is_unchanged(folder, read_record(folder / MANIFEST, NeighborsManifest).neighbors):
         with bars(f"finding neighbours of {Path(prefix).name}") as update:
-            write_blocks(
-                blocks,
-                list(map(len, rows)),
-                range(len(rows)),
-                lambda number, on_rows: query.neighbors(rows[number], on_rows),
-                embedder.share,
-                update,
-            )
-        if is_writer():
-            _join(folder, blocks)
+            _write(folder, NeighborQuery(database, text, embedder, search, job), update)
     wait_for_all()
     return read_neighbors(folder)
 
@@ -154,15 +140,17 @@ def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: in
     return np.pad(kept, ((0, 0), (0, count - kept.shape[1])), constant_values=-1).astype(np.int64)
 
 
-def _check(seq_length: int | None, chunk_length: int, kept: int, found: int) -> None:
-    if seq_length is not None and seq_length % chunk_length:
+def _check(job: NeighborsJob) -> None:
+    length = job.exclude_sequence_length
+    if length is not None and length % job.chunk_length:
         raise ConfigError(
-            f"--seq-length {seq_length} is not a multiple of the database's chunks of {chunk_length} tokens; samples "
+            f"--seq-length {length} is not a multiple of the database's chunks of {job.chunk_length} tokens; samples "
             "are cut into whole chunks"
         )
-    if found < kept:
+    if job.num_neighbors_query < job.num_neighbors:
         raise ConfigError(
-            f"--num-neighbors-query {found} is fewer than --num-neighbors {kept}; find at least as many as are kept"
+            f"--num-neighbors-query {job.num_neighbors_query} is fewer than --num-neighbors {job.num_neighbors}; find "
+            "at least as many as are kept"
         )
 
 
@@ -176,8 +164,16 @@ def _begin(folder: Path, manifest: NeighborsManifest) -> None:
     write_record(path, manifest)
 
 
-def _is_complete(folder: Path) -> bool:
-    return is_unchanged(folder, read_record(folder / MANIFEST, NeighborsManifest).neighbors)
+def _write(folder: Path, query: NeighborQuery, on_progress: OnProgress) -> None:
+    blocks = Blocks(folder, "neighbors", "run mt retro query again")
+    rows = ranges(query.job.count, query.job.block_rows)
+
+    def compute(number: int, on_rows: Callable[[int], None]) -> NDArray[np.int64]:
+        return query.neighbors(rows[number], on_rows)
+
+    write_blocks(blocks, list(map(len, rows)), range(len(rows)), compute, query.embedder.share, on_progress)
+    if is_writer():
+        _join(folder, blocks)
 
 
 def _join(folder: Path, blocks: Blocks) -> None:
