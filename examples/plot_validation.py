@@ -17,7 +17,7 @@ COLOURS = ("#0b6e99", "#c4561a", "#4d8b31", "#7a4fa3")
 def losses(run: Path) -> dict[int, float]:
     """Step -> loss."""
     lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "valid"}
+    return {line["iteration"]: line["valid_loss"] for line in lines if line["kind"] == "valid"}
 
 
 def text(x: float, y: float, words: str, colour: str = "#333", anchor: str = "middle") -> str:

@@ -55,7 +55,7 @@ PAGES_RUN_ELSEWHERE = {
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",
-    "docs/retro.md": "tests/retrieval/retro runs each step on a smaller text; the whole page takes 15 minutes",
+    "docs/retro.md": "tests/retrieval/retro runs each step on a smaller text; the whole page takes minutes",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
 }
 
