@@ -26,7 +26,7 @@ FAMILIES = {
     *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
     *("bert", "t5", "biencoder", "vision", "llava"),
 }
-NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes"}
+NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "retro-project", "shapes"}
 """Trained in tests/models/test_bert_training.py, tests/retrieval and tests/eval/test_vqa.py, on data made by
 the commands of their pages."""
 NEEDS_RANKS = {"gpt-3d", "gpt3-175b"}

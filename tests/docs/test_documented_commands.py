@@ -28,6 +28,7 @@ PARSED = {
     ("import",): "reads scripts and files of others; tests/tools/config_import runs it",
     ("serve",): "runs until it is ended; tests/infer/server runs it",
     ("retrieve",): "needs a trained retriever; tests/retrieval trains one and runs it",
+    ("retro",): "needs token files; tests/retrieval/retro makes some and runs it",
     ("chat",): "asks for lines; tests/infer/server/test_chat_command.py runs it",
     ("bench",): "measures for minutes; tests/tools/bench runs it",
     ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
@@ -54,6 +55,7 @@ PAGES_RUN_ELSEWHERE = {
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",
+    "docs/retro.md": "tests/retrieval/retro runs each step on a smaller text; the whole page takes minutes",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
 }
 

@@ -33,6 +33,7 @@ NOT_RUN = {
     "with rank_session(": "needs a GPU, and the reader's own step",
     'Path("gpt/checkpoints")': "needs a checkpoint of Megatron's; tests/ckpt/megatron reads some",
     "output = model(tokens, padding_mask=mask)": "a model of the reader's",
+    "code/retro": "needs the project of the page; tests/retrieval/retro builds one",
     "runs/retro": "needs a trained run; tests/models/test_retro.py does the same",
     "runs/llava": "needs a trained run; tests/models/test_llava.py does the same",
     "mine = stages_of_rank(": "a model and ranks of the reader's",

@@ -124,9 +124,9 @@ def test_neighbours_are_read_from_the_training_text_and_not_from_the_samples_own
             for chunk, numbers in enumerate(retrieval.numbers[item * 4 : item * 4 + 4].tolist()):
                 own = dataset.stream.sequences_at(np.array([(item * 4 + chunk) * m, (item * 4 + chunk + 1) * m - 1]))
                 for rank, number in enumerate(numbers):
-                    expected = retrieval.database.read(number * m, 2 * m)
+                    expected = retrieval.database.neighbor(number, 2 * m)
                     assert dataset[index]["neighbor_tokens"][chunk, rank].tolist() == expected.tolist()
-                    reached = retrieval.database.sequences_at(np.arange(number * m, number * m + 2 * m))
+                    reached = retrieval.database.stream.sequences_at(np.arange(number * m, number * m + 2 * m))
                     assert split == "valid" or not set(range(own[0], own[1] + 1)) & set(reached.tolist())
 
 

@@ -53,7 +53,7 @@ class TextEmbedder:
     @torch.inference_mode()
     def vectors(self, texts: Sequence[Sequence[int]], input_type: InputType) -> Tensor:
         """[texts, P] fp32 on the device, of each text's tokens. input_type: for models with an encoder for each."""
-        tokens, seen = self._padded(texts)
+        tokens, seen = self.padded(texts)
         return self.model.embed(tokens, seen, input_type).float()
 
     def embed(self, texts: Sequence[Sequence[int]], input_type: InputType) -> list[list[float]]:
@@ -67,7 +67,7 @@ class TextEmbedder:
         after = [] if special.sep is None else [special.sep]
         return [*before, *ids, *after]
 
-    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """tokens, mask: [B, S] int64; mask 1 for tokens, 0 for padding"""
         width = max(map(len, texts))
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mt_core.checkpoint_lookup import open_checkpoint
@@ -19,6 +20,7 @@ from mt_core.specs import Tokenizer
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.embedding import InputType, TextEmbedder
+from mt_models.bert.model import BertEncoder
 from mt_retrieval.provenance import encoder_fingerprint
 from mt_retrieval.text_pairs import TextPairs, bare_question
 
@@ -79,6 +81,11 @@ class Encoder:
     def tokenizer(self) -> Tokenizer:
         return self._trained.tokenizer
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return self._embedder.longest
+
     @cached_property
     def fingerprint(self) -> str:
         """See `encoder_fingerprint`. The first time the checkpoint is read again; later it need not exist any more."""
@@ -92,3 +99,18 @@ class Encoder:
         """[sequences, P] of tokens with CLS and SEP."""
         vectors: NDArray[np.float32] = self._embedder.vectors(sequences, input_type).cpu().numpy()
         return vectors
+
+    @torch.inference_mode()
+    def mean_states(self, sequences: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """[sequences, H] of tokens with CLS and SEP: the mean of a BERT's last hidden states without those of the two,
+        as Megatron's Retro embeds chunks. A model that is no BERT: as `vectors`, by the encoder of texts."""
+        model = self._embedder.model
+        if not isinstance(model, BertEncoder):
+            return self.vectors(sequences, "document")
+        tokens, seen = self._embedder.padded(sequences)
+        states = model.hidden_states(tokens, padding_mask=seen).float()
+        inner = seen[:, 1:].float()  # One place less: with those behind SEP its own is left out; and that of CLS.
+        means: NDArray[np.float32] = (
+            ((states[:, :-1] * inner[..., None])[:, 1:].sum(1) / inner[:, 1:].sum(1, keepdim=True)).cpu().numpy()
+        )
+        return means

@@ -39,5 +39,10 @@ def mt_register_commands() -> list[CommandSpec]:
             name="retrieve",
             doc="Embed, index and search passages; measure recall",
             app=Lazy("mt_retrieval.commands.app:app"),
-        )
+        ),
+        CommandSpec(
+            name="retro",
+            doc="Chunk database, index and neighbours of a Retro project",
+            app=Lazy("mt_retrieval.commands.retro.app:app"),
+        ),
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
-from mt_retrieval.embeddings.manifest import Origin
+from mt_data.records import Origin
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.evidence.opening import open_evidence
 from mt_retrieval.evidence.passages import Evidence, Passage

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_retrieval.embeddings.manifest import MANIFEST, Manifest, read_record, require_unchanged
+from mt_data.records import read_record, require_unchanged
+from mt_retrieval.embeddings.manifest import MANIFEST, Manifest
 
 CURE = "run the same mt retrieve embed again, which replaces it"
 

@@ -6,10 +6,8 @@ depend on the ranks.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +15,8 @@ from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import wait_for_all
-from mt_core.paths import write_whole
-from mt_retrieval.embeddings.manifest import (
-    MANIFEST,
-    EmbeddingJob,
-    Manifest,
-    Origin,
-    Shard,
-    Source,
-    StoredFile,
-    read_record,
-    require_unchanged,
-    write_record,
-)
+from mt_data.records import Origin, read_record, require_unchanged, write_array, write_record
+from mt_retrieval.embeddings.manifest import MANIFEST, EmbeddingJob, Manifest, Shard, Source
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.evidence.passages import Evidence
 from mt_retrieval.provenance import computation
@@ -145,8 +132,8 @@ class ShardWriter:
         ids = np.array([self.evidence.passage(row).id for row in rows], np.int64)
         record = Shard(
             rows=len(rows),
-            embeddings=_write_array(self.folder, f"embeddings-{shard:0{DIGITS}}.npy", embeddings),
-            ids=_write_array(self.folder, f"ids-{shard:0{DIGITS}}.npy", ids),
+            embeddings=write_array(self.folder, f"embeddings-{shard:0{DIGITS}}.npy", embeddings),
+            ids=write_array(self.folder, f"ids-{shard:0{DIGITS}}.npy", ids),
         )
         write_record(self._record_path(shard), record)
 
@@ -175,11 +162,3 @@ class ShardWriter:
 
     def _record_path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:0{DIGITS}}.json"
-
-
-def _write_array(folder: Path, name: str, array: np.ndarray) -> StoredFile:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    data = buffer.getvalue()
-    write_whole(folder / name, data)
-    return StoredFile(name=name, sha256=sha256(data).hexdigest())

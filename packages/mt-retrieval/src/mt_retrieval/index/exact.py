@@ -49,10 +49,24 @@ class ExactIndex:
             for start in range(0, len(matrix), BLOCK_ROWS):
                 block = matrix[start : start + BLOCK_ROWS].astype(np.float32)
                 rows = np.arange(first + start, first + start + len(block))
-                scores = questions @ block.T
+                scores = self.scores(questions, block)
                 best = _merged(best, SearchResult(scores, np.broadcast_to(rows, scores.shape)), k)
             first += len(matrix)
         return best
+
+    def scores(self, questions: NDArray[np.float32], block: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[questions, rows of the block], higher for what is nearer."""
+        return questions @ block.T
+
+
+class ExactL2Index(ExactIndex):
+    """By distance: a score is the question's squared norm less the squared distance."""
+
+    kind = "exact, L2"
+
+    def scores(self, questions: NDArray[np.float32], block: NDArray[np.float32]) -> NDArray[np.float32]:
+        scores: NDArray[np.float32] = 2 * (questions @ block.T) - np.square(block).sum(1)
+        return scores
 
 
 def read_matrix(path: Path) -> NDArray[np.floating]:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, PluginError
-from mt_retrieval.embeddings.manifest import Record, Source, StoredFile, read_record, require_unchanged, write_record
+from mt_data.records import Record, StoredFile, read_record, require_unchanged, write_record
+from mt_retrieval.embeddings.manifest import Source
 from mt_retrieval.embeddings.reader import Embeddings
 from mt_retrieval.index.search import SearchResult
 from mt_retrieval.provenance import versions
@@ -47,7 +48,7 @@ class FaissIndex:
         self.kind = self._record.factory
         self.source: Source | None = self._record.source
         if search_parameters is not None:
-            _set_parameters(self._index, search_parameters, self.kind)
+            set_parameters(self._index, search_parameters, self.kind)
 
     def __len__(self) -> int:
         return self._record.count
@@ -61,14 +62,14 @@ class FaissIndex:
         return SearchResult(scores, rows)
 
 
-def faiss() -> Any:
-    """The module. Raises PluginError where it is not installed."""
+def faiss(instead: str = "give the folder of embeddings in place of an index") -> Any:
+    """The module. Raises PluginError where it is not installed. instead: what NumPy searches exactly."""
     try:
         import faiss
     except ImportError as error:
         raise PluginError(
-            'this index needs faiss: pip install "mt-retrieval[faiss]"; without it give the folder of embeddings '
-            "in place of an index, which NumPy searches exactly"
+            f'this index needs faiss: pip install "mt-retrieval[faiss]"; without it {instead}, which NumPy searches '
+            "exactly"
         ) from error
     return faiss
 
@@ -103,12 +104,13 @@ def build_index(
     for matrix in embeddings.shards():
         index.add(matrix.astype(np.float32))
         on_rows(index.ntotal, len(embeddings))
+    (folder / INDEX_RECORD).unlink(missing_ok=True)
     record = IndexRecord(
         factory=factory,
         source=embeddings.manifest.job.source,
         dim=embeddings.dim,
         count=len(embeddings),
-        index=_write(index, folder),
+        index=write_index(index, folder, INDEX_FILE),
         made_with=versions(),
     )
     write_record(folder / INDEX_RECORD, record)
@@ -140,18 +142,19 @@ def _first_rows(embeddings: Embeddings, count: int) -> NDArray[np.float32]:
     return np.concatenate(parts)
 
 
-def _write(index: Any, folder: Path) -> StoredFile:
+def write_index(index: Any, folder: Path, name: str) -> StoredFile:
+    """Readers see the old file or all of the new one."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX_RECORD).unlink(missing_ok=True)
-    temporary = folder / f".{INDEX_FILE}.{os.getpid()}"
+    temporary = folder / f".{name}.{os.getpid()}"
     faiss().write_index(index, str(temporary))
     with temporary.open("rb") as file:
         digest = file_digest(file, "sha256").hexdigest()
-    temporary.replace(folder / INDEX_FILE)
-    return StoredFile(name=INDEX_FILE, sha256=digest)
+    temporary.replace(folder / name)
+    return StoredFile(name=name, sha256=digest)
 
 
-def _set_parameters(index: Any, parameters: str, kind: str) -> None:
+def set_parameters(index: Any, parameters: str, kind: str) -> None:
+    """Raises ConfigError for parameters that the index does not have. kind: its description."""
     try:
         faiss().ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from mt_core.specs import Split, SplitRequest, Tokenizer
 from mt_data.datasets.builtin import NAME, build_builtin
 from mt_data.datasets.retro.config import BuiltinRetroDataConfig
+from mt_data.datasets.retro.database import StreamDatabase
 from mt_data.datasets.retro.dataset import Retrieval, RetroDataset, items_of, retro_dataset
 from mt_data.datasets.retro.nearest import chunks_of, nearest_chunks
 from mt_data.datasets.retro.stream import TokenStream
@@ -34,6 +35,6 @@ def build_builtin_retro(config: BuiltinRetroDataConfig, tokenizer: Tokenizer, re
         same_text=training,
     )
     rules = SampleRules.of(config, tokenizer)
-    retrieval = Retrieval(numbers, database, chunk, config.retrieved_length, rules.vocab_size)
+    retrieval = Retrieval(numbers, StreamDatabase(database, chunk), chunk, config.retrieved_length, rules.vocab_size)
     items = range(items_of(text, request.sequence_length))
     return retro_dataset(text, items, config, request, rules, retrieval)

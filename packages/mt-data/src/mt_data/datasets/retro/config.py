@@ -53,16 +53,19 @@ class RetroDataConfig(NeighborKeys):
 
     dataset_type: str = "retro"
     data_path: str | None = None
-    """Prefix of the `.bin` and `.idx` files of the text."""
-    split: str = "969, 30, 1"
-    """Shares of train, validation and test of the text, cut between samples."""
+    """Prefix of the `.bin` and `.idx` files of the text. Default: that of retro_project_dir, if it has one text."""
+    split: str | None = None
+    """Shares of train, validation and test. Default: those of a database folder that has the text, whose documents they
+    divide; else 969, 30, 1, cut between samples."""
+    retro_project_dir: str | None = None
+    """A project of `mt retro build`, in place of the next two keys."""
     retro_neighbors_path: str | None = None
-    """A `.npy` file of int32 or int64 [chunks of data_path, at least retro_num_neighbors]: row j has the numbers of
-    chunks of the database that are nearest to tokens j retro_chunk_length ... of the text, the nearest first; -1 where
-    there are fewer."""
+    """A folder of `mt retro query`; or a `.npy` file of int32 or int64 [chunks of data_path, at least
+    retro_num_neighbors]: row j has the numbers of chunks of the database that are nearest to tokens
+    j retro_chunk_length ... of the text, the nearest first; -1 where there are fewer."""
     retro_database_path: str | None = None
-    """Prefix of the `.bin` and `.idx` files of the database. Its chunk n begins at token n retro_chunk_length.
-    Default: data_path."""
+    """A folder of `mt retro db build`; or the prefix of `.bin` and `.idx` files, whose chunk n begins at token n
+    retro_chunk_length. Default: data_path."""
     mmap_bin_files: bool = True
     """Map the arrays of `.idx` into memory, which the processes of a machine then share; false reads them."""
     verify_checksums: bool = True

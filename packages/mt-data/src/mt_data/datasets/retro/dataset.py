@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest
 from mt_data.datasets.epochs import epoch_order
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.retro.config import NeighborKeys
+from mt_data.datasets.retro.database import Database
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.datasets.samples import SampleRules, causal_sample
 
@@ -21,14 +23,15 @@ class Retrieval:
     """The neighbours of chunks of a text. numbers: [chunks of the text, K], of chunks of the database, -1 for none.
 
     chunk_length: m. retrieved_length: r, tokens of a neighbour, from the beginning of its chunk on. vocab_size: one
-    more than the largest id of the tokenizer.
+    more than the largest id of the tokenizer. fingerprint: of neighbours and database, None where it is not known.
     """
 
     numbers: NDArray[np.integer]
-    database: TokenStream
+    database: Database
     chunk_length: int
     retrieved_length: int
     vocab_size: int
+    fingerprint: str | None = None
 
     def neighbors(self, first: int, count: int) -> dict[str, NDArray[np.int64]]:
         """neighbor_tokens and neighbor_mask [count, K, r] of chunks first, first + 1, ...; 0 for padding."""
@@ -37,14 +40,13 @@ class Retrieval:
         mask = np.zeros_like(tokens)
         for chunk, rank in zip(*np.nonzero(numbers >= 0), strict=True):
             number = int(numbers[chunk, rank])
-            found = self.database.read(number * self.chunk_length, self.retrieved_length)
-            if not len(found):
-                chunks = -(-len(self.database) // self.chunk_length)
+            if number >= len(self.database):
                 raise DataError(
                     f"chunk {first + chunk} has the neighbour {number}, and the database {self.database.name} has "
-                    f"{chunks} chunks of data.retro_chunk_length={self.chunk_length}; the neighbours were found in "
-                    "another database, or with chunks of another length"
+                    f"{len(self.database)} chunks of data.retro_chunk_length={self.chunk_length}; the neighbours were "
+                    "found in another database, or with chunks of another length"
                 )
+            found = self.database.neighbor(number, self.retrieved_length)
             require_ids(found, self.vocab_size, f"chunk {number} of the database {self.database.name}")
             tokens[chunk, rank, : len(found)] = found
             mask[chunk, rank, : len(found)] = 1
@@ -74,8 +76,9 @@ class RetroDataset:
         }
 
     def fingerprint(self) -> str:
-        """The content of the token file."""
-        return self.stream.source.fingerprint()
+        """The content of the token file, and of the neighbours where it is known."""
+        text = self.stream.source.fingerprint()
+        return text if self.retrieval.fingerprint is None else combined([text, self.retrieval.fingerprint])
 
     def describe(self, index: int) -> str:
         start = self._item(index) * self.length

@@ -1,20 +1,27 @@
-"""Token files with a chunk database and an array of neighbours."""
+"""Token files with a chunk database and the neighbours of each chunk."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
+from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import open_tokens
 from mt_data.datasets.retro.config import RetroDataConfig
+from mt_data.datasets.retro.database import ChunkDatabase, Database, StreamDatabase, open_chunks
 from mt_data.datasets.retro.dataset import Retrieval, RetroDataset, items_of, retro_dataset
+from mt_data.datasets.retro.project import MANIFEST, NEIGHBORS, read_database, read_neighbors
+from mt_data.datasets.retro.project_paths import with_project_paths
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.datasets.samples import SampleRules
 from mt_data.datasets.splits import parse_split
+
+DEFAULT_SPLIT = "969, 30, 1"
 
 
 def build_retro_files(config: RetroDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> RetroDataset | None:
@@ -22,22 +29,105 @@ def build_retro_files(config: RetroDataConfig, tokenizer: Tokenizer, request: Sp
 
     Raises ConfigError for files that are not named and DataError for files that do not fit one another.
     """
+    config = with_project_paths(config)
     for key in ("data_path", "retro_neighbors_path"):
         if getattr(config, key) is None:
             raise ConfigError(f'data.dataset_type="retro" needs data.{key}; docs/models/retro.md has the format')
-    shares = parse_split(config.split)
+    text = _open(str(config.data_path), config, tokenizer)
+    database = open_database(config, tokenizer, text)
+    items = items_of_split(config, request, text, database)
+    if items is None:
+        return None
+    chunks = len(text) // config.retro_chunk_length
+    file = neighbors_file(config, request.sequence_length, text, database)
+    numbers = open_neighbors(file.path, chunks, config.retro_num_neighbors)
+    rules = SampleRules.of(config, tokenizer)
+    retrieval = Retrieval(
+        numbers, database, config.retro_chunk_length, config.retrieved_length, rules.vocab_size, file.fingerprint
+    )
+    return retro_dataset(text, items, config, request, rules, retrieval)
+
+
+def open_database(config: RetroDataConfig, tokenizer: Tokenizer, text: TokenStream) -> Database:
+    """The folder or the token files of data.retro_database_path. Raises DataError for chunks of another length."""
+    path = config.retro_database_path
+    if path is None or not (folder := Path(path)).joinpath(MANIFEST).is_file():
+        stream = text if path in (None, config.data_path) else _open(str(path), config, tokenizer)
+        return StreamDatabase(stream, config.retro_chunk_length)
+    manifest = read_database(folder)
+    _require_chunk_length(folder, manifest.job.chunk_length, config)
+    streams = [_open(prefix, config, tokenizer) for prefix in manifest.prefixes]
+    return open_chunks(folder, manifest, [stream.source for stream in streams])
+
+
+def items_of_split(
+    config: RetroDataConfig, request: SplitRequest, text: TokenStream, database: Database
+) -> range | None:
+    """The samples of the split: cut between samples; or, if the database has the text, those that are within the
+    split's documents, so that no chunk of the database is of a sample for validation. None for a split without data.
+
+    Raises ConfigError for data.split that is not the database's.
+    """
+    length, number = request.sequence_length, None
+    if isinstance(database, ChunkDatabase):
+        number = database.number_of(text.source.fingerprint())
+    if not isinstance(database, ChunkDatabase) or number is None:
+        shares = parse_split(config.split or DEFAULT_SPLIT)
+        return None if shares.is_zero(request.split) else shares.range_of(request.split, items_of(text, length))
+    shares = parse_split(database.manifest.job.split)
+    if config.split is not None and parse_split(config.split).bounds != shares.bounds:
+        raise ConfigError(
+            f'data.split="{config.split}" is not the split of the database {database.name}, "{shares.text}", whose '
+            "training documents are searched; leave out data.split, or build another database"
+        )
     if shares.is_zero(request.split):
         return None
-    text = _open(str(config.data_path), config, tokenizer)
-    same = config.retro_database_path in (None, config.data_path)
-    database = text if same else _open(str(config.retro_database_path), config, tokenizer)
-    numbers = open_neighbors(
-        Path(str(config.retro_neighbors_path)), len(text) // config.retro_chunk_length, config.retro_num_neighbors
-    )
-    rules = SampleRules.of(config, tokenizer)
-    retrieval = Retrieval(numbers, database, config.retro_chunk_length, config.retrieved_length, rules.vocab_size)
-    items = shares.range_of(request.split, items_of(text, request.sequence_length))
-    return retro_dataset(text, items, config, request, rules, retrieval)
+    documents = shares.range_of(request.split, len(text.ends))
+    begin, end = (int(text.ends[place - 1]) if place else 0 for place in (documents.start, documents.stop))
+    return range(-(-begin // length), (end - 1) // length)
+
+
+class NeighborsFile(NamedTuple):
+    """fingerprint: of the neighbours and the database; None where no manifest has it."""
+
+    path: Path
+    fingerprint: str | None
+
+
+def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, database: Database) -> NeighborsFile:
+    """data.retro_neighbors_path, or the array in its folder. length: of samples.
+
+    Raises DataError for a folder with neighbours of another text, from another database, of chunks of another length,
+    or for samples of another length.
+    """
+    folder = Path(str(config.retro_neighbors_path))
+    if not folder.joinpath(MANIFEST).is_file():
+        return NeighborsFile(folder, None)
+    manifest = read_neighbors(folder)
+    job, found = manifest.job, text.source.fingerprint()
+    _require_chunk_length(folder, job.chunk_length, config)
+    if job.text.fingerprint != found:
+        raise DataError(
+            f"{folder} has the neighbours of another text: of {manifest.prefix} with the content "
+            f"{job.text.fingerprint[:16]}..., and {text.name} has {found[:16]}...; run mt retro query for this text"
+        )
+    if not isinstance(database, ChunkDatabase):
+        raise DataError(
+            f"{folder} has neighbours in a folder of mt retro db build, and data.retro_database_path="
+            f"{config.retro_database_path} is none; name that folder, or the project with data.retro_project_dir"
+        )
+    if job.database != database.manifest.fingerprint:
+        raise DataError(
+            f"{folder} has neighbours in another database: {job.database[:16]}..., and {database.name} is "
+            f"{database.manifest.fingerprint[:16]}...; run mt retro query with this database"
+        )
+    if job.exclude_sequence_length is not None and job.exclude_sequence_length % length:
+        raise DataError(
+            f"{folder} has neighbours for samples of {job.exclude_sequence_length} tokens, none of a document of the "
+            f"sample, and data.seq_length={length} does not divide them; run mt retro query with --seq-length {length}"
+        )
+    assert manifest.neighbors is not None
+    return NeighborsFile(folder / NEIGHBORS, combined([manifest.neighbors.sha256, job.database]))
 
 
 def open_neighbors(path: Path, chunks: int, neighbors: int) -> NDArray[np.integer]:
@@ -62,6 +152,14 @@ def open_neighbors(path: Path, chunks: int, neighbors: int) -> NDArray[np.intege
             f"data.retro_num_neighbors={neighbors}"
         )
     return numbers[:, :neighbors]
+
+
+def _require_chunk_length(folder: Path, length: int, config: RetroDataConfig) -> None:
+    if length != config.retro_chunk_length:
+        raise DataError(
+            f"{folder} has chunks of {length} tokens, and data.retro_chunk_length={config.retro_chunk_length}; set "
+            f"model.retro_chunk_length and data.retro_chunk_length to {length}"
+        )
 
 
 def _open(prefix: str, config: RetroDataConfig, tokenizer: Tokenizer) -> TokenStream:

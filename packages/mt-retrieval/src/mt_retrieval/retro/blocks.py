@@ -1,0 +1,101 @@
+"""Arrays in blocks, written by any number of ranks. Killed, the same call continues.
+
+A block is complete when its file has the hash of its record, which is written last. What is in a block does not depend
+on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import DataError
+from mt_core.parallel.context import wait_for_all
+from mt_data.records import StoredFile, is_unchanged, read_record, require_unchanged, write_array, write_record
+
+DIGITS = 5
+OnProgress = Callable[[int, int], None]
+"""(done by this rank, all of this rank)"""
+Bars = Callable[[str], AbstractContextManager[OnProgress]]
+"""A bar with a title, while something long is done."""
+Compute = Callable[[int, Callable[[int], None]], NDArray[np.generic]]
+"""(number of a block, called with the rows that are done) -> the block"""
+
+
+@contextmanager
+def no_bars(title: str) -> Iterator[OnProgress]:
+    yield lambda done, total: None
+
+
+@dataclass(frozen=True)
+class Share:
+    """The blocks of this process: every size-th from `rank` on. writes: the first of processes that share a model."""
+
+    rank: int = 0
+    size: int = 1
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """NAME-00000.npy with its SHA-256 in NAME-00000.json, and so on. cure: what to do about a damaged one."""
+
+    folder: Path
+    name: str
+    cure: str
+
+    def is_written(self, number: int) -> bool:
+        try:
+            return is_unchanged(self.folder, self.record(number))
+        except DataError:
+            return False
+
+    def write(self, number: int, array: NDArray[np.generic]) -> None:
+        write_record(self._record_path(number), write_array(self.folder, f"{self._stem(number)}.npy", array))
+
+    def record(self, number: int) -> StoredFile:
+        return read_record(self._record_path(number), StoredFile)
+
+    def read(self, number: int) -> NDArray[np.generic]:
+        """Mapped into memory. Raises DataError for a block that is missing or damaged."""
+        path = require_unchanged(self.folder, self.record(number), self.cure)
+        array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
+
+    def remove(self, count: int) -> None:
+        for number in range(count):
+            self._record_path(number).unlink(missing_ok=True)
+            (self.folder / f"{self._stem(number)}.npy").unlink(missing_ok=True)
+
+    def _stem(self, number: int) -> str:
+        return f"{self.name}-{number:0{DIGITS}}"
+
+    def _record_path(self, number: int) -> Path:
+        return self.folder / f"{self._stem(number)}.json"
+
+
+def write_blocks(
+    blocks: Blocks, rows: Sequence[int], chosen: Sequence[int], compute: Compute, share: Share, on_progress: OnProgress
+) -> None:
+    """Writes the chosen blocks that are not there. rows: of each block, for the progress. Collective."""
+    own = chosen[share.rank :: share.size]
+    done, total = 0, sum(rows[number] for number in own)
+    for number in own:
+        before = done
+        if not blocks.is_written(number):
+            array = compute(number, lambda count, before=before: on_progress(before + count, total))  # type: ignore[misc]
+            if share.writes:
+                blocks.write(number, array)
+        done += rows[number]
+        on_progress(done, total)
+    wait_for_all()
+
+
+def ranges(count: int, size: int) -> list[range]:
+    """0 ... count in blocks of `size`, the last one shorter."""
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]

@@ -1,0 +1,193 @@
+"""The neighbours of every chunk of a text: PROJECT/query/TEXT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import is_writer, wait_for_all
+from mt_data.datasets.retro.database import ChunkDatabase
+from mt_data.datasets.retro.project import (
+    MANIFEST,
+    NEIGHBORS,
+    NeighborsJob,
+    NeighborsManifest,
+    Text,
+    neighbors_folder,
+    read_neighbors,
+)
+from mt_data.datasets.retro.stream import TokenStream
+from mt_data.indexed.dataset import IndexedDataset
+from mt_data.records import StoredFile, is_unchanged, read_record, write_record
+from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, no_bars, ranges, write_blocks
+from mt_retrieval.retro.database import open_database
+from mt_retrieval.retro.embedder import ChunkEmbedder
+from mt_retrieval.retro.index import Search, open_search, read_index, require_of_index
+from mt_retrieval.retro.jobs import require_same_job
+from mt_retrieval.retro.options import NUM_NEIGHBORS, NUM_NEIGHBORS_QUERY, ROWS_OF_BLOCK
+
+SLICE = 1000
+"""Chunks that are searched at a time."""
+
+
+def find_neighbors(
+    project: Path,
+    prefix: str,
+    embedder: ChunkEmbedder,
+    *,
+    seq_length: int | None,
+    num_neighbors: int = NUM_NEIGHBORS,
+    num_neighbors_query: int = NUM_NEIGHBORS_QUERY,
+    search_parameters: str | None = None,
+    block_rows: int = ROWS_OF_BLOCK,
+    bars: Bars = no_bars,
+) -> NeighborsManifest:
+    """Writes the neighbours of tokens j m ... of a text, for each whole chunk j of m tokens. Collective. Killed, the
+    same call continues.
+
+    prefix: of the text, in or out of the database. seq_length: of the samples of training, a multiple of m; no
+    neighbour is of a document that overlaps the chunk's sample. None: that overlaps the chunk.
+    num_neighbors_query: of so many that are found, num_neighbors are kept; -1 where there are fewer.
+
+    Raises ConfigError for an embedder that is not the index's and numbers that cannot be, DataError for an index that
+    is damaged or of another database.
+    """
+    database, index = open_database(project), read_index(project)
+    require_of_index(index, database, embedder)
+    search = open_search(project, search_parameters)
+    text, chunk_length = open_text(prefix), database.manifest.job.chunk_length
+    job = NeighborsJob(
+        text=Text(fingerprint=text.source.fingerprint(), documents=len(text.ends)),
+        database=index.job.database,
+        index=str(index.fingerprint),
+        chunk_length=chunk_length,
+        exclude_sequence_length=seq_length,
+        num_neighbors=num_neighbors,
+        num_neighbors_query=num_neighbors_query,
+        search_parameters=search_parameters,
+        block_rows=block_rows,
+        count=len(text) // chunk_length,
+    )
+    _check(job)
+    folder = neighbors_folder(project, prefix, job.text.fingerprint)
+    if is_writer():
+        _begin(folder, NeighborsManifest(job=job, prefix=str(Path(prefix).absolute())))
+    wait_for_all()
+    if not is_unchanged(folder, read_record(folder / MANIFEST, NeighborsManifest).neighbors):
+        with bars(f"finding neighbours of {Path(prefix).name}") as update:
+            _write(folder, NeighborQuery(database, text, embedder, search, job), update)
+    wait_for_all()
+    return read_neighbors(folder)
+
+
+@dataclass(frozen=True)
+class NeighborQuery:
+    """Finds the neighbours of chunks of a text."""
+
+    database: ChunkDatabase
+    text: TokenStream
+    embedder: ChunkEmbedder
+    search: Search
+    job: NeighborsJob
+
+    def neighbors(self, chunks: range, on_rows: Callable[[int], None]) -> NDArray[np.int64]:
+        """[chunks, num_neighbors]"""
+        length = self.job.chunk_length
+        tokens = self.text.read(chunks.start * length, len(chunks) * length).reshape(len(chunks), length)
+        vectors = self.embedder.vectors(
+            list(tokens), lambda count: on_rows(count // 2)
+        )  # The search is the other half.
+        own = own_documents(self.text, chunks, length, self.job.exclude_sequence_length or length)
+        parts = []
+        for start in range(0, len(chunks), SLICE):
+            part = slice(start, start + SLICE)
+            found = self.search(vectors[part], min(self.job.num_neighbors_query, len(self.database))).rows
+            parts.append(first_allowed(found, self._is_own(found, own[part]), self.job.num_neighbors))
+            on_rows((len(chunks) + start + len(parts[-1])) // 2)
+        return np.concatenate(parts)
+
+    def _is_own(self, found: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """found: [n, k] chunks of the database -> whether each is of one of the documents own [n, 2] of the text."""
+        rows = self.database.rows[np.maximum(found, 0)].astype(np.int64)
+        number = self.database.number_of(self.job.text.fingerprint)
+        documents = rows[..., 1]
+        within = (own[:, :1] <= documents) & (documents <= own[:, 1:])
+        return within & (rows[..., 0] == (-1 if number is None else number))
+
+
+def open_text(prefix: str) -> TokenStream:
+    return TokenStream(IndexedDataset(prefix, verify_checksums=True), prefix)
+
+
+def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_length: int) -> NDArray[np.int64]:
+    """[chunks, 2]: the first and the last document that overlap the sample of each chunk."""
+    samples = np.arange(chunks.start, chunks.stop, dtype=np.int64) * chunk_length // sample_length
+    ends = np.minimum((samples + 1) * sample_length, len(text)) - 1
+    return np.stack([text.sequences_at(samples * sample_length), text.sequences_at(ends)], axis=1)
+
+
+def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+    """[n, k] chunks, the nearest first -> [n, count]: those that are not own, in their order; then -1."""
+    left_out = is_own | (found < 0)
+    order = np.argsort(left_out, axis=1, kind="stable")[:, :count]
+    kept = np.where(np.take_along_axis(left_out, order, 1), -1, np.take_along_axis(found, order, 1))
+    return np.pad(kept, ((0, 0), (0, count - kept.shape[1])), constant_values=-1).astype(np.int64)
+
+
+def _check(job: NeighborsJob) -> None:
+    length = job.exclude_sequence_length
+    if length is not None and length % job.chunk_length:
+        raise ConfigError(
+            f"--seq-length {length} is not a multiple of the database's chunks of {job.chunk_length} tokens; samples "
+            "are cut into whole chunks"
+        )
+    if job.num_neighbors_query < job.num_neighbors:
+        raise ConfigError(
+            f"--num-neighbors-query {job.num_neighbors_query} is fewer than --num-neighbors {job.num_neighbors}; find "
+            "at least as many as are kept"
+        )
+
+
+def _begin(folder: Path, manifest: NeighborsManifest) -> None:
+    """Make the folder, or check that what is in it belongs to the same job, whose text may have moved."""
+    path = folder / MANIFEST
+    if path.exists():
+        stored = read_record(path, NeighborsManifest)
+        require_same_job(folder, stored.job, manifest.job)
+        manifest = stored.model_copy(update={"prefix": manifest.prefix})
+    write_record(path, manifest)
+
+
+def _write(folder: Path, query: NeighborQuery, on_progress: OnProgress) -> None:
+    blocks = Blocks(folder, "neighbors", "run mt retro query again")
+    rows = ranges(query.job.count, query.job.block_rows)
+
+    def compute(number: int, on_rows: Callable[[int], None]) -> NDArray[np.int64]:
+        return query.neighbors(rows[number], on_rows)
+
+    write_blocks(blocks, list(map(len, rows)), range(len(rows)), compute, query.embedder.share, on_progress)
+    if is_writer():
+        _join(folder, blocks)
+
+
+def _join(folder: Path, blocks: Blocks) -> None:
+    """One array of all blocks, which are removed."""
+    manifest = read_record(folder / MANIFEST, NeighborsManifest)
+    temporary, shape = folder / f".{NEIGHBORS}", (manifest.job.count, manifest.job.num_neighbors)
+    joined = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)
+    parts = ranges(manifest.job.count, manifest.job.block_rows)
+    for number, rows in enumerate(parts):
+        joined[rows.start : rows.stop] = blocks.read(number)
+    joined.flush()
+    with temporary.open("rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+    temporary.replace(folder / NEIGHBORS)
+    stored = StoredFile(name=NEIGHBORS, sha256=digest)
+    write_record(folder / MANIFEST, manifest.model_copy(update={"neighbors": stored}))
+    blocks.remove(len(parts))
