@@ -411,6 +411,25 @@ LLAVA_15_7B = {
     },
     "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
 }  # fmt: skip
+SMOLVLM_500M = {
+    "architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "model_type": "smolvlm",
+    "pad_token_id": 128002, "scale_factor": 4,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"], "head_dim": 64, "hidden_size": 960, "intermediate_size": 2560,
+        "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama", "neftune_noise_alpha": 0.0,
+        "num_attention_heads": 15, "num_hidden_layers": 32, "num_key_value_heads": 5, "pad_token_id": 2,
+        "pixel_shuffle_factor": 4, "qk_layer_norms": False, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_theta": 100000, "torch_dtype": "bfloat16", "use_resampler": False, "vocab_size": 49280,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.1", "use_cache": False,
+    "use_reentrant_checkpointing": False,
+    "vision_config": {
+        "hidden_size": 768, "image_size": 512, "max_image_size": {"longest_edge": 512}, "model_type": "smolvlm_vision",
+        "num_attention_heads": 12, "patch_size": 16, "size": {"longest_edge": 2048}, "tie_word_embeddings": False,
+        "use_base_siglip": False,
+    },
+    "vocab_size": 49280,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -458,5 +477,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "clip-vit-large-patch14 (vision)": ("vision", CLIP_VIT_L14_VISION),
     "siglip-base-patch16-224 (vision)": ("vision", SIGLIP_BASE_VISION),
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
+    "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
 }
 """Checkpoint -> `model.family` and its config.json."""

@@ -23,6 +23,7 @@ from mt_models import (
     qwen,
     qwen_moe,
     retro,
+    smolvlm,
     t5,
     vision,
 )
@@ -47,6 +48,7 @@ FAMILIES = (
     biencoder.SPEC,
     vision.SPEC,
     llava.SPEC,
+    smolvlm.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -60,9 +60,22 @@ class VisionTower(LayoutModule):
         """[B, C, img_h, img_w] -> [B, S, H]"""
         raise NotImplementedError
 
+    def hidden_states(self, images: Tensor) -> Tensor:
+        """The state [B, S, H] behind the last layer, normalized where the tower has a norm there."""
+        *_, last = self.states(images)
+        return self.normalize(last)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The state [B, S, H] behind the last layer through the norm there, if the tower has one."""
+        return x
+
+    def pooling(self) -> list[nn.Module]:
+        """The modules that make the pooled vector."""
+        raise NotImplementedError
+
     def finishing(self) -> list[nn.Module]:
         """The modules that `finish` uses."""
-        raise NotImplementedError
+        return self.pooling()
 
     def finish(self, x: Tensor) -> VisionOutput:
         """From the state [B, S, H] behind the last layer."""
@@ -88,7 +101,7 @@ class ClipTower(VisionTower):
         first = self.class_token.expand(len(patches), 1, -1)
         return self.ln_pre(torch.cat((first, patches), dim=1) + self.position_embeddings.weight)
 
-    def finishing(self) -> list[nn.Module]:
+    def pooling(self) -> list[nn.Module]:
         return [] if self.ln_post is None else [self.ln_post]
 
     def finish(self, x: Tensor) -> VisionOutput:
@@ -106,11 +119,18 @@ class SiglipTower(VisionTower):
     def embed(self, images: Tensor) -> Tensor:
         return self.conv1(images) + self.position_embeddings.weight
 
+    def normalize(self, x: Tensor) -> Tensor:
+        normalized: Tensor = self.ln_post(x)
+        return normalized
+
+    def pooling(self) -> list[nn.Module]:
+        return [] if self.head is None else [self.head]
+
     def finishing(self) -> list[nn.Module]:
-        return [self.ln_post] if self.head is None else [self.ln_post, self.head]
+        return [self.ln_post, *self.pooling()]
 
     def finish(self, x: Tensor) -> VisionOutput:
-        x = self.ln_post(x)
+        x = self.normalize(x)
         return VisionOutput(x, None if self.head is None else self.head(x))
 
 
