@@ -66,14 +66,14 @@ def images_in(folder: Path) -> list[Image.Image]:
 
 
 def assert_same_pixels(ours: np.ndarray, theirs: np.ndarray, step: float) -> None:
-    """Within two steps of a pixel's value, most of them equal: Pillow rounds after each axis, and this is done twice.
+    """Within two steps of a pixel's value, nearly all equal: sums that end near one half may round either way.
 
     step: of a pixel's value, in what the model takes.
     """
     assert ours.shape == theirs.shape
     difference = np.abs(ours - theirs) / step
     assert difference.max() < 2.01
-    assert np.mean(difference > 0.5) < 0.25
+    assert np.mean(difference > 0.5) < 0.02
 
 
 def test_tiles_and_markers_are_those_of_idefics3(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -126,12 +126,16 @@ def fit(
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, resample: Resample = "bicubic") -> NDArray[np.uint8]:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3]"""
+    """uint8 [h, w, 3] -> uint8 [height, width, 3]. Whole values after each of width and height, as in Pillow."""
     if image.shape[:2] == (height, width):
         return image
-    wide = np.einsum("xw,hwc->hxc", weights(image.shape[1], width, resample), image.astype(np.float32), optimize=True)
-    tall = np.einsum("yh,hxc->yxc", weights(image.shape[0], height, resample), wide, optimize=True)
-    return np.rint(tall).clip(0, 255).astype(np.uint8)
+    across, down = weights(image.shape[1], width, resample), weights(image.shape[0], height, resample)
+    wide = as_bytes(np.einsum("xw,hwc->hxc", across, image.astype(np.float32), optimize=True))
+    return as_bytes(np.einsum("yh,hxc->yxc", down, wide.astype(np.float32), optimize=True))
+
+
+def as_bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    return np.rint(values).clip(0, 255).astype(np.uint8)
 
 
 @lru_cache(maxsize=64)
