@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.data.images.marker_tokenizer import write_marker_tokenizer
 
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
@@ -22,20 +22,8 @@ SIZES = [(40, 20), (19, 50), (16, 16), (64, 63)]
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory) -> Path:
-    """Bytes, a merge of two line ends, and the markers of both families; those of rows and columns only in part."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate([*alphabet, "ĊĊ"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    rows = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
-    named = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *rows]
-    named += ["<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<eod>"]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    keys = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eod>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(keys))
+    write_marker_tokenizer(folder)
     return folder
 
 

@@ -78,6 +78,12 @@ def test_a_slower_example_is_the_same_on_two_processes(name: str, layout: str) -
 
 
 @pytest.mark.slow
+def test_a_tower_is_a_part_of_the_first_stage() -> None:
+    """On two stages; tests/models/test_vision_tensor_parallel.py divides its tensors."""
+    require_same(example("smolvlm", PP))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[TP], [PP, 'model.freeze=["vision_model", "language_model"]']], ids=str)
 def test_images_are_the_same_on_two_processes(settings: list[str]) -> None:
     """Whole, and in LLaVA's first stage, where only the projection is trained."""

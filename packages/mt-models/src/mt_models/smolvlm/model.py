@@ -35,7 +35,7 @@ class SmolVLMProjection(nn.Module):
         self.encoder = ColumnParallelLinear(width, decoder.hidden_size, whole, bias=False, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_copies(self.encoder(pixel_shuffle(x, self.grid, self.factor)), -1, self.tp)
+        return gather_copies(self.encoder(pixel_shuffle(x, self.grid, self.factor)), 2, self.tp)
 
 
 class SmolVLMModel(VisionLanguageModel):
