@@ -14,6 +14,7 @@ from mt_models import (
     granite_moe,
     heads,
     hybrid,
+    internvl,
     llama,
     llava,
     mamba,
@@ -49,6 +50,7 @@ FAMILIES = (
     vision.SPEC,
     llava.SPEC,
     smolvlm.SPEC,
+    internvl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from mt_core.config.checks import divisors, listed
 from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
 from mt_core.errors import ConfigError
@@ -178,6 +179,17 @@ def check_parts(model: VisionLanguageConfig, config: Config) -> None:
     check_images(model.vision_model, config, "model.vision_model")
     _check_samples(model, config)
     _check_decoder(model, config)
+
+
+def check_squares(tower: VisionEncoderConfig, side: int) -> None:
+    """Raise ConfigError where squares of `side` by `side` patches do not fill an image."""
+    rows, columns = tower.grid
+    if rows % side or columns % side:
+        both = [number for number in divisors(rows) if columns % number == 0]
+        raise ConfigError(
+            f"model.scale_factor={side} does not divide the {rows} by {columns} patches of an image; it can be "
+            f"{listed(both)}"
+        )
 
 
 def _check_features(model: LlavaConfig) -> None:

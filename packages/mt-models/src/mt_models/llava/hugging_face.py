@@ -178,14 +178,19 @@ def tied_output(config: VisionLanguageConfig, names: NameMap, output: str) -> Ma
 
 def spelling(config: LlavaConfig, name: str) -> str:
     """The published name, from that of transformers 5 and of the decoder as a single model."""
+    name = published_spelling(name)
+    if name.startswith(TOWER):
+        return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))
+    return name
+
+
+def published_spelling(name: str) -> str:
+    """The published name of a part, from that of transformers 5; within the tower it may differ."""
     if name == OUTPUT:
         return DECODER + OUTPUT
     if name.startswith(STEM + DECODER):
         return DECODER + STEM + name.removeprefix(STEM + DECODER)
-    name = name.removeprefix(STEM)
-    if name.startswith(TOWER):
-        return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))
-    return name
+    return name.removeprefix(STEM)
 
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.smolvlm.config:SmolVLMConfig"),
     build=Lazy("mt_models.smolvlm.model:build_smolvlm"),
     check=Lazy("mt_models.smolvlm.config:check_smolvlm"),
-    shrink=Lazy("mt_models.smolvlm.shrink:shrink_smolvlm"),
+    shrink=Lazy("mt_models.llava.shrink:shrink_squares"),
     presets=Lazy("mt_models.smolvlm.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.smolvlm.hugging_face:HUGGING_FACE"),

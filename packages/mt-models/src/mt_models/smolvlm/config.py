@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, PositiveInt
 from mt_core.errors import ConfigError
-from mt_models.llava.config import VisionLanguageConfig, check_parts
+from mt_models.llava.config import VisionLanguageConfig, check_parts, check_squares
 
 TILES_OF_EDGE = 4
 """Tiles along the longer side of an image, in the published models."""
@@ -43,18 +43,8 @@ def check_smolvlm(config: Config) -> None:
             f"model.vision_model.vision_model_type={model.vision_model.vision_model_type} has a class token, and "
             'model.family=smolvlm makes features of patches alone; set it to "siglip"'
         )
-    check_squares(model.vision_model.grid, "model.scale_factor", model.scale_factor)
+    check_squares(model.vision_model, model.scale_factor)
     check_parts(model, config)
     tensor_parallel = config.parallel.tensor_model_parallel_size
     width = model.decoder.hidden_size
     must_divide("parallel.tensor_model_parallel_size", tensor_parallel, "model.language_model.hidden_size", width)
-
-
-def check_squares(grid: tuple[int, int], key: str, side: int) -> None:
-    """Raise ConfigError where squares of `side` by `side` patches do not fill the grid."""
-    rows, columns = grid
-    if rows % side or columns % side:
-        both = [number for number in divisors(rows) if columns % number == 0]
-        raise ConfigError(
-            f"{key}={side} does not divide the {rows} by {columns} patches of an image; it can be {listed(both)}"
-        )

@@ -38,7 +38,7 @@ class VisionTower(LayoutModule):
         ctx = environment.parallel
         super().__init__(ctx)
         self.config = config
-        self.conv1 = PatchEmbedding(config, ctx, bias=not config.has_class_token)
+        self.conv1 = PatchEmbedding(config, ctx, bias=config.vision_model_type != "clip")
         self.position_embeddings = LearnedTable(
             config.num_positions, config.hidden_size, normal(config.init_method_std), ctx
         )
@@ -82,30 +82,51 @@ class VisionTower(LayoutModule):
         raise NotImplementedError
 
 
-class ClipTower(VisionTower):
-    """CLIP: a class token before the patches, a norm before the layers; the pooled vector is its normalized state."""
+class ClassTokenTower(VisionTower):
+    """A class token before the patches."""
 
     class_token: Tensor
 
     def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
+        self.declare("class_token", ParameterLayout((config.hidden_size,), normal(config.init_method_std)))
+
+    def embed(self, images: Tensor) -> Tensor:
+        patches = self.conv1(images)
+        first = self.class_token.expand(len(patches), 1, -1)
+        return torch.cat((first, patches), dim=1) + self.position_embeddings.weight
+
+
+class ClipTower(ClassTokenTower):
+    """CLIP: a norm before the layers; the pooled vector is the normalized state of the class token."""
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
         width, ctx = config.hidden_size, self.ctx
-        self.declare("class_token", ParameterLayout((width,), normal(config.init_method_std)))
         self.ln_pre = build_norm(config.normalization, width, config.norm_epsilon, ctx)
         self.ln_post: nn.Module | None = None
         if config.has_pooler:
             self.ln_post = build_norm(config.normalization, width, config.norm_epsilon, ctx)
 
     def embed(self, images: Tensor) -> Tensor:
-        patches = self.conv1(images)
-        first = self.class_token.expand(len(patches), 1, -1)
-        return self.ln_pre(torch.cat((first, patches), dim=1) + self.position_embeddings.weight)
+        normalized: Tensor = self.ln_pre(super().embed(images))
+        return normalized
 
     def pooling(self) -> list[nn.Module]:
         return [] if self.ln_post is None else [self.ln_post]
 
     def finish(self, x: Tensor) -> VisionOutput:
         return VisionOutput(x, None if self.ln_post is None else self.ln_post(x[:, 0]))
+
+
+class InternVitTower(ClassTokenTower):
+    """InternViT: no norm around the layers, no pooled vector."""
+
+    def pooling(self) -> list[nn.Module]:
+        return []
+
+    def finish(self, x: Tensor) -> VisionOutput:
+        return VisionOutput(x, None)
 
 
 class SiglipTower(VisionTower):
@@ -134,7 +155,7 @@ class SiglipTower(VisionTower):
         return VisionOutput(x, None if self.head is None else self.head(x))
 
 
-TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower}
+TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower, "internvit": InternVitTower}
 """By vision_model_type."""
 
 
