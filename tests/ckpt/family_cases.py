@@ -74,6 +74,7 @@ AUTO = {
     "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
+    "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -113,6 +114,13 @@ def smolvlm(**text_keys: Any) -> Case:
     parts = {"vision_config": ("Idefics3VisionConfig", TOWER), "text_config": ("LlamaConfig", text_keys)}
     keys = {"image_token_id": IMAGE, "scale_factor": 3}
     return Case("smolvlm", "Idefics3ForConditionalGeneration", "Idefics3Config", keys, "text_with_views", parts)
+
+
+def internvl(**text_keys: Any) -> Case:
+    tower = {**TOWER, "image_size": 8, "attention_bias": True}
+    parts = {"vision_config": ("InternVLVisionConfig", tower), "text_config": ("Qwen2Config", text_keys)}
+    keys = {"image_token_id": IMAGE, "tie_word_embeddings": False}
+    return Case("internvl", "InternVLForConditionalGeneration", "InternVLConfig", keys, "text_with_small_images", parts)
 
 
 CASES: dict[str, Case] = {
@@ -215,6 +223,7 @@ CASES: dict[str, Case] = {
         multimodal_projector_bias=False,
     ),
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
+    "internvl": internvl(**DECODER, pad_token_id=0),
 }
 
 
@@ -255,6 +264,9 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     if case.inputs == "text_with_views":
         tokens[:, 2] = IMAGE
         return {"input_ids": tokens, "pixel_values": images[:, None]}
+    if case.inputs == "text_with_small_images":
+        tokens[:, 2] = IMAGE
+        return {"input_ids": tokens, "pixel_values": images[..., :8, :8]}
     tokens[:, 2 : 2 + FEATURES] = IMAGE
     return {"input_ids": tokens, "pixel_values": images}
 

@@ -89,9 +89,14 @@ CASES: dict[str, dict[str, Any]] = {
         "scale_factor": 2,
         "vision_model": {**convert_cases.TOWER, "vision_model_type": "siglip", "add_pooler": False},
     },
+    "internvl": {
+        **convert_cases.MODELS["llava"],
+        "family": "internvl",
+        "vision_model": {**convert_cases.TOWER, "vision_model_type": "internvit"},
+    },
 }
 NO_MEGATRON = {
-    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm"),
+    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

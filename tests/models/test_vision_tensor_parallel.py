@@ -42,6 +42,13 @@ CASES = {
         "language_model": {"family": "llama", "num_query_groups": 2, **DECODER},
         "scale_factor": 2,
     },
+    "InternVL": {
+        "family": "internvl",
+        "vocab_size": VOCAB,
+        "image_token_index": IMAGE,
+        "vision_model": {**TOWER, "vision_model_type": "internvit", "patch_dim": 2},
+        "language_model": {"family": "qwen", "num_query_groups": 2, **DECODER},
+    },
 }
 OF_TEXTS = [name for name, keys in CASES.items() if "language_model" in keys]
 

@@ -9,6 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.data.images.marker_tokenizer import write_marker_tokenizer
+from tests.data.images.reference_processors import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    InternVLProcessor,
+    idefics3_processor,
+)
 
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
@@ -64,24 +70,30 @@ def assert_same_pixels(ours: np.ndarray, theirs: np.ndarray, step: float) -> Non
     assert np.mean(difference > 0.5) < 0.02
 
 
-def test_tiles_and_markers_are_those_of_idefics3(tokenizer_folder: Path, tmp_path: Path) -> None:
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+IDEFICS3 = {"image_longest_edge": 3 * SIDE, "image_markers": "idefics3", "resample": "lanczos"}
+INTERNVL = {
+    "max_num_tiles": 12, "use_thumbnail": True, "resize": "squash", "image_markers": "internvl",
+    "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD,
+}  # fmt: skip
+CASES = {
+    "idefics3": (IDEFICS3, "<image>", lambda tokenizer: idefics3_processor(tokenizer, SIDE, 3 * SIDE, FEATURES)),
+    "internvl": (INTERNVL, "<IMG_CONTEXT>", lambda tokenizer: InternVLProcessor(tokenizer, SIDE, FEATURES)),
+}
 
-    images = images_in(tmp_path)
-    processor = transformers.Idefics3Processor(
-        Idefics3ImageProcessorPil(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE}),
-        transformers.AutoTokenizer.from_pretrained(tokenizer_folder),
-        image_seq_len=FEATURES,
-    )
-    text = "see <image>\n\nhere"
+
+@pytest.mark.parametrize("family", CASES)
+def test_tiles_and_markers_are_those_of_the_processor(family: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    keys, mark, make = CASES[family]
+    images, text = images_in(tmp_path), "see <image>\n\nhere"
+    processor = make(transformers.AutoTokenizer.from_pretrained(tokenizer_folder))
     lines = [{"image": f"{number}.png", "text": text} for number in range(len(images))]
-    keys = {"image_longest_edge": 3 * SIDE, "image_markers": "idefics3", "resample": "lanczos"}
-    samples = samples_of(tokenizer_folder, lines, "<image>", tmp_path, **keys)
+    samples = samples_of(tokenizer_folder, lines, mark, tmp_path, **keys)
     for sample, image in zip(samples, images, strict=True):
-        theirs = processor(images=[[image]], text=[text], return_tensors="np")
+        theirs = processor(images=[[image]], text=[text.replace("<image>", mark)], return_tensors="np")
         ids = theirs["input_ids"][0].tolist()
         assert sample["tokens"][: len(ids)].tolist() == ids
-        views = theirs["pixel_values"][0]
-        assert_same_pixels(sample["images"][: len(views)], views, 2 / 255)
+        views = theirs["pixel_values"].reshape(-1, 3, SIDE, SIDE)
+        assert_same_pixels(sample["images"][: len(views)], views, 1 / 255 / min(keys.get("image_std", [0.5])))
         assert not sample["images"][len(views) :].any()
-        assert sample["loss_mask"].sum() == len(processor.tokenizer(text).input_ids) - 1
+        # What counts is the text without its first token, and the end.
+        assert sample["loss_mask"].sum() == len(processor.tokenizer(text.replace("<image>", "")).input_ids)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.data.images.marker_tokenizer import write_marker_tokenizer
+from tests.data.images.reference_processors import InternVLProcessor, idefics3_processor
 from tests.infer.server.served import chat_format, live
 from tests.models.vision_reference import randomize
 
@@ -39,18 +40,25 @@ TEXT = {
 
 def smolvlm(vocabulary: int, image_token: int, tokenizer: Any) -> tuple[Any, Any]:
     """The model and its processor: four tiles along the longer side, of 4 features each."""
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
     config = transformers.Idefics3Config(
         vision_config=TOWER, text_config={"model_type": "llama", "vocab_size": vocabulary, **TEXT}, scale_factor=3,
         image_token_id=image_token,
     )  # fmt: skip
-    sizes = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
-    processor = transformers.Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, image_seq_len=4)
+    processor = idefics3_processor(tokenizer, SIDE, 4 * SIDE, 4)
     return transformers.Idefics3ForConditionalGeneration(config), processor
 
 
-FAMILIES = {"smolvlm": (smolvlm, "<image>")}
+def internvl(vocabulary: int, image_token: int, tokenizer: Any) -> tuple[Any, Any]:
+    """Up to 12 tiles and the whole, of 9 features each."""
+    text = {"model_type": "qwen2", "vocab_size": vocabulary, **TEXT}
+    config = transformers.InternVLConfig(
+        vision_config={**TOWER, "attention_bias": True}, text_config=text, image_token_id=image_token,
+        tie_word_embeddings=False, downsample_ratio=0.5,
+    )  # fmt: skip
+    return transformers.InternVLForConditionalGeneration(config), InternVLProcessor(tokenizer, SIDE, 9)
+
+
+FAMILIES = {"smolvlm": (smolvlm, "<image>"), "internvl": (internvl, "<IMG_CONTEXT>")}
 
 
 @pytest.fixture(scope="module")
