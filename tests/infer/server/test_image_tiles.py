@@ -61,6 +61,19 @@ def internvl(vocabulary: int, image_token: int, tokenizer: Any) -> tuple[Any, An
 FAMILIES = {"smolvlm": (smolvlm, "<image>"), "internvl": (internvl, "<IMG_CONTEXT>")}
 
 
+def reference_folder(family: str, folder: Path) -> tuple[Any, Any, str, int]:
+    """Writes a tokenizer and a model with random weights; the model, its processor, the image token and its id."""
+    folder.mkdir(exist_ok=True)
+    make, mark = FAMILIES[family]
+    vocabulary = write_marker_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    token = tokenizer.convert_tokens_to_ids(mark)
+    model, processor = make(vocabulary, token, tokenizer)
+    randomize(model.float().eval())
+    model.save_pretrained(folder)
+    return model, processor, mark, token
+
+
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("images") / "one.png"
@@ -72,13 +85,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_is_continued_as_the_reference_does(family: str, picture: Path, tmp_path: Path, capsys) -> None:
     """`mt generate` and the server's chat, whose prompt is the same text."""
-    make, mark = FAMILIES[family]
-    vocabulary = write_marker_tokenizer(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    model, processor = make(vocabulary, tokenizer.convert_tokens_to_ids(mark), tokenizer)
-    model = model.float().eval()
-    randomize(model)
-    model.save_pretrained(tmp_path)
+    model, processor, mark, _ = reference_folder(family, tmp_path)
     text = chat_format().text([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "so?"}]}])
     asked = processor(text=[text.replace("<image>", mark)], images=[[Image.open(picture)]], return_tensors="pt")
     given = {key: asked[key] for key in ("input_ids", "attention_mask", "pixel_values")}
