@@ -12,6 +12,6 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.internvl.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.internvl.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:LLAVA"),
+        "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),
     },
 )
