@@ -169,12 +169,6 @@ def check_llava(config: Config) -> None:
 
 def check_parts(model: VisionLanguageConfig, config: Config) -> None:
     """Raise ConfigError for a tower or decoder that cannot be built, and for samples made for another model."""
-    if (size := config.parallel.context_parallel_size) > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={size} divides sequences, and model.family={model.family} puts the "
-            "features of an image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for "
-            "long sequences"
-        )
     check_encoder(model.vision_model, config, "model.vision_model")
     check_images(model.vision_model, config, "model.vision_model")
     _check_samples(model, config)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
+from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.model import Model, contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
@@ -47,6 +49,7 @@ class VisionLanguageModel(Model):
         """config: a VisionLanguageConfig."""
         super().__init__()
         self.config = config
+        self.cp = environment.parallel.cp
         self.vision_model: VisionTower | None = None
         self.vision_projection = None
         if environment.has_first:
@@ -109,11 +112,21 @@ class VisionLanguageModel(Model):
         return places, tokens.masked_fill(places, 0)
 
     def _with_images(self, places: Tensor, images: Tensor | None) -> AbstractContextManager[None]:
-        """A context in which the features of images are spliced in at `places` [B, S]."""
+        """A context in which the features of images are spliced in at `places` [B, S], this rank's positions."""
         if images is None:
             self._require_tokens(places, 0)
             return nullcontext()
-        return spliced_words(word_embeddings(self.language_model), places, self._features_of_batch(places, images))
+        whole = unshard_sequence(places.int(), SEQUENCE_DIM, self.cp).bool()
+        features = self._features_of_batch(whole, images)
+        if self.cp.size > 1:
+            features = features.index_select(0, self._own_features(places, whole))
+        return spliced_words(word_embeddings(self.language_model), places, features)
+
+    def _own_features(self, places: Tensor, whole: Tensor) -> Tensor:
+        """Numbers, counted over the batch, of the features at this rank's places. places: of its positions. whole: of
+        all positions of the sequences."""
+        numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)
+        return shard_sequence(numbers, SEQUENCE_DIM, self.cp)[places]
 
     def _features_of_batch(self, places: Tensor, images: Tensor) -> Tensor:
         """[image tokens, H]"""

@@ -18,6 +18,7 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import Axis
 from mt_models.blocks.replicated import ReplicatedLinear
 from mt_models.blocks.tables import LearnedTable
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
@@ -160,8 +161,9 @@ TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower
 
 
 def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> VisionTower:
-    """A tower for any model; under sequence parallelism it has whole sequences on every rank."""
-    whole = replace(environment.parallel, sequence_parallel=False)
+    """A tower for any model; under sequence and context parallelism it has whole sequences on every rank."""
+    ctx = environment.parallel
+    whole = replace(ctx, sequence_parallel=False, axes={**ctx.axes, "cp": Axis()})
     return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
 
 
