@@ -73,6 +73,8 @@ AUTO = {
     "ForPreTraining": "AutoModelForPreTraining",
     "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
+    "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
+    "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -106,6 +108,19 @@ def llava(vision: str, text: str, text_keys: dict[str, Any], **keys: Any) -> Cas
     parts = {"vision_config": (f"{vision}VisionConfig", TOWER), "text_config": (f"{text}Config", text_keys)}
     keys = {"image_token_index": IMAGE, **keys}
     return Case("llava", "LlavaForConditionalGeneration", "LlavaConfig", keys, "text_with_images", parts)
+
+
+def smolvlm(**text_keys: Any) -> Case:
+    parts = {"vision_config": ("Idefics3VisionConfig", TOWER), "text_config": ("LlamaConfig", text_keys)}
+    keys = {"image_token_id": IMAGE, "scale_factor": 3}
+    return Case("smolvlm", "Idefics3ForConditionalGeneration", "Idefics3Config", keys, "text_with_views", parts)
+
+
+def internvl(**text_keys: Any) -> Case:
+    tower = {**TOWER, "image_size": 8, "attention_bias": True}
+    parts = {"vision_config": ("InternVLVisionConfig", tower), "text_config": ("Qwen2Config", text_keys)}
+    keys = {"image_token_id": IMAGE, "tie_word_embeddings": False}
+    return Case("internvl", "InternVLForConditionalGeneration", "InternVLConfig", keys, "text_with_small_images", parts)
 
 
 CASES: dict[str, Case] = {
@@ -207,6 +222,8 @@ CASES: dict[str, Case] = {
         vision_feature_select_strategy="full",
         multimodal_projector_bias=False,
     ),
+    "smolvlm": smolvlm(**DECODER, pad_token_id=0),
+    "internvl": internvl(**DECODER, pad_token_id=0),
 }
 
 
@@ -244,6 +261,12 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)[:, :9]}
     if case.inputs == "images":
         return {"pixel_values": images}
+    if case.inputs == "text_with_views":
+        tokens[:, 2] = IMAGE
+        return {"input_ids": tokens, "pixel_values": images[:, None]}
+    if case.inputs == "text_with_small_images":
+        tokens[:, 2] = IMAGE
+        return {"input_ids": tokens, "pixel_values": images[..., :8, :8]}
     tokens[:, 2 : 2 + FEATURES] = IMAGE
     return {"input_ids": tokens, "pixel_values": images}
 

@@ -83,9 +83,20 @@ CASES: dict[str, dict[str, Any]] = {
     "retro": {**MODELS["gpt"], "family": "retro", "retro_cross_attention_layers": [2, 4]},
     "vision": convert_cases.MODELS["vision"],
     "llava": convert_cases.MODELS["llava"],
+    "smolvlm": {
+        **convert_cases.MODELS["llava"],
+        "family": "smolvlm",
+        "scale_factor": 2,
+        "vision_model": {**convert_cases.TOWER, "vision_model_type": "siglip", "add_pooler": False},
+    },
+    "internvl": {
+        **convert_cases.MODELS["llava"],
+        "family": "internvl",
+        "vision_model": {**convert_cases.TOWER, "vision_model_type": "internvit"},
+    },
 }
 NO_MEGATRON = {
-    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava"),
+    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

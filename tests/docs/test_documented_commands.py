@@ -42,6 +42,7 @@ NOT_RUN = {
     r"mt eval ": "reads files of the reader's; tests/eval and tests/peer run them",
     r"mt generate runs/first --input \w+\.jsonl --output (answers|programs|texts)": "reads prompts of the reader's",
     r"mt generate runs/(t5|llava)": "needs a trained run; tests/infer/test_conditioned_prompts.py makes small ones",
+    r"mt generate (SmolVLM|InternVL3)": "a published model; tests/infer/server/test_image_tiles.py makes small ones",
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",

@@ -23,7 +23,7 @@ from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
 from mt_data.datasets.images.shapes import draw
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
-from mt_infer.prompts import IMAGES, PromptEncoder, deal_images, read_images
+from mt_infer.prompts import IMAGES, WHOLE, PromptEncoder, all_views, deal_images, read_images
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -83,10 +83,11 @@ def test_a_text_with_images_begins_once() -> None:
         def encode(self, text: str) -> list[int]:
             return [258, *super().encode(text)]
 
-    model = SimpleNamespace(image_token_index=300, image_seq_length=2)
-    encoder = PromptEncoder(BeginsTexts(), model, ["images"])
-    assert encoder.with_images("a<image>b", [1]) == [258, ord("a"), 300, 300, ord("b")]
-    assert encoder.with_images("b", [1]) == [258, 300, 300, ord("b")]
+    model = SimpleNamespace(image_token_index=300)
+    data = ImageTextDataConfig(image_token_index=300, image_seq_length=2)
+    encoder = PromptEncoder(BeginsTexts(), SimpleNamespace(model=model, data=data), ["images"])
+    assert encoder.with_images("a<image>b", [WHOLE]) == [258, ord("a"), 300, 300, ord("b")]
+    assert encoder.with_images("b", [WHOLE]) == [258, 300, 300, ord("b")]
 
 
 def test_images_are_dealt_to_prompts_in_order() -> None:
@@ -171,10 +172,10 @@ def test_a_prompt_has_the_tiles_of_training(tmp_path: Path) -> None:
     )
     tokenizer = ByteLevelTokenizer()
     sample = build_image_text(data, tokenizer, SplitRequest("train", 1, 32, seed=1))[0]
-    model = SimpleNamespace(image_token_index=261, image_seq_length=2, vocab_size=None)
-    encoder = PromptEncoder(tokenizer, model, (IMAGES,))
-    views = read_images([ImageFile(tmp_path / "wide.npy")], data)
-    ids = encoder.with_images("a <image> b", [len(one) for one in views])
+    model = SimpleNamespace(image_token_index=261, vocab_size=None)
+    encoder = PromptEncoder(tokenizer, SimpleNamespace(model=model, data=data), (IMAGES,))
+    images = read_images([ImageFile(tmp_path / "wide.npy")], data)
+    ids = encoder.with_images("a <image> b", [image.grid for image in images])
     assert ids == sample["tokens"][: len(ids)].tolist()
     assert ids.count(261) == 4 * 2
-    assert torch.equal(torch.cat(views), torch.from_numpy(sample["images"][:4]))
+    assert torch.equal(all_views(images), torch.from_numpy(sample["images"][:4]))

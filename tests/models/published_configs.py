@@ -411,6 +411,49 @@ LLAVA_15_7B = {
     },
     "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
 }  # fmt: skip
+SMOLVLM_500M = {
+    "architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "model_type": "smolvlm",
+    "pad_token_id": 128002, "scale_factor": 4,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"], "head_dim": 64, "hidden_size": 960, "intermediate_size": 2560,
+        "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama", "neftune_noise_alpha": 0.0,
+        "num_attention_heads": 15, "num_hidden_layers": 32, "num_key_value_heads": 5, "pad_token_id": 2,
+        "pixel_shuffle_factor": 4, "qk_layer_norms": False, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_theta": 100000, "torch_dtype": "bfloat16", "use_resampler": False, "vocab_size": 49280,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.1", "use_cache": False,
+    "use_reentrant_checkpointing": False,
+    "vision_config": {
+        "hidden_size": 768, "image_size": 512, "max_image_size": {"longest_edge": 512}, "model_type": "smolvlm_vision",
+        "num_attention_heads": 12, "patch_size": 16, "size": {"longest_edge": 2048}, "tie_word_embeddings": False,
+        "use_base_siglip": False,
+    },
+    "vocab_size": 49280,
+}  # fmt: skip
+INTERNVL3_1B = {
+    "architectures": ["InternVLForConditionalGeneration"], "downsample_ratio": 0.5, "image_seq_length": 256,
+    "image_token_id": 151667, "model_type": "internvl", "projector_hidden_act": "gelu",
+    "text_config": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 70, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"}, "rope_theta": 1000000.0,
+        "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151674,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0",
+    "vision_config": {
+        "architectures": ["InternVisionModel"], "attention_bias": True, "attention_dropout": 0.0, "dropout": 0.0,
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 1024, "image_size": [448, 448],
+        "initializer_factor": 0.1, "initializer_range": 1e-10, "intermediate_size": 4096, "layer_norm_eps": 1e-06,
+        "layer_scale_init_value": 0.1, "model_type": "internvl_vision", "norm_type": "layer_norm",
+        "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": [14, 14],
+        "projection_dropout": 0.0, "torch_dtype": "bfloat16", "use_absolute_position_embeddings": True,
+        "use_mask_token": False, "use_mean_pooling": True, "use_qk_norm": False,
+    },
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -458,5 +501,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "clip-vit-large-patch14 (vision)": ("vision", CLIP_VIT_L14_VISION),
     "siglip-base-patch16-224 (vision)": ("vision", SIGLIP_BASE_VISION),
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
+    "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
+    "internvl3-1b": ("internvl", INTERNVL3_1B),
 }
 """Checkpoint -> `model.family` and its config.json."""

@@ -24,7 +24,6 @@ from tests.models.vision_reference import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.data.loader import collate
@@ -420,11 +419,6 @@ def changed(part: str, **keys) -> dict:
 def test_impossible_configurations_name_the_legal_values(host, keys, words) -> None:
     with pytest.raises(ConfigError, match=words):
         config_from(host, SMALL | keys, data={"seq_length": 16})
-
-
-def test_context_parallelism_is_refused_with_the_reason(host) -> None:
-    with as_world(2), pytest.raises(ConfigError, match=r"context_parallel_size=2 divides sequences.*any place"):
-        config_from(host, SMALL, data={"seq_length": 16}, parallel={"context_parallel_size": 2})
 
 
 def test_an_unknown_family_is_named_with_those_that_exist(host) -> None:

@@ -15,8 +15,9 @@ WITHOUT_EFFECT = {
     "qwen2-7b": {"sliding_window"},
     "qwen2.5-0.5b": {"sliding_window"},
     "deepseek-v2-lite": {"n_group", "topk_group"},
+    "smolvlm2-500m": {"model_type", "architectures"},
 }
-"""Keys that other keys of the same file switch off."""
+"""Keys that other keys of the same file switch off, and types that compute the same as the one that is written."""
 KEPT = {"max_position_embeddings", "decoder_start_token_id"}
 """Keys that no written file may lack where the published one has them."""
 

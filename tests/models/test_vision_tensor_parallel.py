@@ -1,4 +1,5 @@
-"""Towers and LLaVA sharded over two tensor-parallel ranks against the same models in one process."""
+"""Towers and models of images and text on two tensor-parallel or context-parallel ranks against the same models in one
+process."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from tests.models.vision_reference import config_from, random_images
 from torch import Tensor, nn
 
+from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import gather_logits
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
@@ -34,17 +36,35 @@ CASES = {
         "language_model": {"family": "gpt", "max_position_embeddings": 16, **DECODER},
         "vision_projection_type": "affine",
     },
+    "SmolVLM": {
+        "family": "smolvlm",
+        "vocab_size": VOCAB,
+        "image_token_index": IMAGE,
+        "vision_model": {**TOWER, "vision_model_type": "siglip", "add_pooler": False, "patch_dim": 2},
+        "language_model": {"family": "llama", "num_query_groups": 2, **DECODER},
+        "scale_factor": 2,
+    },
+    "InternVL": {
+        "family": "internvl",
+        "vocab_size": VOCAB,
+        "image_token_index": IMAGE,
+        "vision_model": {**TOWER, "vision_model_type": "internvit", "patch_dim": 2},
+        "language_model": {"family": "qwen", "num_query_groups": 2, **DECODER},
+    },
 }
+OF_TEXTS = [name for name, keys in CASES.items() if "language_model" in keys]
 
 
 def output(model: nn.Module, case: str, ctx: ParallelContext) -> Tensor:
     """What the model computes, whole on every rank."""
     images = random_images(2, 3, 8, 8)
-    if case.startswith("LLaVA"):
+    if case in OF_TEXTS:
         tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
         tokens[0, 6:10] = IMAGE  # across the border between the halves of a sharded sequence
-        tokens[1, :4] = IMAGE
-        return model(tokens, images)
+        tokens[1, 2:6] = IMAGE  # across the border between chunks of context-parallel ranks
+        positions = torch.arange(16).expand(2, 16)
+        own = [shard_sequence(x, 1, ctx.cp) for x in (tokens, positions)]
+        return model(own[0], images, own[1])
     out = model(images)
     return out if isinstance(out, Tensor) else out.pooled
 
@@ -56,28 +76,35 @@ def forward_backward(case: str, host, ctx: ParallelContext) -> tuple[Tensor, nn.
     model = host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
     initialize(model, 1, ctx)
     out = output(model, case, ctx)
-    weights = torch.randn(*out.shape[:-1], VOCAB, generator=torch.Generator().manual_seed(4))
-    if case.startswith("LLaVA"):
+    if case in OF_TEXTS:
+        weights = torch.randn(2, 16, VOCAB, generator=torch.Generator().manual_seed(4))
+        weights = shard_sequence(weights, 1, ctx.cp)
         own = model.language_model.embedding.word_embeddings.range
         (out * weights[..., own.start : own.stop]).sum().backward()
         out = gather_logits(out.detach(), VOCAB, config.model.make_vocab_size_divisible_by, ctx)
+        out = unshard_sequence(out, 1, ctx.cp)
     else:
+        weights = torch.randn(*out.shape[:-1], VOCAB, generator=torch.Generator().manual_seed(4))
         (out * weights[..., : out.shape[-1]]).sum().backward()
     layouts = parameter_layouts(model)
     for name, parameter in model.named_parameters():
-        for axis in layouts[name].partial_gradient:
-            if parameter.grad is not None:
+        for axis in (*layouts[name].partial_gradient, "cp"):
+            if parameter.grad is not None and ctx.axis(axis).size > 1:
                 parameter.grad = all_reduce(parameter.grad, ctx.axis(axis))
     return out.detach(), model
 
 
-def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
+LAYOUTS = {"tp": (AxisSizes(tp=2), False), "sequence": (AxisSizes(tp=2), True), "cp": (AxisSizes(cp=2), False)}
+
+
+def differences(rank: int, world_size: int, layout: str) -> dict[str, float]:
     """Of outputs and of this rank's slice of every gradient, in units of the largest value."""
     host = load_plugins()
-    sharded = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
+    sizes, sequence_parallel = LAYOUTS[layout]
+    sharded = build_parallel_context(sizes, sequence_parallel=sequence_parallel)
     found = {}
     for case in CASES:
-        if sequence_parallel and not case.startswith("LLaVA"):
+        if layout != "tp" and case not in OF_TEXTS:
             continue
         out, model = forward_backward(case, host, sharded)
         expected, whole = forward_backward(case, host, ParallelContext())
@@ -97,10 +124,10 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_compute_the_outputs_and_gradients_of_one(monkeypatch, sequence_parallel) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_compute_the_outputs_and_gradients_of_one(monkeypatch, layout) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for found in run_ranks(2, differences, sequence_parallel):
+    for found in run_ranks(2, differences, layout):
         assert len(found) > 50
         wrong = {name: difference for name, difference in found.items() if difference > 5e-5}
         assert not wrong

@@ -19,11 +19,12 @@ from mt_tools.verify.small_runs import record
 pytestmark = pytest.mark.dist
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-DATA, TP, EP, PP = (
+DATA, TP, EP, PP, CP = (
     "parallel.use_distributed_optimizer=true",
     "parallel.tensor_model_parallel_size=2",
     "parallel.expert_model_parallel_size=2",
     "parallel.pipeline_model_parallel_size=2",
+    "parallel.context_parallel_size=2",
 )
 EXAMPLE_LAYOUTS = {"deepseek": EP, "mixtral-tiny": EP, "vision": TP}
 PRESET_LAYOUTS = {"gpt-tiny": PP, "llama3-8b": TP, "mixtral-8x7b": EP, "deepseek-v3": EP, "qwen3-30b-a3b": EP}
@@ -42,7 +43,13 @@ def preset(name: str, *settings: str) -> Config:
 def whole(config: Config) -> Config:
     """The same in one process."""
     small: dict[str, Any] = dict.fromkeys(
-        ("tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size"), 1
+        (
+            "tensor_model_parallel_size",
+            "expert_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        ),
+        1,
     )
     small["use_distributed_optimizer"] = False
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=small)})
@@ -75,6 +82,13 @@ def test_an_example_is_the_same_on_two_processes(name: str) -> None:
 )
 def test_a_slower_example_is_the_same_on_two_processes(name: str, layout: str) -> None:
     require_same(example(name, layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [PP, CP])
+def test_a_tower_is_a_part_of_the_first_stage_and_whole_where_texts_are_divided(layout: str) -> None:
+    """On two processes; tests/models/test_vision_tensor_parallel.py divides its tensors."""
+    require_same(example("smolvlm", layout))
 
 
 @pytest.mark.slow

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,25 +15,36 @@ from torch import Tensor
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.images.config import ImageDataConfig
+from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_text import ImageTextDataConfig
+from mt_data.datasets.images.image_tokens import IMAGE, ImageTokens
 from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.records import MARK
+from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.text_files import Encode, bare_encoder
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 ENCODER_TOKENS, IMAGES = "encoder_tokens", "images"
 """Names in a model's `conditioned_by`."""
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+WHOLE = Grid(1, 1)
+"""Of an image that is not cut."""
+
+
+class ImageViews(NamedTuple):
+    """pixels [V, 3, img_h, img_w]: the tiles of an image, or the image as one view. grid: that it was cut by."""
+
+    pixels: Tensor
+    grid: Grid
 
 
 class PromptEncoder:
-    """Encodes prompts for one model. model: its configuration. conditioned_by: what it takes beside tokens."""
+    """Encodes prompts for one model. conditioned_by: what it takes beside tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, model: Any, conditioned_by: Sequence[str]) -> None:
-        self.tokenizer, self.model, self.conditioned_by = tokenizer, model, conditioned_by
+    def __init__(self, tokenizer: Tokenizer, config: Config, conditioned_by: Sequence[str]) -> None:
+        self.tokenizer, self.config, self.conditioned_by = tokenizer, config, conditioned_by
+        self.model: Any = config.model
 
     @property
     def has_encoder(self) -> bool:
@@ -51,7 +63,7 @@ class PromptEncoder:
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
-            return self.with_images(prompt, [1] * len(inputs[IMAGES])), inputs
+            return self.with_images(prompt, [WHOLE] * len(inputs[IMAGES])), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -82,20 +94,26 @@ class PromptEncoder:
             raise ConfigError("the tokenizer has neither bos nor pad, with one of which a decoder's text begins")
         return start
 
-    def with_images(self, prompt: str, views: Sequence[int], encode: Encode | None = None) -> list[int]:
-        """Ids of a text with images, of each so many views (`views_of`). Each "<image>" stands for one of the images,
-        which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds them,
-        once. Raises ConfigError for another number of marks."""
+    @cached_property
+    def image_tokens(self) -> ImageTokens:
+        """Of a model that takes images."""
+        return image_data(self.config).image_tokens(bare_encoder(self.tokenizer))
+
+    def with_images(self, prompt: str, grids: Sequence[Grid], encode: Encode | None = None) -> list[int]:
+        """Ids of a text with images, which were cut by these grids (`views_of`). Each "<image>" stands for one of the
+        images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
+        them, once. Raises ConfigError for another number of marks."""
         marks = prompt.count(MARK)
-        if marks not in (0, len(views)):
+        if marks not in (0, len(grids)):
             raise ConfigError(
-                f"the prompt has {MARK} {marks} times, and there are {len(views)} images; they go in order"
+                f"the prompt has {MARK} {marks} times, and there are {len(grids)} images; they go in order"
             )
-        pieces = prompt.split(MARK) if marks else [""] * len(views) + [prompt]
+        pieces = prompt.split(MARK) if marks else [""] * len(grids) + [prompt]
         within = encode or bare_encoder(self.tokenizer)
         ids = list((encode or self.tokenizer.encode)(pieces[0]))
-        for count, piece in zip(views, pieces[1:], strict=True):
-            ids += [self.model.image_token_index] * (count * self.model.image_seq_length)
+        for grid, piece in zip(grids, pieces[1:], strict=True):
+            image = self.image_tokens.of(grid)
+            ids += np.where(image == IMAGE, self.model.image_token_index, image).tolist()
             ids += within(piece)
         return ids
 
@@ -115,32 +133,35 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
 
 def image_data(config: Config) -> ImageTextDataConfig:
-    """How a model's images are read: as in training, where that was on images with texts; else each is one view, with
-    the colours of the data set of images, or of a checkpoint without one those that the tower's kind was trained with.
-    """
+    """How a model's images are read: as in training, where that was on images with texts; with the colours of another
+    data set of images, each as one view; of a checkpoint without a data set of images, as its family's published models
+    do."""
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):
         return data
-    tower = model.vision_model
-    keys = {"img_h": tower.img_h, "img_w": tower.img_w}
-    if isinstance(data, ImageDataConfig):
-        keys |= {"image_mean": data.image_mean, "image_std": data.image_std}
-    elif tower.has_class_token:
-        keys |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
-    keys |= {"image_token_index": model.image_token_index, "image_seq_length": model.image_seq_length}
-    return ImageTextDataConfig.model_validate(keys)
+    if not isinstance(data, ImageDataConfig):
+        return ImageTextDataConfig.model_validate(model.image_data_keys)
+    sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}
+    colours = {"image_mean": data.image_mean, "image_std": data.image_std}
+    return ImageTextDataConfig.model_validate(sizes | colours)
 
 
-def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[Tensor]:
-    """The views of each image, see `views_of`. Raises DataError for files that are no images."""
+def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[ImageViews]:
+    """Raises DataError for files that are no images."""
     return views_of((read_image(file) for file in files), data)
 
 
-def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[Tensor]:
-    """uint8 [height, width, 3] -> [V, 3, img_h, img_w] of each: its tiles, or the image as one view."""
+def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[ImageViews]:
+    """Of images uint8 [height, width, 3]."""
     tiling, found = data.tiling, []
     for image in images:
-        views = tiling.views(image, tiling.grid(*image.shape[:2]))
-        found.append(torch.stack([torch.from_numpy(as_input(view, data)) for view in views]))
+        grid = tiling.grid(*image.shape[:2])
+        views = [torch.from_numpy(as_input(view, data)) for view in tiling.views(image, grid)]
+        found.append(ImageViews(torch.stack(views), grid))
     return found
+
+
+def all_views(images: Sequence[ImageViews]) -> Tensor:
+    """The views of several images, one after the other."""
+    return torch.cat([image.pixels for image in images])

@@ -42,7 +42,7 @@ class TextGenerator:
 
     def __init__(self, engine: LockstepEngine, tokenizer: Tokenizer, config: Config) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.prompts = PromptEncoder(tokenizer, config.model, engine.engine.runner.model.conditioned_by)
+        self.prompts = PromptEncoder(tokenizer, config, engine.engine.runner.model.conditioned_by)
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}

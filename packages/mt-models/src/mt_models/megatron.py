@@ -37,4 +37,8 @@ LLAVA = MegatronMap(
     "name; all their projections have a norm in front or another inner width than the decoder's, and which id stands "
     "for an image only their tokenizer says"
 )
+IMAGE_TILES = MegatronMap(
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these know by "
+    "name, and which id stands for an image only their tokenizer says"
+)
 HEADS = MegatronMap(unsupported="Megatron-Core has no heads that choose a class or a text")

@@ -14,6 +14,7 @@ from mt_models import (
     granite_moe,
     heads,
     hybrid,
+    internvl,
     llama,
     llava,
     mamba,
@@ -23,6 +24,7 @@ from mt_models import (
     qwen,
     qwen_moe,
     retro,
+    smolvlm,
     t5,
     vision,
 )
@@ -47,6 +49,8 @@ FAMILIES = (
     biencoder.SPEC,
     vision.SPEC,
     llava.SPEC,
+    smolvlm.SPEC,
+    internvl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -89,9 +89,15 @@ def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
     batches: list[Batch] = []
     for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
         whole = arrays if cp.size == 1 else with_positions(arrays)
-        own = {name: shard_sequence(torch.from_numpy(array), SEQUENCE_DIM, cp) for name, array in whole.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in whole.items()}
+        own = {name: own_positions(tensor, cp) for name, tensor in tensors.items()}
         batches.append({**own, FIRST_SAMPLE: torch.tensor(samples.start)})
     return batches
+
+
+def own_positions(x: Tensor, cp: Axis) -> Tensor:
+    """This rank's part of a field with a value for each token, [B, S]; others, such as images, stay whole."""
+    return shard_sequence(x, SEQUENCE_DIM, cp) if x.ndim == 2 else x
 
 
 def with_positions(arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:

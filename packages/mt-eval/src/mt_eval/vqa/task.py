@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.images.encoded import ENCODED_IMAGE, IMAGE, ViewShape
+from mt_data.datasets.images.encoded import ENCODED_IMAGE
 from mt_data.datasets.images.image_text import ImageTextDataConfig
-from mt_data.datasets.images.pixels import image_size
+from mt_data.datasets.images.image_tokens import IMAGE
 from mt_data.datasets.images.records import ImageText, read_image_texts
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.sft.chat_templates import load_chat_template
+from mt_data.datasets.text_files import bare_encoder
 from mt_data.preprocess.readers import expand_globs
 from mt_eval.tasks import Sample, weighted_mean
 from mt_eval.vqa.answers import exact_match, vqa_accuracy
-from mt_infer.prompts import IMAGES, image_data, read_images
+from mt_infer.prompts import IMAGES, all_views, image_data, read_images
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -66,6 +66,7 @@ class VisualQuestions:
             self.data.chat_template, self.data.chat_template_file, tokenizer, self.data.eod_after_answer
         )
         self.encoder = ImageTextEncoder(tokenizer, template, ENCODED_IMAGE)
+        self.image_tokens = self.data.image_tokens(bare_encoder(tokenizer))
         self.template_hash = template.fingerprint()
 
     @property
@@ -77,6 +78,7 @@ class VisualQuestions:
             "data_hash": sha256(repr(content).encode()).hexdigest(),
             "template_hash": self.template_hash,
             "tiling": repr(self.data.tiling),
+            "image_markers": self.data.image_markers,
             "max_tokens": self.sampling.max_tokens,
             "stop": list(self.sampling.stop),
             "limit": self.limit,
@@ -119,12 +121,11 @@ class VisualQuestions:
     def _prompt(self, record: ImageText) -> tuple[list[int], dict[str, Tensor]]:
         """The tokens before the answer, with the image token once for each feature, and the images' views."""
         text = self.encoder.prompt(record)
-        images, tiling = read_images(record.images, self.data), self.data.tiling
-        grids = [tiling.grid(*image_size(image)) for image in record.images]
-        shape = ViewShape(tiling, self.data.image_seq_length)
-        tokens, _ = shape.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
+        images = read_images(record.images, self.data)
+        grids = [image.grid for image in images]
+        tokens, _ = self.image_tokens.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
         ids = np.where(tokens == IMAGE, self.data.image_token_index, tokens).tolist()
-        return ids, {IMAGES: torch.cat(images)} if images else {}
+        return ids, {IMAGES: all_views(images)} if images else {}
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,8 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
 
 def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
     """Raises ConfigError for images that the model does not take."""
-    import torch
-
     from mt_data.datasets.images.image_file import ImageFile
-    from mt_infer.prompts import IMAGES, deal_images, image_data, read_images
+    from mt_infer.prompts import IMAGES, all_views, deal_images, image_data, read_images
 
     if not images:
         return [Request(text, text, {}) for text in texts]
@@ -187,9 +185,9 @@ def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) ->
         raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
     data, found = image_data(generator.config), []
     for text, own in zip(texts, deal_images(texts, images), strict=True):
-        views = read_images([ImageFile(path) for path in own], data)
-        ids = generator.prompts.with_images(text, [len(one) for one in views]) if own else text
-        found.append(Request(text, ids, {IMAGES: torch.cat(views)} if own else {}))
+        read = read_images([ImageFile(path) for path in own], data)
+        ids = generator.prompts.with_images(text, [image.grid for image in read]) if own else text
+        found.append(Request(text, ids, {IMAGES: all_views(read)} if own else {}))
     return found
 
 

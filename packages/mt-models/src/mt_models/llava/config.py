@@ -1,12 +1,16 @@
-"""Configuration of LLaVA: that of its vision tower, of its decoder, and of the projection."""
+"""Configuration of LLaVA: that of its vision tower, of its decoder, and of the projection.
+
+VisionLanguageConfig is what other families of images and text have in common with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from mt_core.config.checks import divisors, listed
 from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
 from mt_core.errors import ConfigError
@@ -15,6 +19,7 @@ from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_im
 
 Part = Literal["vision_model", "vision_projection", "language_model"]
 ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def tower_section(value: Any) -> Any:
@@ -48,26 +53,15 @@ def validated(section: str, type_: Any, value: Mapping[str, Any]) -> Any:
         raise ConfigError(validation_message(section, type_, error, origins)) from None
 
 
-class LlavaConfig(ModelConfig):
-    """An image tower in front of a decoder (Liu et al., Visual Instruction Tuning, 2023; LLaVA 1.5, 2024)."""
+class VisionLanguageConfig(ModelConfig):
+    """An image tower in front of a decoder."""
 
     vision_model: Annotated[VisionEncoderConfig, BeforeValidator(tower_section)]
     """A table with the keys of the image tower, those of the family vision."""
     language_model: Annotated[SerializeAsAny[ModelConfig], BeforeValidator(decoder_section)]
     """A table with `family`, any family that continues text, and its keys. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt
-    """The id that stands for an image in the text, once for each of its patches. It need not be in the vocabulary."""
-    vision_feature_layers: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [-2])
-    """States of the tower that the projection reads, side by side: 0 before the first layer, n behind the n-th;
-    negative ones count from the end, -1 behind the last."""
-    vision_feature_select_strategy: Literal["default", "full"] = "default"
-    """default leaves the tower's class token out; full takes every position."""
-    vision_projection_type: Literal["mlp", "affine"] = "mlp"
-    """mlp: two matrices with projection_activation between them, as in LLaVA 1.5. affine: one, as in LLaVA."""
-    projection_activation: ProjectionActivation = used_when("gelu", vision_projection_type="mlp")
-    """Between the matrices of the projection."""
-    projection_bias: bool = True
-    """Biases in the projection."""
+    """The id that stands for an image in the text, once for each of its features. It need not be in the vocabulary."""
     freeze: list[Part] = Field(default_factory=list)
     """Parts that are not trained: vision_model, vision_projection, language_model."""
 
@@ -82,7 +76,7 @@ class LlavaConfig(ModelConfig):
         return {**shared, **values}
 
     @model_validator(mode="after")
-    def _one_vocabulary(self) -> LlavaConfig:
+    def _one_vocabulary(self) -> Self:
         for key in ("vocab_size", "make_vocab_size_divisible_by"):
             given = getattr(self.language_model, key)
             if given not in (ModelConfig.model_fields[key].default, getattr(self, key)):
@@ -108,6 +102,37 @@ class LlavaConfig(ModelConfig):
         return self.language_model.pipeline_layout
 
     @property
+    def image_seq_length(self) -> int:
+        """Positions that an image of the tower's size takes in the text."""
+        raise NotImplementedError
+
+    @property
+    def image_data_keys(self) -> dict[str, Any]:
+        """Keys of the data set image_text, for images as published models of the family take them."""
+        return {
+            "img_h": self.vision_model.img_h,
+            "img_w": self.vision_model.img_w,
+            "image_token_index": self.image_token_index,
+            "image_seq_length": self.image_seq_length,
+        }
+
+
+class LlavaConfig(VisionLanguageConfig):
+    """An image tower in front of a decoder (Liu et al., Visual Instruction Tuning, 2023; LLaVA 1.5, 2024)."""
+
+    vision_feature_layers: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [-2])
+    """States of the tower that the projection reads, side by side: 0 before the first layer, n behind the n-th;
+    negative ones count from the end, -1 behind the last."""
+    vision_feature_select_strategy: Literal["default", "full"] = "default"
+    """default leaves the tower's class token out; full takes every position."""
+    vision_projection_type: Literal["mlp", "affine"] = "mlp"
+    """mlp: two matrices with projection_activation between them, as in LLaVA 1.5. affine: one, as in LLaVA."""
+    projection_activation: ProjectionActivation = used_when("gelu", vision_projection_type="mlp")
+    """Between the matrices of the projection."""
+    projection_bias: bool = True
+    """Biases in the projection."""
+
+    @property
     def feature_states(self) -> list[int]:
         """vision_feature_layers counted from 0."""
         states = self.vision_model.num_layers + 1
@@ -127,21 +152,38 @@ class LlavaConfig(ModelConfig):
         """Positions that an image takes in the text."""
         return self.vision_model.num_positions - self.drops_class_token
 
+    @property
+    def image_data_keys(self) -> dict[str, Any]:
+        """With the colours that the tower's kind was trained with."""
+        of_clip = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if self.vision_model.has_class_token else {}
+        return super().image_data_keys | of_clip
+
 
 def check_llava(config: Config) -> None:
     """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
     model = config.model
     assert isinstance(model, LlavaConfig)
-    if (size := config.parallel.context_parallel_size) > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={size} divides sequences, and model.family=llava puts the features of an "
-            "image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long sequences"
-        )
+    check_parts(model, config)
+    _check_features(model)
+
+
+def check_parts(model: VisionLanguageConfig, config: Config) -> None:
+    """Raise ConfigError for a tower or decoder that cannot be built, and for samples made for another model."""
     check_encoder(model.vision_model, config, "model.vision_model")
     check_images(model.vision_model, config, "model.vision_model")
-    _check_features(model)
     _check_samples(model, config)
     _check_decoder(model, config)
+
+
+def check_squares(tower: VisionEncoderConfig, side: int) -> None:
+    """Raise ConfigError where squares of `side` by `side` patches do not fill an image."""
+    rows, columns = tower.grid
+    if rows % side or columns % side:
+        both = [number for number in divisors(rows) if columns % number == 0]
+        raise ConfigError(
+            f"model.scale_factor={side} does not divide the {rows} by {columns} patches of an image; it can be "
+            f"{listed(both)}"
+        )
 
 
 def _check_features(model: LlavaConfig) -> None:
@@ -159,7 +201,7 @@ def _check_features(model: LlavaConfig) -> None:
         )
 
 
-def _check_samples(model: LlavaConfig, config: Config) -> None:
+def _check_samples(model: VisionLanguageConfig, config: Config) -> None:
     meanings = {
         "image_token_index": "model.image_token_index",
         "image_seq_length": "the number of features that the tower gives for an image",
@@ -170,7 +212,7 @@ def _check_samples(model: LlavaConfig, config: Config) -> None:
             raise ConfigError(f"data.{key}={given} has to be {wanted}, {meaning}")
 
 
-def _check_decoder(model: LlavaConfig, config: Config) -> None:
+def _check_decoder(model: VisionLanguageConfig, config: Config) -> None:
     """Check by the rules of the part's family, whose messages name a [model] section."""
     try:
         load_plugins().check_config(config.model_copy(update={"model": model.decoder}))

@@ -23,7 +23,7 @@ from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
-from mt_models.llava.config import LlavaConfig
+from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.decoders import decoder_maps, read_decoder
 from mt_models.vision import hugging_face as vision
 
@@ -63,16 +63,22 @@ def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of tower and decoder, and the vocabulary, which is the whole model's."""
     tower = {"model_type": "clip_vision_model", **(external.get("vision_config") or {})}
     kind = require_known("vision_config.model_type", str(tower["model_type"]), vision.TOWERS)
-    text = external.get("text_config") or {}
-    decoder = read_decoder(text)
+    return {"vision_model": vision.TOWERS[kind].import_value(tower), **import_decoder(external)}
+
+
+def import_decoder(external: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of the decoder, and the vocabulary, from `text_config`."""
+    decoder = read_decoder(external.get("text_config") or {})
     # Whether the decoder's embeddings are tied: the outer field decides if it is given.
     if external.get("tie_word_embeddings"):
         decoder["untie_embeddings_and_output_weights"] = False
-    return {
-        "vision_model": vision.TOWERS[kind].import_value(tower),
-        "vocab_size": decoder.pop("vocab_size"),
-        "language_model": decoder,
-    }
+    return {"vocab_size": decoder.pop("vocab_size"), "language_model": decoder}
+
+
+def export_decoder(config: VisionLanguageConfig) -> dict[str, Any]:
+    """Raises ConfigError for a decoder that has no map."""
+    text = decoder_maps(config.decoder.family).write_config(config.decoder)
+    return {"text_config": text, "tie_word_embeddings": bool(text.get("tie_word_embeddings"))}
 
 
 def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,11 +90,9 @@ def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
             "whose projection is an mlp"
         )
     kind = vision.tower_type_of(config.vision_model)
-    text = decoder_maps(config.decoder.family).write_config(config.decoder)
     return {
         "vision_config": {"model_type": kind, **vision.TOWERS[kind].export_value(config.vision_model.model_dump())},
-        "text_config": text,
-        "tie_word_embeddings": bool(text.get("tie_word_embeddings")),
+        **export_decoder(config),
         "image_seq_length": config.image_seq_length,
     }
 
@@ -130,25 +134,25 @@ def decoder_stem(names: NameMap) -> str:
     return words.sources[0].partition(".")[0] + "."
 
 
-def within_llava(rule: Rule, stem: str) -> Rule:
-    """A decoder's rule with the names that its tensors have under `language_model.`"""
-    if rule.ours == "output_layer.weight":
-        return replace(rule, theirs=(OUTPUT,))
-    return replace(rule, theirs=tuple(STEM + name.removeprefix(stem) for name in rule.sources))
+def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameMap:
+    """Of the decoder as a part of a model. prefix: of its names there, in place of its own. output: its LM head's."""
+    own = decoder_maps(config.decoder.family).name_map(config.decoder)
+    stem = decoder_stem(own)
+
+    def within(rule: Rule) -> Rule:
+        if rule.ours == "output_layer.weight":
+            return replace(rule, theirs=(output,))
+        return replace(rule, theirs=tuple(prefix + name.removeprefix(stem) for name in rule.sources))
+
+    ignored = [prefix + name.removeprefix(stem) for name in own.ignored]
+    return NameMap(prefixed(map(within, own.rules), ours=DECODER), 0, ignored=ignored)
 
 
 def name_map(config: LlavaConfig) -> NameMap:
     tower = vision.tower_map(config.vision_model)
-    decoder = decoder_maps(config.decoder.family).name_map(config.decoder)
-    stem = decoder_stem(decoder)
-    rules = [
-        *prefixed(tower.rules, theirs=TOWER),
-        *projection_rules(config),
-        *prefixed([within_llava(rule, stem) for rule in decoder.rules], ours=DECODER, theirs=DECODER),
-    ]
-    ignored = [TOWER + name for name in tower.ignored]
-    ignored += [DECODER + STEM + name.removeprefix(stem) for name in decoder.ignored]
-    return NameMap(rules, 0, ignored=ignored)
+    decoder = decoder_map(config, DECODER + STEM, DECODER + OUTPUT)
+    rules = [*prefixed(tower.rules, theirs=TOWER), *projection_rules(config), *decoder.rules]
+    return NameMap(rules, 0, ignored=[*(TOWER + name for name in tower.ignored), *decoder.ignored])
 
 
 def projection_rules(config: LlavaConfig) -> list[Rule]:
@@ -161,23 +165,32 @@ def projection_rules(config: LlavaConfig) -> list[Rule]:
 
 
 def copies(config: LlavaConfig) -> Mapping[str, str]:
-    """The LM head repeats the token embeddings when the decoder ties the two."""
+    return tied_output(config, name_map(config), DECODER + OUTPUT)
+
+
+def tied_output(config: VisionLanguageConfig, names: NameMap, output: str) -> Mapping[str, str]:
+    """The LM head, called `output`, repeats the token embeddings when the decoder ties the two."""
     if config.decoder.untie_embeddings_and_output_weights:
         return {}
-    words = next(rule for rule in name_map(config).rules if rule.ours.endswith("embedding.word_embeddings.weight"))
-    return {DECODER + OUTPUT: words.sources[0]}
+    words = next(rule for rule in names.rules if rule.ours.endswith("embedding.word_embeddings.weight"))
+    return {output: words.sources[0]}
 
 
 def spelling(config: LlavaConfig, name: str) -> str:
     """The published name, from that of transformers 5 and of the decoder as a single model."""
+    name = published_spelling(name)
+    if name.startswith(TOWER):
+        return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))
+    return name
+
+
+def published_spelling(name: str) -> str:
+    """The published name of a part, from that of transformers 5; within the tower it may differ."""
     if name == OUTPUT:
         return DECODER + OUTPUT
     if name.startswith(STEM + DECODER):
         return DECODER + STEM + name.removeprefix(STEM + DECODER)
-    name = name.removeprefix(STEM)
-    if name.startswith(TOWER):
-        return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))
-    return name
+    return name.removeprefix(STEM)
 
 
 HUGGING_FACE = HuggingFaceFamily(

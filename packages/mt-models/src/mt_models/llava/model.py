@@ -19,35 +19,56 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
+from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.model import Model, contract
+from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.freeze import freeze
-from mt_models.llava.config import LlavaConfig
+from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.projection import VisionProjection
 from mt_models.llava.splicing import spliced_words
 from mt_models.vision.model import VisionTower, build_tower
 
 
-class LlavaModel(Model):
-    """tokens [B, S], images -> logits [B, S, V]."""
+class VisionLanguageModel(Model):
+    """tokens [B, S], images -> logits [B, S, V]: what families of images and text have in common.
+
+    A family has a projection, and says how features come from images.
+    """
 
     inputs: tuple[str, ...] = ("tokens", "images", "position_ids", "segment_ids")
     continues_text: ClassVar[bool] = True
+    vision_projection: nn.Module | None
     language_model: Any
     """A decoder of any family."""
 
-    def __init__(self, config: LlavaConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        """config: a VisionLanguageConfig."""
         super().__init__()
         self.config = config
+        self.cp = environment.parallel.cp
         self.vision_model: VisionTower | None = None
-        self.vision_projection: VisionProjection | None = None
+        self.vision_projection = None
         if environment.has_first:
             self.vision_model = build_tower(config.vision_model, environment)
-            self.vision_projection = VisionProjection(config, environment.parallel)
+            self.vision_projection = self.build_projection(environment.parallel)
         self.language_model = build_decoder(config, environment)
         self._leave_untrained()
+
+    def build_projection(self, ctx: ParallelContext) -> nn.Module:
+        """From what the tower gives to vectors of the decoder's width."""
+        raise NotImplementedError
+
+    def features(self, images: Tensor) -> Tensor:
+        """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
+        raise NotImplementedError
+
+    def unread_modules(self, tower: VisionTower) -> list[nn.Module]:
+        """Modules of the tower that no feature passes through."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -85,26 +106,27 @@ class LlavaModel(Model):
             yield from (part for part in (self.vision_model, self.vision_projection) if part is not None)
         yield from self.language_model.stage_modules(stage)
 
-    def features(self, images: Tensor) -> Tensor:
-        """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
-        assert self.vision_model is not None
-        assert self.vision_projection is not None
-        wanted = self.config.feature_states
-        states = list(islice(self.vision_model.states(images), max(wanted) + 1))
-        features = torch.cat([states[state] for state in wanted], dim=-1)
-        return self.vision_projection(features[:, 1:] if self.config.drops_class_token else features)
-
     def _places_and_words(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Where image tokens are, and ids that are all in the vocabulary, as the image token need not be."""
         places = tokens == self.config.image_token_index
         return places, tokens.masked_fill(places, 0)
 
     def _with_images(self, places: Tensor, images: Tensor | None) -> AbstractContextManager[None]:
-        """A context in which the features of images are spliced in at `places` [B, S]."""
+        """A context in which the features of images are spliced in at `places` [B, S], this rank's positions."""
         if images is None:
             self._require_tokens(places, 0)
             return nullcontext()
-        return spliced_words(word_embeddings(self.language_model), places, self._features_of_batch(places, images))
+        whole = unshard_sequence(places.int(), SEQUENCE_DIM, self.cp).bool()
+        features = self._features_of_batch(whole, images)
+        if self.cp.size > 1:
+            features = features.index_select(0, self._own_features(places, whole))
+        return spliced_words(word_embeddings(self.language_model), places, features)
+
+    def _own_features(self, places: Tensor, whole: Tensor) -> Tensor:
+        """Numbers, counted over the batch, of the features at this rank's places. places: of its positions. whole: of
+        all positions of the sequences."""
+        numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)
+        return shard_sequence(numbers, SEQUENCE_DIM, self.cp)[places]
 
     def _features_of_batch(self, places: Tensor, images: Tensor) -> Tensor:
         """[image tokens, H]"""
@@ -194,15 +216,35 @@ class LlavaModel(Model):
             )
 
     def _leave_untrained(self) -> None:
-        """The parts in model.freeze, and the modules of the tower that no feature passes through, thus without
-        gradients."""
-        unread = [] if self.vision_model is None else self.vision_model.behind(max(self.config.feature_states))
+        """The parts in model.freeze, and the modules of the tower that are never read, thus without gradients."""
+        unread = [] if self.vision_model is None else self.unread_modules(self.vision_model)
         for module in (*unread, *(getattr(self, part) for part in self.config.freeze)):
             if module is not None:
                 freeze(module)
 
 
-def build_decoder(config: LlavaConfig, environment: ModelEnvironment) -> nn.Module:
+class LlavaModel(VisionLanguageModel):
+    """LLaVA: states of the tower, side by side, through the projection."""
+
+    config: LlavaConfig
+
+    def build_projection(self, ctx: ParallelContext) -> nn.Module:
+        return VisionProjection(self.config, ctx)
+
+    def features(self, images: Tensor) -> Tensor:
+        assert self.vision_model is not None
+        assert self.vision_projection is not None
+        wanted = self.config.feature_states
+        states = list(islice(self.vision_model.states(images), max(wanted) + 1))
+        features = torch.cat([states[state] for state in wanted], dim=-1)
+        projected: Tensor = self.vision_projection(features[:, 1:] if self.config.drops_class_token else features)
+        return projected
+
+    def unread_modules(self, tower: VisionTower) -> list[nn.Module]:
+        return tower.behind(max(self.config.feature_states))
+
+
+def build_decoder(config: VisionLanguageConfig, environment: ModelEnvironment) -> nn.Module:
     """The decoder of any family that continues text. Raises ConfigError for another."""
     decoder = config.decoder
     spec = environment.host.models.get(decoder.family, key="model.language_model.family")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,17 +12,20 @@ from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.replicated import ReplicatedLinear
-from mt_models.llava.config import LlavaConfig
+from mt_models.llava.config import LlavaConfig, ProjectionActivation
 
 
 class ProjectionMLP(nn.Module):
-    """linear_fc2(activation(linear_fc1(x)))"""
+    """linear_fc2(activation(linear_fc1(x))): [N, F, width] -> [N, F, H]"""
 
-    def __init__(self, config: LlavaConfig, ctx: ParallelContext) -> None:
+    def __init__(
+        self, width: int, decoder: Any, activation: ProjectionActivation, ctx: ParallelContext, *, bias: bool
+    ) -> None:
+        """decoder: the configuration of the part that reads the vectors."""
         super().__init__()
-        self.activation = config.projection_activation
-        hidden, bias, init = config.decoder.hidden_size, config.projection_bias, normal(config.decoder.init_method_std)
-        self.linear_fc1 = ColumnParallelLinear(config.feature_width, hidden, ctx, bias=bias, init=init)
+        self.activation = activation
+        hidden, init = decoder.hidden_size, normal(decoder.init_method_std)
+        self.linear_fc1 = ColumnParallelLinear(width, hidden, ctx, bias=bias, init=init)
         self.linear_fc2 = RowParallelLinear(hidden, hidden, ctx, bias=bias, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,8 +46,20 @@ class VisionProjection(nn.Module):
 
     def __init__(self, config: LlavaConfig, ctx: ParallelContext) -> None:
         super().__init__()
-        kind = ProjectionMLP if config.vision_projection_type == "mlp" else AffineProjection
-        self.encoder = kind(config, replace(ctx, sequence_parallel=False))
+        # The tower has whole sequences on every rank.
+        whole = replace(ctx, sequence_parallel=False)
+        self.encoder: nn.Module
+        if config.vision_projection_type == "mlp":
+            self.encoder = ProjectionMLP(
+                config.feature_width,
+                config.decoder,
+                config.projection_activation,
+                whole,
+                bias=config.projection_bias,
+            )
+        else:
+            self.encoder = AffineProjection(config, whole)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
+        projected: Tensor = self.encoder(x)
+        return projected

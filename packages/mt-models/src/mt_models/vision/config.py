@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
 from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
 from mt_models.blocks.encoder_config import EncoderConfig
@@ -14,11 +16,12 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
 
 class VisionEncoderConfig(EncoderConfig):
-    """The shape of an image tower (Dosovitskiy et al., 2021), as CLIP or SigLIP build it."""
+    """The shape of an image tower (Dosovitskiy et al., 2021), as CLIP, SigLIP or InternViT build it."""
 
-    vision_model_type: Literal["clip", "siglip"] = "clip"
+    vision_model_type: Literal["clip", "siglip", "internvit"] = "clip"
     """clip (Radford et al., 2021): a class token, a norm before the layers. siglip (Zhai et al., 2023): no class
-    token, a norm behind the layers, a bias on the patches."""
+    token, a norm behind the layers, a bias on the patches. internvit (Chen et al., 2023): a class token, a bias on the
+    patches, and what a layer adds is scaled, each channel by a weight."""
     img_h: PositiveInt = 224
     """Height of the images in pixels."""
     img_w: PositiveInt = 224
@@ -29,7 +32,9 @@ class VisionEncoderConfig(EncoderConfig):
     """Colours of a pixel."""
     activation: VisionActivation = "quick_gelu"
     """Of the feed-forward. CLIP was trained with quick_gelu, SigLIP with gelu_tanh."""
-    add_pooler: bool = True
+    layer_scale_init_value: Annotated[float, Field(gt=0)] = used_when(0.1, vision_model_type="internvit")
+    """Initial weights of the channels that a layer adds."""
+    add_pooler: bool = used_when(True, vision_model_type=("clip", "siglip"))
     """The part that makes one vector of an image: CLIP's norm of the class token, SigLIP's attention over patches."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
@@ -47,7 +52,7 @@ class VisionEncoderConfig(EncoderConfig):
     @property
     def has_class_token(self) -> bool:
         """Stands before the patches."""
-        return self.vision_model_type == "clip"
+        return self.vision_model_type != "siglip"
 
     @property
     def num_positions(self) -> int:
@@ -55,7 +60,7 @@ class VisionEncoderConfig(EncoderConfig):
 
     @property
     def has_pooler(self) -> bool:
-        return self.add_pooler
+        return self.add_pooler and self.vision_model_type != "internvit"
 
     @property
     def hidden_dropout(self) -> float:
@@ -72,7 +77,7 @@ class VisionConfig(ModelConfig, VisionEncoderConfig):
     @property
     def has_pooler(self) -> bool:
         """The head reads the patches, so that nothing would read a pooler."""
-        return self.add_pooler and self.num_classes is None
+        return super().has_pooler and self.num_classes is None
 
 
 def check_vision(config: Config) -> None:

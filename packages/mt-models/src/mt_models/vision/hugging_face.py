@@ -139,7 +139,14 @@ TOWERS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
 
 
 def tower_type_of(config: VisionEncoderConfig) -> str:
-    return f"{config.vision_model_type}_vision_model"
+    """Raises ConfigError for InternViT, which is a part of internvl alone."""
+    kind = f"{config.vision_model_type}_vision_model"
+    if kind not in TOWERS:
+        raise ConfigError(
+            f"vision_model_type={config.vision_model_type} cannot be written as a tower by itself, or in a Hugging "
+            "Face llava; it can be clip or siglip"
+        )
+    return kind
 
 
 def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> ConfigMap:
@@ -193,7 +200,8 @@ JOINT = {
 
 
 def model_type_of(config: VisionConfig) -> str:
-    return tower_type_of(config) if config.num_classes is None else config.vision_model_type
+    tower = tower_type_of(config)
+    return tower if config.num_classes is None else config.vision_model_type
 
 
 # -- names -------------------------------------------------------------------------------------------

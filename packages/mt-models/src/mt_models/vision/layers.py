@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import Cache
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, linear
 from mt_core.nn.main_grad import with_main_gradient
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.vision.config import VisionEncoderConfig
 
@@ -55,8 +57,9 @@ class VisionLayers(nn.Module):
         super().__init__()
         self.recompute = environment.recompute
         core = attention_core(config, environment)
+        layer_type = ScaledLayer if config.vision_model_type == "internvit" else TransformerLayer
         self.layers = nn.ModuleList(
-            TransformerLayer(config, core, environment.feed_forward("dense", config, number), environment.parallel)
+            layer_type(config, core, environment.feed_forward("dense", config, number), environment.parallel)
             for number in range(config.num_layers)
         )
 
@@ -67,6 +70,42 @@ class VisionLayers(nn.Module):
         for index, layer in enumerate(self.layers):
             x = self.recompute.group(index, [(index, layer)], x, lambda number, layer, x: layer(x, pattern))
             yield x
+
+
+class ScaledLayer(TransformerLayer):
+    """x + ls1 attention(norm(x)), then x + ls2 feed_forward(norm(x)), with a weight for each channel (Touvron et al.,
+    *Going deeper with Image Transformers*, 2021)."""
+
+    def __init__(
+        self, config: VisionEncoderConfig, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext
+    ) -> None:
+        super().__init__(config, core, feed_forward, ctx)
+        self.ls1 = LayerScale(config, ctx)
+        self.ls2 = LayerScale(config, ctx)
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self.ls1(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
+        return x + self.ls2(self.mlp(self.pre_mlp_layernorm(x)))
+
+
+class LayerScale(LayoutModule):
+    """A weight for each channel: [B, S, H] -> the same."""
+
+    weight: Tensor
+
+    def __init__(self, config: VisionEncoderConfig, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        initial = config.layer_scale_init_value
+        self.declare("weight", ParameterLayout((config.hidden_size,), lambda tensor, generator: tensor.fill_(initial)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class AttentionPooling(LayoutModule):

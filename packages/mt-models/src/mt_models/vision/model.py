@@ -18,6 +18,7 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import Axis
 from mt_models.blocks.replicated import ReplicatedLinear
 from mt_models.blocks.tables import LearnedTable
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
@@ -38,7 +39,7 @@ class VisionTower(LayoutModule):
         ctx = environment.parallel
         super().__init__(ctx)
         self.config = config
-        self.conv1 = PatchEmbedding(config, ctx, bias=not config.has_class_token)
+        self.conv1 = PatchEmbedding(config, ctx, bias=config.vision_model_type != "clip")
         self.position_embeddings = LearnedTable(
             config.num_positions, config.hidden_size, normal(config.init_method_std), ctx
         )
@@ -60,39 +61,73 @@ class VisionTower(LayoutModule):
         """[B, C, img_h, img_w] -> [B, S, H]"""
         raise NotImplementedError
 
+    def hidden_states(self, images: Tensor) -> Tensor:
+        """The state [B, S, H] behind the last layer, normalized where the tower has a norm there."""
+        *_, last = self.states(images)
+        return self.normalize(last)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The state [B, S, H] behind the last layer through the norm there, if the tower has one."""
+        return x
+
+    def pooling(self) -> list[nn.Module]:
+        """The modules that make the pooled vector."""
+        raise NotImplementedError
+
     def finishing(self) -> list[nn.Module]:
         """The modules that `finish` uses."""
-        raise NotImplementedError
+        return self.pooling()
 
     def finish(self, x: Tensor) -> VisionOutput:
         """From the state [B, S, H] behind the last layer."""
         raise NotImplementedError
 
 
-class ClipTower(VisionTower):
-    """CLIP: a class token before the patches, a norm before the layers; the pooled vector is its normalized state."""
+class ClassTokenTower(VisionTower):
+    """A class token before the patches."""
 
     class_token: Tensor
 
     def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)
+        self.declare("class_token", ParameterLayout((config.hidden_size,), normal(config.init_method_std)))
+
+    def embed(self, images: Tensor) -> Tensor:
+        patches = self.conv1(images)
+        first = self.class_token.expand(len(patches), 1, -1)
+        return torch.cat((first, patches), dim=1) + self.position_embeddings.weight
+
+
+class ClipTower(ClassTokenTower):
+    """CLIP: a norm before the layers; the pooled vector is the normalized state of the class token."""
+
+    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)
         width, ctx = config.hidden_size, self.ctx
-        self.declare("class_token", ParameterLayout((width,), normal(config.init_method_std)))
         self.ln_pre = build_norm(config.normalization, width, config.norm_epsilon, ctx)
         self.ln_post: nn.Module | None = None
         if config.has_pooler:
             self.ln_post = build_norm(config.normalization, width, config.norm_epsilon, ctx)
 
     def embed(self, images: Tensor) -> Tensor:
-        patches = self.conv1(images)
-        first = self.class_token.expand(len(patches), 1, -1)
-        return self.ln_pre(torch.cat((first, patches), dim=1) + self.position_embeddings.weight)
+        normalized: Tensor = self.ln_pre(super().embed(images))
+        return normalized
 
-    def finishing(self) -> list[nn.Module]:
+    def pooling(self) -> list[nn.Module]:
         return [] if self.ln_post is None else [self.ln_post]
 
     def finish(self, x: Tensor) -> VisionOutput:
         return VisionOutput(x, None if self.ln_post is None else self.ln_post(x[:, 0]))
+
+
+class InternVitTower(ClassTokenTower):
+    """InternViT: no norm around the layers, no pooled vector."""
+
+    def pooling(self) -> list[nn.Module]:
+        return []
+
+    def finish(self, x: Tensor) -> VisionOutput:
+        return VisionOutput(x, None)
 
 
 class SiglipTower(VisionTower):
@@ -106,21 +141,29 @@ class SiglipTower(VisionTower):
     def embed(self, images: Tensor) -> Tensor:
         return self.conv1(images) + self.position_embeddings.weight
 
+    def normalize(self, x: Tensor) -> Tensor:
+        normalized: Tensor = self.ln_post(x)
+        return normalized
+
+    def pooling(self) -> list[nn.Module]:
+        return [] if self.head is None else [self.head]
+
     def finishing(self) -> list[nn.Module]:
-        return [self.ln_post] if self.head is None else [self.ln_post, self.head]
+        return [self.ln_post, *self.pooling()]
 
     def finish(self, x: Tensor) -> VisionOutput:
-        x = self.ln_post(x)
+        x = self.normalize(x)
         return VisionOutput(x, None if self.head is None else self.head(x))
 
 
-TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower}
+TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower, "internvit": InternVitTower}
 """By vision_model_type."""
 
 
 def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> VisionTower:
-    """A tower for any model; under sequence parallelism it has whole sequences on every rank."""
-    whole = replace(environment.parallel, sequence_parallel=False)
+    """A tower for any model; under sequence and context parallelism it has whole sequences on every rank."""
+    ctx = environment.parallel
+    whole = replace(ctx, sequence_parallel=False, axes={**ctx.axes, "cp": Axis()})
     return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.config.checks import must_divide
 from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
@@ -238,14 +239,17 @@ def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[
         if one.name != "segment_ids" or config.data.reset_attention_mask
     }
     if "images" in batch and "tokens" in batch:
-        batch["tokens"] = tokens_with_image(config)
+        batch["tokens"] = tokens_with_image(config, ctx.cp.size)
     return batch
 
 
-def tokens_with_image(config: Config) -> Tensor:
-    """Texts that begin with an image: tokens with values, since the model searches for image tokens."""
-    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
-    tokens[:, : config.model.image_seq_length] = config.model.image_token_index  # type: ignore[attr-defined]
+def tokens_with_image(config: Config, parts: int) -> Tensor:
+    """One of equal parts of texts with an image: tokens with values, since the model searches for image tokens. Raises
+    ConfigError for an image that cannot be divided."""
+    features: int = config.model.image_seq_length  # type: ignore[attr-defined]
+    must_divide("parallel.context_parallel_size", parts, "the positions of an image", features)
+    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length // parts, dtype=torch.int64)
+    tokens[:, : features // parts] = config.model.image_token_index  # type: ignore[attr-defined]
     return tokens
 
 

@@ -17,37 +17,20 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_data.datasets.fingerprints import combined, file_checksum
 from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.image_tokens import IMAGE, ImageTokens
 from mt_data.datasets.images.pixels import image_size
 from mt_data.datasets.images.records import ImageText, is_shard, place, read_image_texts
 from mt_data.datasets.images.sample import EncodedText
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
-from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.progress import index_progress
 
 FORMAT = 1
 """Raised when the same files give other arrays than before."""
-IMAGE = -1
-"""Stands in `tokens` once for each image."""
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
 SHOWN = 10
 """Unusable records that are reported one by one."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ViewShape:
-    """How images are cut, and the features of a view."""
-
-    tiling: Tiling
-    features: int
-
-    def expand(
-        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Tokens with IMAGE once for each image -> once for each feature of each of its views."""
-        repeats = np.ones(len(tokens), np.int64)
-        repeats[tokens == IMAGE] = [self.features * self.tiling.num_views(grid) for grid in grids]
-        return np.repeat(tokens, repeats), np.repeat(counted, repeats)
 
 
 @dataclass(frozen=True)
@@ -57,11 +40,12 @@ class EncodedRecords:
     positions, images_end, first_label, views int64 [records]: with each image as its features, the input positions of
     a record (its tokens but the last one), where its last image ends, the place of the first token that counts apart
     from the very first (the length of the record when there is none), and the views of its images.
-    tokens int32, counted bool [all tokens]; bounds int64 [records + 1]; number int64, file int32 [records]: the place
-    of each. grid uint8 [images, 2]: rows and columns of tiles; image_bounds int64 [records + 1]. An image is a file
-    below its record's folder, or a member of its record's shard: name_bounds int64 [images + 1] into names uint8 (as
-    the file system has them); offset, size int64 [images], of members (size -1: a file). unusable int64 [records left
-    out, 2]: file, number. paths: the files; folders: where the images of each begin.
+    tokens int32 (IMAGE once for each image), counted bool [all tokens]; bounds int64 [records + 1]; number int64, file
+    int32 [records]: the place of each. grid uint8 [images, 2]: rows and columns of tiles; image_bounds int64
+    [records + 1]. An image is a file below its record's folder, or a member of its record's shard: name_bounds int64
+    [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
+    file). unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each
+    begin.
     """
 
     tokens: NDArray[np.int32]
@@ -105,9 +89,9 @@ class EncodedRecords:
             return ImageFile(self.folders[file] / os.fsdecode(name))
         return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
-    def expanded(self, record: int, shape: ViewShape) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The text of a record with IMAGE once for each feature of each view."""
-        return shape.expand(*self.text(record), [grid for _, grid in self.images(record)])
+    def expanded(self, record: int, image_tokens: ImageTokens) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The text of a record with the tokens of each image."""
+        return image_tokens.expand(*self.text(record), [grid for _, grid in self.images(record)])
 
     def fingerprint(self) -> str:
         """Of texts and of the names and places of images, whose pixels are not read for it."""
@@ -142,15 +126,15 @@ class UnusableRecords:
 
 
 def encode_files(
-    paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, shape: ViewShape, limit: int
+    paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, image_tokens: ImageTokens, limit: int
 ) -> dict[str, NDArray[Any]]:
     """The arrays of EncodedRecords. Raises DataError for more than `limit` unusable records, or no usable one."""
-    gathered, unusable = _Gathered(shape), UnusableRecords(limit)
+    gathered, unusable = _Gathered(image_tokens), UnusableRecords(limit)
     with index_progress("records of images and texts", len(paths)) as update:
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
             for record in read_image_texts(path, folder, partial(unusable.add, file)):
                 try:
-                    grids = [shape.tiling.grid(*image_size(image)) for image in record.images]
+                    grids = [image_tokens.tiling.grid(*image_size(image)) for image in record.images]
                     gathered.add(file, folder, record, encoder(record), grids)
                 except DataError as error:
                     unusable.add(file, record.number, error)
@@ -176,8 +160,8 @@ def _identity(path: Path) -> Any:
 class _Gathered:
     """Records on their way into flat arrays."""
 
-    def __init__(self, shape: ViewShape) -> None:
-        self.shape = shape
+    def __init__(self, image_tokens: ImageTokens) -> None:
+        self.image_tokens = image_tokens
         self.tokens: list[NDArray[np.int32]] = []
         self.counted: list[NDArray[np.bool_]] = []
         self.places: list[tuple[int, int]] = []
@@ -202,13 +186,13 @@ class _Gathered:
         self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
     ) -> tuple[int, int, int, int]:
         """positions, images_end, first_label, views"""
-        tokens, counted = self.shape.expand(tokens, counted, grids)
+        tokens, counted = self.image_tokens.expand(tokens, counted, grids)
         images, labels = np.flatnonzero(tokens == IMAGE), np.flatnonzero(counted[1:])
         return (
             len(tokens) - 1,
             int(images[-1]) + 1 if len(images) else 0,
             int(labels[0]) + 1 if len(labels) else len(tokens),
-            sum(map(self.shape.tiling.num_views, grids)),
+            sum(map(self.image_tokens.tiling.num_views, grids)),
         )
 
     def arrays(self) -> dict[str, NDArray[Any]]:

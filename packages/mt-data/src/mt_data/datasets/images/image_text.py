@@ -7,34 +7,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mt_core.config.schema import used_when
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.fingerprints import combined
-from mt_data.datasets.images.config import ImageTextKeys, Resize
+from mt_data.datasets.images.config import ImageMarkers, ImageTextKeys, Resample, Resize
 from mt_data.datasets.images.encoded import (
     ENCODED_IMAGE,
     EncodedRecords,
     UnusableRecords,
-    ViewShape,
     cache_key,
     encode_files,
 )
+from mt_data.datasets.images.image_tokens import ImageTokens
 from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.sample import SampleShape
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
-from mt_data.datasets.images.tiles import Tiling
+from mt_data.datasets.images.tiles import LongestEdgeTiling, Tiling
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
-from mt_data.datasets.text_files import TextDataConfig, TextSource, build_from_text
+from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 from mt_data.preprocess.readers import expand_globs
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,20 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     dataset_type: str = "image_text"
     image_folder: str | None = None
     """Folder at which the paths of images in JSON lines begin. Default: that of the file of JSON lines."""
-    resize: Resize = "crop"
+    resize: Resize = used_when("crop", image_longest_edge=None)
     """crop takes the middle of an image in the wanted proportions; squash takes all of it and changes them."""
-    max_num_tiles: PositiveInt = 1
+    resample: Resample = "bicubic"
+    """The filter by which the sizes of images are changed."""
+    max_num_tiles: PositiveInt = used_when(1, image_longest_edge=None)
     """An image is cut into at most so many tiles of img_h by img_w, in a grid near its proportions."""
-    use_thumbnail: bool = False
+    use_thumbnail: bool = used_when(False, image_longest_edge=None)
     """An image that is cut is also given as a whole, behind its tiles, which max_num_tiles does not count."""
+    image_longest_edge: Annotated[int, Field(gt=0, le=4096)] | None = None
+    """Cut an image as Idefics3 does: its longer side becomes so many pixels, both sides are stretched to whole tiles
+    of img_h by img_w, and the whole image follows its tiles. Default: the grid of max_num_tiles."""
+    image_markers: ImageMarkers = "none"
+    """Texts around the views of an image: idefics3 has one before each tile with its row and column, internvl one
+    before the first and one behind the last."""
     packing: bool = False
     """Several records in a sample, which do not see one another; false puts one in each."""
     max_images: PositiveInt | None = used_when(None, packing=False)
@@ -74,12 +82,14 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(self.img_h, self.img_w, self.max_num_tiles, self.use_thumbnail, self.resize)
+        size: Any = {"img_h": self.img_h, "img_w": self.img_w, "resample": self.resample}
+        if self.image_longest_edge is not None:
+            return LongestEdgeTiling(**size, longest_edge=self.image_longest_edge)
+        return Tiling(**size, max_num_tiles=self.max_num_tiles, use_thumbnail=self.use_thumbnail, resize=self.resize)
 
-    @property
-    def views_of_image(self) -> int:
-        """At most, of one image."""
-        return self.max_num_tiles + (self.use_thumbnail and self.max_num_tiles > 1)
+    def image_tokens(self, encode: Encode) -> ImageTokens:
+        """encode: of a text within another one."""
+        return ImageTokens(self.tiling, self.image_seq_length, self.image_markers, encode)
 
 
 @dataclass(frozen=True)
@@ -104,10 +114,12 @@ class ImageTextDataset:
         order: NDArray[np.int64],
         shape: SampleShape,
         config: ImageTextDataConfig,
+        image_tokens: ImageTokens,
         unusable: UnusableRecords,
     ) -> None:
         self.records, self.selection, self.packing, self.order = records, selection, packing, order
-        self.shape, self.config, self.tiling = shape, config, config.tiling
+        self.shape, self.config, self.image_tokens = shape, config, image_tokens
+        self.tiling = image_tokens.tiling
         self.max_images = max_images(config, shape)
         self.unusable = unusable
 
@@ -127,7 +139,7 @@ class ImageTextDataset:
         start = view = 0
         for segment, record in enumerate(members):
             pixels, is_whole = self._views(record)
-            tokens, counted = self.records.expanded(record, ViewShape(self.tiling, self.shape.image_length))
+            tokens, counted = self.records.expanded(record, self.image_tokens)
             start = self.shape.write(sample, start, tokens, counted & is_whole, segment)
             images[view : view + len(pixels)] = pixels
             view += len(pixels)
@@ -135,7 +147,7 @@ class ImageTextDataset:
 
     def fingerprint(self) -> str:
         """The content of the files, and how they become samples."""
-        return combined([self.records.fingerprint(), repr(self.tiling), repr(self.shape)])
+        return combined([self.records.fingerprint(), repr(self.tiling), self.config.image_markers, repr(self.shape)])
 
     def describe(self, index: int) -> str:
         return "; ".join(map(self.records.where, self.members(index)))
@@ -164,9 +176,10 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
     shape = SampleShape.of(config, tokenizer, request.sequence_length)
     template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
     encoder = ImageTextEncoder(tokenizer, template, ENCODED_IMAGE)
+    image_tokens = config.image_tokens(bare_encoder(tokenizer))
 
     def make(source: TextSource, num_samples: int | None) -> ImageTextDataset:
-        records = _encoded_records(source, config, tokenizer, encoder)
+        records = _encoded_records(source, config, tokenizer, encoder, image_tokens)
         unusable = UnusableRecords(config.max_unusable_records, records.unusable)
         selection = select(records, source.elements(len(records), "records"), config, shape, unusable)
         if config.packing:
@@ -174,7 +187,7 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
         else:
             packing = pack_singly(len(selection.numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
-        dataset = ImageTextDataset(records, selection, packing, order, shape, config, unusable)
+        dataset = ImageTextDataset(records, selection, packing, order, shape, config, image_tokens, unusable)
         _report(dataset, source.name)
         return dataset
 
@@ -182,12 +195,16 @@ def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request:
 
 
 def _encoded_records(
-    source: TextSource, config: ImageTextDataConfig, tokenizer: Tokenizer, encoder: ImageTextEncoder
+    source: TextSource,
+    config: ImageTextDataConfig,
+    tokenizer: Tokenizer,
+    encoder: ImageTextEncoder,
+    image_tokens: ImageTokens,
 ) -> EncodedRecords:
     """All records of the source's files, from the cache or encoded now."""
     paths = expand_globs([source.name])
     folders = [path.parent if config.image_folder is None else Path(config.image_folder) for path in paths]
-    views, limit = ViewShape(config.tiling, config.image_seq_length), config.max_unusable_records
+    limit = config.max_unusable_records
     key = cache_key(
         paths,
         folders=[str(folder.resolve()) for folder in folders],
@@ -195,9 +212,10 @@ def _encoded_records(
         template=encoder.template.fingerprint(),
         tiling=repr(config.tiling),
         image_seq_length=config.image_seq_length,
+        image_markers=config.image_markers,
         limit=limit,
     )
-    arrays = source.cache.get(key, partial(encode_files, paths, folders, encoder, views, limit))
+    arrays = source.cache.get(key, partial(encode_files, paths, folders, encoder, image_tokens, limit))
     return EncodedRecords(**arrays, paths=paths, folders=folders)
 
 
@@ -205,7 +223,7 @@ def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     """Views of a sample, at most."""
     if config.packing:
         return shape.length // shape.image_length
-    return config.max_images or config.views_of_image
+    return config.max_images or config.tiling.max_views
 
 
 def select(

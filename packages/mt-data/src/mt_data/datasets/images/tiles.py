@@ -1,10 +1,12 @@
 """One image as several views of the model's size: tiles of a grid near its proportions, and the whole.
 
-The grid is chosen as InternVL and Megatron's examples do (Chen et al., *How Far Are We to GPT-4V?*, 2024).
+The grid is chosen as InternVL and Megatron's examples do (Chen et al., *How Far Are We to GPT-4V?*, 2024), or by the
+longer side of the image, as Idefics3 does (Laurençon et al., 2024).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.datasets.images.config import Resize
+from mt_data.datasets.images.config import Resample, Resize
 from mt_data.datasets.images.pixels import fit, resize
 
 
@@ -34,6 +36,12 @@ class Tiling:
     max_num_tiles: int = 1
     use_thumbnail: bool = False
     resize: Resize = "crop"
+    resample: Resample = "bicubic"
+
+    @property
+    def max_views(self) -> int:
+        """Of one image."""
+        return self.num_views(Grid(1, self.max_num_tiles))
 
     def grid(self, height: int, width: int) -> Grid:
         """The grid with the proportions nearest to the image's; of equally near ones the larger, if the image has more
@@ -55,13 +63,59 @@ class Tiling:
         An image that is not cut is resized as `resize` says; one that is cut is squashed to the grid.
         """
         if grid.tiles == 1:
-            return fit(image, self.img_h, self.img_w, self.resize)[None]
-        whole = resize(image, grid.rows * self.img_h, grid.columns * self.img_w)
-        cut = whole.reshape(grid.rows, self.img_h, grid.columns, self.img_w, 3)
-        tiles = cut.transpose(0, 2, 1, 3, 4).reshape(-1, self.img_h, self.img_w, 3)
+            return fit(image, self.img_h, self.img_w, self.resize, self.resample)[None]
+        tiles = self.cut(resize(image, grid.rows * self.img_h, grid.columns * self.img_w, self.resample), grid)
         if not self.use_thumbnail:
             return tiles
-        return np.concatenate([tiles, resize(image, self.img_h, self.img_w)[None]])
+        return np.concatenate([tiles, resize(image, self.img_h, self.img_w, self.resample)[None]])
+
+    def cut(self, image: NDArray[np.uint8], grid: Grid) -> NDArray[np.uint8]:
+        """An image as large as the grid -> [tiles, img_h, img_w, 3], row by row."""
+        tiles = image.reshape(grid.rows, self.img_h, grid.columns, self.img_w, 3)
+        return tiles.transpose(0, 2, 1, 3, 4).reshape(-1, self.img_h, self.img_w, 3)
+
+
+@dataclass(frozen=True)
+class LongestEdgeTiling(Tiling):
+    """The longer side becomes longest_edge pixels, larger or smaller; then both sides are stretched to whole tiles."""
+
+    longest_edge: int = 0
+    use_thumbnail: bool = True
+
+    @property
+    def max_views(self) -> int:
+        # The shorter side is rounded up to an even number.
+        edge = self.longest_edge + self.longest_edge % 2
+        return self.num_views(Grid(math.ceil(edge / self.img_h), math.ceil(edge / self.img_w)))
+
+    def grid(self, height: int, width: int) -> Grid:
+        height, width = self.resized(height, width)
+        proportion = width / height
+        if width >= height:
+            columns = math.ceil(width / self.img_w)
+            return Grid(math.ceil(int(columns * self.img_w / proportion) / self.img_h), columns)
+        rows = math.ceil(height / self.img_h)
+        return Grid(rows, math.ceil(int(rows * self.img_h * proportion) / self.img_w))
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in the same proportions, before they are stretched."""
+        proportion = width / height
+        if width >= height:
+            return even(int(self.longest_edge / proportion)), self.longest_edge
+        return self.longest_edge, even(int(self.longest_edge * proportion))
+
+    def views(self, image: NDArray[np.uint8], grid: Grid) -> NDArray[np.uint8]:
+        """Tiles row by row, then the whole. Each step rounds to whole values, as the reference's images do."""
+        image = resize(image, *self.resized(*image.shape[:2]), self.resample)
+        image = resize(image, grid.rows * self.img_h, grid.columns * self.img_w, self.resample)
+        if grid.tiles == 1:
+            return image[None]
+        return np.concatenate([self.cut(image, grid), resize(image, self.img_h, self.img_w, self.resample)[None]])
+
+
+def even(length: int) -> int:
+    """The next even number, at least 1 as in the reference."""
+    return max(length + length % 2, 1)
 
 
 @lru_cache(maxsize=16)

@@ -9,14 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
+from mt_data.datasets.images.tiles import Grid
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
-from mt_infer.prompts import IMAGES, image_data, views_of
+from mt_infer.prompts import IMAGES, ImageViews, all_views, image_data, views_of
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
@@ -123,25 +123,25 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     if urls and not model.require_generator().prompts.takes_images:
         raise ApiError(f'the model "{model.name}" takes no images', param="messages")
     images = await _images(service, model, urls) if urls else []
-    prompt = await asyncio.to_thread(_prompt, model, body, [len(views) for views in images])
+    prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
     sampling = _sampling(service, model, body, prompt)
-    inputs = {IMAGES: torch.cat(images)} if images else {}
+    inputs = {IMAGES: all_views(images)} if images else {}
     job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         return EventStream(_pieces(service, job))
     return await until_disconnect(http, _whole(service, job))
 
 
-def _prompt(model: ServedModel, body: ChatBody, views: Sequence[int]) -> list[int]:
-    """views: of each image."""
+def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
+    """grids: that the images were cut by."""
     chat = model.require_chat()
     text = chat.text(for_template(body.messages), body.offered_tools, body.chat_template_kwargs)
-    if not views:
+    if not grids:
         return chat.encode(text)
-    return model.require_generator().prompts.with_images(text, views, chat.encode)
+    return model.require_generator().prompts.with_images(text, grids, chat.encode)
 
 
-async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> list[Tensor]:
+async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> list[ImageViews]:
     """The views of each image. One request's at a time: an image takes much memory while it is decoded.
 
     Raises ApiError for more images than the context has room for, before any is decoded.
@@ -154,7 +154,7 @@ async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> 
             code="context_length_exceeded",
         )
 
-    def read() -> list[Tensor]:
+    def read() -> list[ImageViews]:
         return views_of(read_image_urls(urls, service.options.media_folders), data)
 
     async with service.decoding:

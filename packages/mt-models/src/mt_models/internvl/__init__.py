@@ -1,0 +1,17 @@
+"""InternVL: an InternViT tower, pixel shuffle, a norm and two matrices, and any decoder."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="internvl",
+    doc="Images in tiles and text: an InternViT tower, pixel shuffle, two matrices, a decoder",
+    config_type=Lazy("mt_models.internvl.config:InternVLConfig"),
+    build=Lazy("mt_models.internvl.model:build_internvl"),
+    check=Lazy("mt_models.internvl.config:check_internvl"),
+    shrink=Lazy("mt_models.llava.shrink:shrink_squares"),
+    presets=Lazy("mt_models.internvl.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.internvl.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),
+    },
+)

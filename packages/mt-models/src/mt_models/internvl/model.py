@@ -1,0 +1,63 @@
+"""InternVL (Chen et al., *How Far Are We to GPT-4V? Closing the Gap to Commercial Multimodal Models*, 2024).
+
+Shapes: N images, P patches of an image, W width of the tower, F = P / scale_factor^2 features of an image, H hidden of
+the decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.internvl.config import InternVLConfig
+from mt_models.llava.model import VisionLanguageModel
+from mt_models.llava.projection import ProjectionMLP
+from mt_models.vision.model import VisionTower
+from mt_models.vision.pixel_shuffle import pixel_shuffle
+
+NORM_EPSILON = 1e-5
+
+
+class InternVLProjection(nn.Module):
+    """Squares of patches, normalized, through two matrices: [N, P, W] -> [N, F, H]."""
+
+    def __init__(self, config: InternVLConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.grid, self.factor = config.vision_model.grid, config.scale_factor
+        # The tower has whole sequences on every rank.
+        whole = replace(ctx, sequence_parallel=False)
+        self.input_layernorm = build_norm("LayerNorm", config.feature_width, NORM_EPSILON, whole)
+        self.encoder = ProjectionMLP(
+            config.feature_width, config.decoder, config.projection_activation, whole, bias=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.encoder(self.input_layernorm(pixel_shuffle(x, self.grid, self.factor)))
+        return projected
+
+
+class InternVLModel(VisionLanguageModel):
+    """Features are the tower's last state without the class token, through the projection."""
+
+    config: InternVLConfig
+
+    def build_projection(self, ctx: ParallelContext) -> nn.Module:
+        return InternVLProjection(self.config, ctx)
+
+    def features(self, images: Tensor) -> Tensor:
+        assert self.vision_model is not None
+        assert self.vision_projection is not None
+        patches = self.vision_model.hidden_states(images)[:, self.config.vision_model.has_class_token :]
+        projected: Tensor = self.vision_projection(patches)
+        return projected
+
+    def unread_modules(self, tower: VisionTower) -> list[nn.Module]:
+        return tower.pooling()
+
+
+def build_internvl(config: InternVLConfig, environment: ModelEnvironment) -> InternVLModel:
+    return InternVLModel(config, environment)

@@ -1,0 +1,17 @@
+"""SmolVLM and Idefics3: a SigLIP tower, pixel shuffle with one matrix, and a decoder of the family llama."""
+
+from mt_core.specs import Lazy, ModelSpec
+
+SPEC = ModelSpec(
+    name="smolvlm",
+    doc="Images in tiles and text: a SigLIP tower, pixel shuffle, one matrix, a decoder",
+    config_type=Lazy("mt_models.smolvlm.config:SmolVLMConfig"),
+    build=Lazy("mt_models.smolvlm.model:build_smolvlm"),
+    check=Lazy("mt_models.smolvlm.config:check_smolvlm"),
+    shrink=Lazy("mt_models.llava.shrink:shrink_squares"),
+    presets=Lazy("mt_models.smolvlm.presets:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.smolvlm.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),
+    },
+)
