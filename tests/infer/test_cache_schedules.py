@@ -57,7 +57,7 @@ def crowded(kind: str, sequences: float) -> InferenceEngine:
     engine = InferenceEngine(model_of(kind), None, ParallelContext(), options, longest=LONGEST)
     layout, device = cache_layout(engine.model), torch.device("cpu")
     size = sum(group.bytes_per_position for group in layout.groups) * LONGEST
-    memory = int(size * sequences) + 4 * layout.bytes_per_sequence
+    memory = int(size * sequences) + (4 + 1) * layout.bytes_per_sequence
     limits = CacheLimits(memory, 2, 4, LONGEST, 7)
     engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
     engine.scheduler = Scheduler(engine.manager)

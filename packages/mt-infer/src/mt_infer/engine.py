@@ -19,11 +19,14 @@ from mt_core.nn.cache import Conditioning
 from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
+from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams, beam_candidates
 from mt_infer.cache.agreement import agree
-from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.batch import Chunk
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
+from mt_infer.decoding.graphs import DecodeGraphs
+from mt_infer.decoding.objections import uses_graphs
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.memory import cache_bytes
 from mt_infer.requests import BeamGroup, FinishReason, LogProbs, Request, RunningSequence, TokenEvent
@@ -78,6 +81,9 @@ class InferenceEngine:
         self.scheduler = Scheduler(self.manager)
         self.constraints = Constraints(tokenizer)
         self.drafter = build_drafter(options, self.manager, self.runner, draft_model)
+        self.graphs: DecodeGraphs | None = None
+        if uses_graphs(model, options, ctx):
+            self.graphs = DecodeGraphs(self.runner, self.manager, CudaRecorder())
         self.speculation = SpeculationStatistics()
         self._ids = count()
         self._device = ctx.device
@@ -145,8 +151,7 @@ class InferenceEngine:
             if not chunks and not fill:
                 return []
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-            batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
-            found = self._sample(batch, self.runner.logits(batch))
+            found = self._sample(chunks)
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
@@ -154,6 +159,8 @@ class InferenceEngine:
         if not self.is_idle:
             raise ConfigError("weights cannot change while requests run; finish or cancel them first")
         self.manager.forget_prefixes()
+        if self.graphs is not None:
+            self.graphs.weights_changed()
 
     # -- parts of a step --------------------------------------------------------------------------
 
@@ -163,9 +170,13 @@ class InferenceEngine:
         with evaluating(self.model), batch_invariant(self.options.batch_invariant):
             yield
 
-    def _sample(self, batch: CachedBatch, logits: Tensor | None) -> list[_Found]:
+    def _sample(self, chunks: Sequence[Chunk]) -> list[_Found]:
         """What each chunk has come to, on every rank of the model."""
-        found = [_Found() for _ in batch.sequences] if logits is None else self._from_logits(batch.sequences, logits)
+        if self.graphs is not None and self.graphs.serves(chunks):
+            return self._from_logits(chunks, self.graphs.logits(chunks))
+        batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
+        logits = self.runner.logits(batch)
+        found = [_Found() for _ in chunks] if logits is None else self._from_logits(chunks, logits)
         if self.drafter is not None and logits is not None:
             drafts = self.drafter.continued(batch, [one.sampled for one in found])
             for one, guesses in zip(found, drafts, strict=True):

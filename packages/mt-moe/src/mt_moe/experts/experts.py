@@ -146,5 +146,11 @@ class Experts(nn.Module):
         with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
             return self.linear_fc2(activated, groups)
 
+    def host_wait(self) -> str | None:
+        """See mt_core.nn.auxiliary.SynchronizesHost."""
+        if self.product != "loop":
+            return None
+        return "model.moe.moe_grouped_gemm=loop reads the experts' numbers of rows; use grouped or triton"
+
     def extra_repr(self) -> str:
         return f"product={self.product}"
