@@ -24,7 +24,7 @@ WIDE = 256
 
 @triton.jit
 def _paged_attention_part(
-    q, k, q_second, k_second, v, blocks, positions, slopes, parts, lse, scale, softcap, window, heads, groups, most_blocks,
+    q, k, q_second, k_second, v, blocks, positions, slopes, parts, lse, scale, softcap, window, heads, most_blocks,
     q_row, q_head, second_row, second_head, k_place, k_group, k_second_place, k_second_group, v_place, v_group,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, SECOND: tl.constexpr, VALUE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
@@ -150,7 +150,7 @@ def triton_paged_attention(
     with on_device(q):
         _paged_attention_part[(rows, programs // rows, splits)](
             q, k, q_second, k_second, values, table.blocks, table.positions, scores.slopes, parts, lse,
-            scores.scale, scores.softcap or 0.0, scores.window or 0, heads, groups, table.blocks.shape[1],
+            scores.scale, scores.softcap or 0.0, scores.window or 0, heads, table.blocks.shape[1],
             *q.stride()[:2], *q_second.stride()[:2], *k.stride()[:2], *k_second.stride()[:2], *values.stride()[:2],
             per_group, dim, second, width,
             scores.window is not None, scores.softcap is not None, scores.slopes is not None, are_keys,
