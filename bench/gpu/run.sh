@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One of four parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# One of five parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
-# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 4. FOLDER: of part-PART.zip with all JSON files and logs;
+# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 5. FOLDER: of part-PART.zip with all JSON files and logs;
 #                                   default bench/gpu/results
 set -uo pipefail
 here="$(dirname "$(realpath "$0")")"
-part="${1:?the part, 1 to 4}"
+part="${1:?the part, 1 to 5}"
 folder="$(realpath -m "${2:-$here/results}")"
 results="$folder/part-$part"
 site="${TMPDIR:-/tmp}/mt-bench-site"
@@ -42,6 +42,10 @@ bench() {
     local name="$1" limit="$2"
     shift 2
     mt "$name" "$limit" bench "$@" --out "$results/$name.json"
+}
+
+decode() {
+    measure "decode-$1" "$2" python3 decode.py --model "$1" --batch 1 --batch 8 --out "$results/decode-$1.json"
 }
 
 compiled=(--set train.compile=blocks)
@@ -83,8 +87,14 @@ case "$part" in
     bench train-8b-fp8-rowwise 240 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
         "${compiled[@]}"
     ;;
+5)
+    decode 8b 150
+    decode 583m 90
+    decode 16b-moe 150
+    measure tests-gpu-decoding 120 python3 -m pytest -q -n 0 -p no:cacheprovider tests/gpu/test_decoding.py
+    ;;
 *)
-    echo "bench/gpu/run.sh $part: the part is 1, 2, 3 or 4" >&2
+    echo "bench/gpu/run.sh $part: the part is 1, 2, 3, 4 or 5" >&2
     exit 2
     ;;
 esac

@@ -49,7 +49,9 @@ def plain_attention(queries, keys, values, table: PageTable, scores: PagedScores
         positions = range(first, last + 1)
         places = [int(table.blocks[row, p // PAGE]) * PAGE + p % PAGE for p in positions]
         for head in range(out.shape[1]):
-            logits = sum(k[places, head // share].double() @ q[row, head].double() for q, k in zip(queries, keys))
+            logits = sum(
+                k[places, head // share].double() @ q[row, head].double() for q, k in zip(queries, keys, strict=True)
+            )
             logits = logits * scores.scale
             if scores.softcap is not None:
                 logits = scores.softcap * torch.tanh(logits / scores.softcap)

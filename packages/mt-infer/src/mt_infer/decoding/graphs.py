@@ -52,7 +52,9 @@ class DecodeGraphs:
         self.runner, self.manager, self.recorder = runner, manager, recorder
         self.sizes = batch_sizes(manager.limits.max_requests)
         self._pool = recorder.new_pool()
-        self._graphs: dict[int, DecodeGraph] = {}
+        self.captured: dict[int, DecodeGraph] = {}
+        self.last: DecodeGraph | None = None
+        """The graph of the last step."""
         self._weights: list[int] = []
 
     def serves(self, chunks: Sequence[Chunk]) -> bool:
@@ -62,16 +64,18 @@ class DecodeGraphs:
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """[chunks, vocab] in fp32, valid until the next call."""
         rows = next(size for size in self.sizes if size >= len(chunks))
-        if not self._graphs:
+        if not self.captured:
             self._weights = self._addresses()
-        if rows not in self._graphs:
-            self._graphs[rows] = DecodeGraph(rows, self.runner, self.manager, self.recorder, self._pool)
-        return self._graphs[rows].replay(chunks)
+        if rows not in self.captured:
+            self.captured[rows] = DecodeGraph(rows, self.runner, self.manager, self.recorder, self._pool)
+        self.last = self.captured[rows]
+        return self.last.replay(chunks)
 
     def weights_changed(self) -> None:
         """Values may have changed in place. Weights at other addresses need new graphs."""
-        if self._graphs and self._weights != self._addresses():
-            self._graphs.clear()
+        if self.captured and self._weights != self._addresses():
+            self.captured.clear()
+            self.last = None
 
     def _addresses(self) -> list[int]:
         model = self.runner.model
