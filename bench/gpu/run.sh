@@ -60,7 +60,7 @@ case "$part" in
     bench calibrate 60 calibrate
     bench train-1.2b 120 train --preset 1.2b
     bench train-8b 180 train --preset 8b
-    measure tests-gpu 300 python3 -m pytest -q -n 0 -p no:cacheprovider tests/gpu
+    measure tests-gpu 300 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu
     ;;
 2)
     bench kernels 200 kernels --no-compile
@@ -91,7 +91,7 @@ case "$part" in
     decode 8b 150
     decode 583m 90
     decode 16b-moe 150
-    measure tests-gpu-decoding 120 python3 -m pytest -q -n 0 -p no:cacheprovider tests/gpu/test_decoding.py
+    measure tests-gpu-decoding 120 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu/test_decoding.py
     ;;
 *)
     echo "bench/gpu/run.sh $part: the part is 1, 2, 3, 4 or 5" >&2

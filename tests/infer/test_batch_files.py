@@ -38,7 +38,6 @@ def generator() -> TextGenerator:
 
     config = configuration({**MODELS["gpt2"], "vocab_size": 27})
     engine = engine_of(config)
-    engine.tokenizer = Letters()
     return TextGenerator(LockstepEngine(engine), Letters(), config)
 
 

@@ -138,7 +138,7 @@ BAD_PARAMETERS = [
     ({"n": 3, "best_of": 2}, "best_of is 2; it must be n=3 or more"),
     ({"num_beams": 2, "n": 3}, "n is 3; it must be at most num_beams=2"),
     ({"num_beams": 2, "temperature": 0.7}, "has no temperature"),
-    ({"num_beams": 2, "top_k": 5, "logprobs": 1}, "has no top_k, logprobs"),
+    ({"num_beams": 2, "top_k": 5, "min_p": 0.1}, "has no top_k, min_p"),
     ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is soon"),
     ({"regex": "a", "choices": ("b",)}, "regex and choices are given"),
     ({"regex": "a", "min_tokens": 3}, "regex says which tokens are allowed, and min_tokens could leave none"),

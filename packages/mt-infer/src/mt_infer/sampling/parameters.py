@@ -124,8 +124,6 @@ class SamplingParameters:
             "min_p": self.min_p > 0,
             "typical_p": self.typical_p < 1,
             "best_of": self.best_of is not None,
-            "logprobs": self.logprobs is not None,
-            "prompt_logprobs": self.prompt_logprobs is not None,
         }
 
     def _check_constraint(self) -> None:
