@@ -122,9 +122,7 @@ class BeamSearch:
             return "text"
         return "limit" if length == self.limit else None
 
-    def _finish(
-        self, one: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End
-    ) -> None:
+    def _finish(self, one: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End) -> None:
         if not self._can_improve:
             return
         tokens = (*before, one.token)
