@@ -118,6 +118,7 @@ def assert_transitions(
 class Pairs:
     """Each of 101 ids is two letters."""
 
+    vocab_size = 101
     special = SpecialTokens()
 
     def decode(self, ids: Sequence[int]) -> str:
