@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mt_core.errors import ConfigError
+from mt_core.paths import writing
 from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
 from mt_infer.job_record import job_of, require_same_job
@@ -74,7 +74,7 @@ def generate_file(
     is_parquet = target.suffix == PARQUET
     lines = target.with_name(target.name + ".partial") if is_parquet else target
     total = count_lines(source)
-    with _writable(target):
+    with writing(target, "--output"):
         is_written = is_parquet and target.exists() and not lines.exists()
         done = total if is_written else whole_lines(lines)
         require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=done > 0)
@@ -105,14 +105,6 @@ def _write(
         progress = Progress(progress.lines + 1, failed, progress.tokens + tokens)
         on_progress(progress)
     return progress
-
-
-@contextmanager
-def _writable(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--output {target} cannot be written: {error.strerror or error}") from error
 
 
 def count_lines(source: Path) -> int:
