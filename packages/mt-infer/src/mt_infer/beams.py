@@ -111,7 +111,8 @@ def _events(group: BeamGroup) -> Iterator[TokenEvent]:
 
 def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
     *tokens, last = done.tokens
-    *logprobs, last_logprobs = [_logprobs(one) for one in done.scored] or [None] * len(done.tokens)
+    every: list[LogProbs | None] = [_logprobs(one) for one in done.scored]
+    *logprobs, last_logprobs = every or [None] * len(done.tokens)
     yield from (TokenEvent(request, index, *token) for token in zip(tokens, logprobs, strict=True))
     finish = FinishReason.LENGTH if done.end == "limit" else FinishReason.STOP
     if done.end == "token":

@@ -132,9 +132,9 @@ class ModelRunner:
         every = gather_vocab(logits, self.ctx)
         self.vocab_shares = every.shares
         rows = every.logits[0]
-        # With sequence parallelism these are the logits of all positions.
-        is_partial = isinstance(batch, CachedBatch) and batch.multiple > 1
-        return (rows[batch.logit_rows] if is_partial else rows).float()
+        if isinstance(batch, CachedBatch) and batch.multiple > 1:
+            rows = rows[batch.logit_rows]  # of all positions, which sequence parallelism shares
+        return rows.float()
 
     def _send(self, hidden: Any, to: int, key: Hashable) -> None:
         assert self._p2p is not None
