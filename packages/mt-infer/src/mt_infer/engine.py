@@ -61,7 +61,7 @@ class InferenceEngine:
         placed: PlacedStages | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        self.model, self.ctx, self.options = model, ctx, options
+        self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
         refuse_invariant_quantization(options)
