@@ -9,8 +9,9 @@ from torch import Tensor
 from mt_core.nn.cache import CachedSequence, KeepsState, PagedScores
 from mt_infer.cache.formats import PlainStore
 from mt_infer.cache.manager import CacheManager
+from mt_infer.decoding.choice import choose_paged_attention
 from mt_infer.decoding.inputs import DecodeInputs
-from mt_infer.decoding.paged_attention import PagedAttention, PageTable, choose_paged_attention
+from mt_infer.decoding.paged_attention import PagedAttention, PageTable
 
 
 class DecodeBatch:

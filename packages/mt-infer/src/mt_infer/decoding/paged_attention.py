@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.cache import PagedScores
-from mt_core.nn.kernels.request import KernelRequest
-from mt_core.nn.kernels.support import supports_triton
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,3 @@ def _weights(products: Tensor, distance: Tensor, scores: PagedScores) -> Tensor:
         return logits.softmax(-1)
     sinks = scores.sinks.float().unflatten(0, (logits.shape[1], -1))[None, ..., None].expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
-
-
-def choose_paged_attention(device: torch.device, dtype: torch.dtype) -> PagedAttention:
-    """The Triton kernel on a GPU that it can run on, else plain torch."""
-    request = KernelRequest(device_type=device.type, dtype=str(dtype).removeprefix("torch."))
-    if device.type != "cuda" or supports_triton(request) is not True:
-        return plain_paged_attention
-    from mt_infer.decoding.triton_attention import triton_paged_attention
-
-    return triton_paged_attention
