@@ -126,9 +126,9 @@ def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -
 
 def replay_seconds(engine: InferenceEngine, steps: int) -> float | None:
     """Of the last captured graph alone, without the host between two replays."""
-    if engine.graphs is None:
+    graph = None if engine.graphs is None else engine.graphs.last
+    if graph is None:
         return None
-    graph = engine.graphs.last
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(steps):
