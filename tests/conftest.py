@@ -69,6 +69,7 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores, since tests wait for processes, disks and clocks a sixth of their time; as many as
     memory allows; none for single files, which are done before workers have started."""

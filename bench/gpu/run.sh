@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One of four parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# One of five parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
-# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 4. FOLDER: of part-PART.zip with all JSON files and logs;
+# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 5. FOLDER: of part-PART.zip with all JSON files and logs;
 #                                   default bench/gpu/results
 set -uo pipefail
 here="$(dirname "$(realpath "$0")")"
-part="${1:?the part, 1 to 4}"
+part="${1:?the part, 1 to 5}"
 folder="$(realpath -m "${2:-$here/results}")"
 results="$folder/part-$part"
 site="${TMPDIR:-/tmp}/mt-bench-site"
@@ -44,6 +44,10 @@ bench() {
     mt "$name" "$limit" bench "$@" --out "$results/$name.json"
 }
 
+decode() {
+    measure "decode-$1" "$2" python3 decode.py --model "$1" --batch 1 --batch 8 --out "$results/decode-$1.json"
+}
+
 compiled=(--set train.compile=blocks)
 graphs=(--set train.cuda_graphs=blocks)
 step_graph=(--set train.cuda_graphs=step)
@@ -56,7 +60,7 @@ case "$part" in
     bench calibrate 60 calibrate
     bench train-1.2b 120 train --preset 1.2b
     bench train-8b 180 train --preset 8b
-    measure tests-gpu 300 python3 -m pytest -q -n 0 -p no:cacheprovider tests/gpu
+    measure tests-gpu 300 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu
     ;;
 2)
     bench kernels 200 kernels --no-compile
@@ -85,8 +89,14 @@ case "$part" in
         "${compiled[@]}"
     bench train-7b-a1b-triton 150 train --preset 7b-a1b --set model.moe.moe_grouped_gemm=triton "${graphs[@]}"
     ;;
+5)
+    decode 8b 150
+    decode 583m 90
+    decode 16b-moe 150
+    measure tests-gpu-decoding 120 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu/test_decoding.py
+    ;;
 *)
-    echo "bench/gpu/run.sh $part: the part is 1, 2, 3 or 4" >&2
+    echo "bench/gpu/run.sh $part: the part is 1, 2, 3, 4 or 5" >&2
     exit 2
     ;;
 esac

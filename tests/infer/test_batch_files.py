@@ -15,6 +15,8 @@ from mt_core.errors import ConfigError
 from mt_core.specs import SpecialTokens
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.batch_files import generate_file
+from mt_infer.detokenizer import Detokenizer
+from mt_infer.job_record import checkpoint_fingerprint, record_of
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.megatron_generate import megatron_generate
 
@@ -38,7 +40,6 @@ def generator() -> TextGenerator:
 
     config = configuration({**MODELS["gpt2"], "vocab_size": 27})
     engine = engine_of(config)
-    engine.tokenizer = Letters()
     return TextGenerator(LockstepEngine(engine), Letters(), config)
 
 
@@ -107,15 +108,53 @@ def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> N
 def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
     source, whole, cut = written(tmp_path / "in.jsonl"), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     generate_file(generator, source, whole, SAMPLING)
+    assert generate_file(generator, source, whole, SAMPLING).tokens == 0
     # Killed in the middle of the fourth line.
+    record_of(whole).rename(record_of(cut))
     cut.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"completi')
     done = generate_file(generator, source, cut, SAMPLING)
     assert cut.read_bytes() == whole.read_bytes()
     assert done.lines == 8
     assert generate_file(generator, source, cut, SAMPLING).tokens == 0
+
+
+def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypatch) -> None:
+    source, target = written(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    monkeypatch.setattr(generator, "fingerprint", "one")
+    generate_file(generator, source, target, SAMPLING)
+
+    def refused(words: str, sampling: SamplingParameters = SAMPLING) -> None:
+        with pytest.raises(ConfigError, match=f"{words}.* give another --output, or delete .*out.jsonl to begin anew"):
+            generate_file(generator, source, target, sampling)
+
+    refused("begun by another job: top_k was 0, and is 7; seed was 3, and is 4;", replace(SAMPLING, seed=4, top_k=7))
+    monkeypatch.setattr(generator, "fingerprint", "another")
+    refused("its model was another, or had other weights")
+    monkeypatch.setattr(generator, "fingerprint", None)
     source.write_text('{"prompt": "a"}\n')
-    with pytest.raises(ConfigError, match="has 8 lines, more than .* give another output"):
-        generate_file(generator, source, cut, SAMPLING)
+    refused("its input had other content")
+    record_of(target).write_text("{}")
+    refused("has lines, and the record of their job, .*out.jsonl.job.json, cannot be read")
+    target.unlink()
+    assert generate_file(generator, source, target, SAMPLING).lines == 1
+    with pytest.raises(ConfigError, match="--output .*in.jsonl/out.jsonl cannot be written: Not a directory"):
+        generate_file(generator, source, source / "out.jsonl", SAMPLING)
+
+
+def test_a_checkpoint_has_the_fingerprint_of_its_content(tmp_path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_bytes(bytes(300_000))
+    first, second = (checkpoint_fingerprint(tmp_path / name) for name in ("a", "b"))
+    (tmp_path / "b" / "weights").write_bytes(bytes(150_000) + b"1" + bytes(149_999))
+    assert first == second != checkpoint_fingerprint(tmp_path / "b")
+
+
+def test_ids_behind_the_tokenizers_have_no_text(generator) -> None:
+    """As of a model whose vocabulary was made larger than its tokenizer's."""
+    text = Detokenizer(Letters(), stop=("cd",))
+    assert [text.add(token) for token in (1, 27, 2, 900, 3, 30, 4)] == ["a", "", "b", "", "", "", ""]
+    assert (text.text, text.stopped_by) == ("ab", "cd")
 
 
 def test_parquet_files_give_the_same(generator, tmp_path) -> None:

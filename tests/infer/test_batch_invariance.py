@@ -81,4 +81,4 @@ def least_memory(engine: InferenceEngine) -> float:
     layout, limits = engine.manager.layout, engine.manager.limits
     per_position = sum(group.bytes_per_position for group in layout.groups)
     longest = limits.longest + limits.block_size
-    return (longest * per_position + limits.max_requests * layout.bytes_per_sequence) / 2**30
+    return (longest * per_position + limits.slots * layout.bytes_per_sequence) / 2**30

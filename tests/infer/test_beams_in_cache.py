@@ -35,7 +35,7 @@ def test_beams_that_wait_for_memory_are_the_same(name: str) -> None:
     texts, asked = prompts(5, 11, 3, 7, 9, 6), [*BEAMS[:3], *BEAMS[:3]]
     roomy = engine_like(name, longest=24, max_requests=18)
     bytes_per_block = sum(group.bytes_per_position for group in roomy.manager.layout.groups) * 4
-    states = 18 * roomy.manager.layout.bytes_per_sequence
+    states = (18 + 1) * roomy.manager.layout.bytes_per_sequence
     tight = engine_like(name, longest=24, max_requests=18, cache_memory_gb=(20 * bytes_per_block + states) / GIB)
     found = [run(engine, texts, asked) for engine in (roomy, tight)]
     assert tight.scheduler.preemptions > roomy.scheduler.preemptions == 0

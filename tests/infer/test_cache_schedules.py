@@ -21,6 +21,7 @@ from mt_core.testing import run_ranks
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.engine import InferenceEngine
+from mt_infer.new_sequences import NewSequences
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.scheduler import Scheduler
@@ -57,10 +58,11 @@ def crowded(kind: str, sequences: float) -> InferenceEngine:
     engine = InferenceEngine(model_of(kind), None, ParallelContext(), options, longest=LONGEST)
     layout, device = cache_layout(engine.model), torch.device("cpu")
     size = sum(group.bytes_per_position for group in layout.groups) * LONGEST
-    memory = int(size * sequences) + 4 * layout.bytes_per_sequence
+    memory = int(size * sequences) + (4 + 1) * layout.bytes_per_sequence
     limits = CacheLimits(memory, 2, 4, LONGEST, 7)
     engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
     engine.scheduler = Scheduler(engine.manager)
+    engine.new_sequences = NewSequences(engine.manager, None, LONGEST)
     return engine
 
 

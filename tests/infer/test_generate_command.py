@@ -125,6 +125,10 @@ def test_drafts_need_the_same_vocabulary(model: Path, tmp_path: Path) -> None:
 
 BAD_PARAMETERS = [
     ({"temperature": -0.1}, "temperature is -0.1; it must be 0"),
+    ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ({"max_tokens": 3.5}, "max_tokens is 3.5; it must be an integer"),
+    ({"n": None}, "n is None; it must be an integer"),
+    ({"ignore_eod": 1}, "ignore_eod is 1; it must be true or false"),
     ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"top_p_decay": 0.5}, "top_p_decay is 0.5; it must be 0 where top_p is 1"),
@@ -138,7 +142,7 @@ BAD_PARAMETERS = [
     ({"n": 3, "best_of": 2}, "best_of is 2; it must be n=3 or more"),
     ({"num_beams": 2, "n": 3}, "n is 3; it must be at most num_beams=2"),
     ({"num_beams": 2, "temperature": 0.7}, "has no temperature"),
-    ({"num_beams": 2, "top_k": 5, "logprobs": 1}, "has no top_k, logprobs"),
+    ({"num_beams": 2, "top_k": 5, "min_p": 0.1}, "has no top_k, min_p"),
     ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is soon"),
     ({"regex": "a", "choices": ("b",)}, "regex and choices are given"),
     ({"regex": "a", "min_tokens": 3}, "regex says which tokens are allowed, and min_tokens could leave none"),

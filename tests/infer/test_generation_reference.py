@@ -44,20 +44,23 @@ def assert_log_probabilities(name: str, text: Sequence[int], events: Sequence[To
     assert logprobs_of(events) == pytest.approx(expected, abs=1e-4)
     for place, event in enumerate(events):
         if event.logprobs is not None:
-            best = logs[len(text) - 1 + place].topk(2)
+            best = logs[len(text) - 1 + place].topk(len(event.logprobs.top))
             assert [token for token, _ in event.logprobs.top] == best.indices.tolist()
 
 
 BEAMS = [
-    SamplingParameters(num_beams=3, n=3, max_tokens=8),
+    SamplingParameters(num_beams=3, n=3, max_tokens=8, logprobs=9),
     SamplingParameters(num_beams=4, n=2, max_tokens=8, length_penalty=2.0, stop_token_ids=tuple(range(0, 101, 4))),
     SamplingParameters(num_beams=2, n=1, max_tokens=8, early_stopping=True, stop_token_ids=tuple(range(0, 101, 3))),
     SamplingParameters(num_beams=3, n=3, max_tokens=9, early_stopping="never", stop_token_ids=(1, 7, 9, 30, 60)),
     SamplingParameters(num_beams=3, n=2, max_tokens=8, length_penalty=-1.0, stop_token_ids=tuple(range(0, 101, 4))),
     SamplingParameters(num_beams=3, n=2, max_tokens=8, early_stopping="never", length_penalty=0.0,
-                       stop_token_ids=tuple(range(0, 101, 4)), min_tokens=3, repetition_penalty=1.4),
+                       stop_token_ids=tuple(range(0, 101, 4)), min_tokens=3, repetition_penalty=1.4, logprobs=1,
+                       prompt_logprobs=0),
 ]  # fmt: skip
 Beams = list[tuple[list[int], float]]
+Transitions = list[list[float]]
+"""Of each beam, of each token."""
 
 
 def beams_of(events: Sequence[TokenEvent], sampling: SamplingParameters) -> Beams:
@@ -67,7 +70,7 @@ def beams_of(events: Sequence[TokenEvent], sampling: SamplingParameters) -> Beam
 
 
 @torch.no_grad()
-def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters) -> Beams:
+def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters) -> tuple[Beams, Transitions]:
     stops, criterion = list(sampling.stop_token_ids) or None, Contains(sampling.stop, len(text))
     found = reference(name).generate(
         torch.tensor([list(text)]),
@@ -87,12 +90,35 @@ def reference_beams(name: str, text: Sequence[int], sampling: SamplingParameters
     )
     rows = [criterion.until(row[len(text) :].tolist()) for row in found.sequences]
     sequences = [until_stop(row, sampling.stop_token_ids) for row in rows]
-    return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+    beams = list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+    if sampling.stop:  # transformers cannot, for beams that a criterion ends
+        return beams, []
+    scores = reference(name).compute_transition_scores(found.sequences, found.scores, found.beam_indices)
+    return beams, [row[: len(own)].tolist() for row, own in zip(scores, sequences, strict=True)]
+
+
+def assert_transitions(
+    events: Sequence[TokenEvent], sampling: SamplingParameters, expected: Transitions, name: str, text: Sequence[int]
+) -> None:
+    """The log-probabilities of beams, where they were requested, are transformers' transition scores."""
+    for index, transitions in enumerate(expected):
+        own = [event for event in events if event.index == index]
+        if sampling.logprobs is None:
+            assert logprobs_of(own) == []
+            continue
+        assert logprobs_of(own) == pytest.approx(transitions, abs=1e-4)
+        if sampling.repetition_penalty == 1.0:
+            assert_log_probabilities(name, text, own)
+        if sampling.prompt_logprobs is not None:
+            logs = reference(name)(torch.tensor([list(text)])).logits[0].float().log_softmax(-1)
+            found = [one.token for one in own[0].prompt_logprobs or () if one is not None]
+            assert found == pytest.approx([logs[at, token].item() for at, token in enumerate(text[1:])], abs=1e-4)
 
 
 class Pairs:
     """Each of 101 ids is two letters."""
 
+    vocab_size = 101
     special = SpecialTokens()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,10 +155,11 @@ def test_beams(name: str) -> None:
     engine = engine_like(name, max_requests=7, cache_block_size=2)
     found = run(engine, texts, asked)
     for text, events, sampling in zip(texts, found[:-1], BEAMS, strict=False):
-        expected = reference_beams(name, text, sampling)
+        expected, transitions = reference_beams(name, text, sampling)
         own = beams_of(events, sampling)
         assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
         assert [score for _, score in own] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert_transitions(events, sampling, transitions, name, text)
     assert tokens_of(found[-1]) == reference_tokens(reference(name), texts[-1], SAMPLING[0])
     assert engine.manager.used_blocks == 0
 
@@ -151,10 +178,10 @@ STOPS = tuple(first + second for first in "bdg" for second in "acfh")
 def test_beams_end_with_stop_texts(sampling: SamplingParameters) -> None:
     """Also with texts that begin within one token and end within the next."""
     engine, ended = engine_like("llama"), []
-    engine.tokenizer = Pairs()
+    engine.new_sequences.tokenizer = Pairs()
     for text in prompts(5, 9, 3, 7):
         (events,) = run(engine, [text], sampling)
-        expected, own = reference_beams("llama", text, sampling), beams_of(events, sampling)
+        (expected, _), own = reference_beams("llama", text, sampling), beams_of(events, sampling)
         assert [tokens for tokens, _ in own] == [tokens for tokens, _ in expected]
         assert [score for _, score in own] == pytest.approx([score for _, score in expected], abs=1e-4)
         ended += [Contains(sampling.stop, 0).holds(tokens) for tokens, _ in own]

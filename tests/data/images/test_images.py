@@ -15,7 +15,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.pixels import cubic, fit, read_image, resize
+from mt_data.datasets.images.pixels import cubic, decode_image, fit, image_size, read_image, resize
 from mt_data.datasets.images.shapes import COLOURS, KINDS, draw
 from mt_data.datasets.images.specs import IMAGE_DATASETS
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
@@ -337,3 +337,17 @@ def test_folders_without_images_and_other_numbers_of_classes_are_refused(folder:
         build("image_folder", train_data_path=[str(folder / "train")], num_classes=3, **keys)
     with pytest.raises(DataError, match=r"has no images; it must be a folder that has a folder of images for each cl"):
         build("image_folder", train_data_path=[str(folder / "train" / "cat")], num_classes=2, **keys)
+
+
+def test_pictures_are_read_as_they_are_shown(tmp_path: Path) -> None:
+    """With Exif's orientation 6 the first row of the file is the right side of the picture."""
+    from PIL import Image
+
+    shown = some_image(4, 6)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = tmp_path / "phone.png"
+    Image.fromarray(np.rot90(shown)).save(file, exif=exif)
+    np.testing.assert_array_equal(read_image(ImageFile(file)), shown)
+    np.testing.assert_array_equal(decode_image(file, "it"), shown)
+    assert image_size(ImageFile(file)) == (4, 6)

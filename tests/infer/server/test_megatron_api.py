@@ -76,12 +76,16 @@ def test_a_line_end_stops_the_text_and_stays_in_it(tiny) -> None:
 
 
 def test_beams_are_answered_with_scores(megatron: Live, tiny) -> None:
-    answer = ask(megatron, beam_width=3, length_penalty=1.5)
+    answer = ask(megatron, beam_width=3, length_penalty=1.5, logprobs=True)
     sampling = SamplingParameters(num_beams=3, n=3, max_tokens=6, length_penalty=1.5)
     beams = tiny.generate(["The"], sampling)[0]
     assert answer["text"] == ["The" + one.text for one in beams]
     assert answer["scores"] == pytest.approx([one.score for one in beams], abs=1e-5)
     assert answer["scores"] == sorted(answer["scores"], reverse=True)
+    # Of the two tokens of the prompt behind its first, and of six generated ones, whose sum is the score's.
+    assert {len(row) for row in answer["logprobs"]} == {2 + 6}
+    sums = [sum(row[2:]) / 6**1.5 for row in answer["logprobs"]]
+    assert sums == pytest.approx(answer["scores"], abs=1e-5)
 
 
 def test_a_newline_after_a_colon_can_be_prevented(megatron: Live) -> None:
@@ -109,7 +113,6 @@ REFUSED = [
     ({"random_seed": -2}, "-1"),
     ({"prompts": ["x", "y"], "beam_width": 2}, "one prompt"),
     ({"length_penalty": 2.0}, "beam_width"),
-    ({"beam_width": 2, "logprobs": True}, "scores"),
     ({"beam_width": 2, "top_k": 5}, "beam search"),
 ]
 

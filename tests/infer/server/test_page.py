@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.infer.server.served import Live, live, scripted_model, until
+from tests.infer.server.served import Live, chat_format, live, scripted_model, until
+
+from mt_infer.server.served_model import ServedModel
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -118,6 +121,57 @@ def test_an_error_is_shown(page: Page) -> None:
     page.wait_for_selector(".turn.error")
     assert "context is 256" in page.locator(".turn.error").inner_text()
     assert page.locator(".pane").count() == 1
+
+
+DROP = """([bytes, kind]) => {
+  const file = new File([Uint8Array.from(bytes)], kind + ".png", { type: "image/png" });
+  const data = new DataTransfer();
+  data.items.add(file);
+  const event = kind === "drop"
+    ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
+    : new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+  document.querySelector(kind === "drop" ? "main" : "#input").dispatchEvent(event);
+}"""
+
+
+def test_images_are_chosen_dropped_and_pasted(page: Page) -> None:
+    from tests.infer.server.test_images import new_llava, picture, png
+
+    model = ServedModel("llava", 0, new_llava(), chat=chat_format())
+    with live([model, scripted_model("ok", chat=chat_format())]) as served:
+        page.goto(served.url)
+        page.wait_for_selector("#attach:not([hidden])")
+        page.fill("#max_tokens", "4")
+        files = [png(picture(seed)) for seed in range(3)]
+        with page.expect_file_chooser() as chosen:
+            page.press("#attach", "Enter")
+        chosen.value.set_files(
+            [
+                {"name": "chosen.png", "mimeType": "image/png", "buffer": files[0]},
+                {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"text"},
+            ]
+        )
+        page.wait_for_selector("#notice:has-text('notes.txt: images are PNG, JPEG, WebP or GIF')")
+        for content, kind in zip(files[1:], ("drop", "paste"), strict=True):
+            page.evaluate(DROP, [list(content), kind])
+            page.wait_for_selector(f"#attached img[alt='{kind}.png']")
+        page.get_by_role("button", name="Remove drop.png").press("Enter")
+        assert page.locator("#attached img").count() == 2
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.keyboard.type("What is it?")
+            page.keyboard.press("Enter")
+        wait_for_the_end(page)
+        (message,) = asked.value.post_data_json["messages"]
+        *images, text = message["content"]
+        sent = [base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")) for part in images]
+        assert (sent, text) == ([files[0], files[2]], {"type": "text", "text": "What is it?"})
+        assert page.locator(".pane").first.locator(".turn.user img").count() == 2
+        assert page.locator("#attached img").count() == 0
+        assert page.locator(".pane").first.locator(".turn.error").count() == 0
+        # A model of text alone has no images to attach.
+        page.select_option("#model", "scripted")
+        page.select_option("#second", "")
+        assert page.locator("#attach").is_hidden()
 
 
 def test_it_fits_a_phone(page: Page) -> None:

@@ -10,10 +10,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Raises ConfigError where the file or folder of a command's option cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error
 
 
 def as_path(given: str | Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_core.paths import write_whole
+from mt_core.paths import write_whole, writing
 from mt_eval.tasks import Sample, Task
 
 FORMAT, VERSION = "mt-eval", 1
@@ -42,8 +42,9 @@ class Evaluation:
         return {"format": FORMAT, "version": VERSION, "tasks": tasks, "provenance": dict(self.provenance)}
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n").encode())
+        with writing(path, "--output"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, (json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def result_of(task: Task, samples: Sequence[Sample]) -> TaskResult:

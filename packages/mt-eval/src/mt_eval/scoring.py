@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import tee
 
 from mt_core.errors import ConfigError
-from mt_eval.completing import complete
 from mt_infer.completions import Completion
+from mt_infer.in_order import complete
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator

@@ -10,17 +10,22 @@ whole lines in the output says what is left to do.
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mt_core.errors import ConfigError
+from mt_core.paths import writing
+from mt_infer.completions import Completion
+from mt_infer.in_order import answered_in_order
+from mt_infer.job_record import job_of, require_same_job
+from mt_infer.prompts import Prompt
 from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.text import Completion, Prompt, TextGenerator
+from mt_infer.text import TextGenerator
 
 PARQUET = ".parquet"
 PROMPT, TOKENS = "prompt", "tokens"
@@ -31,22 +36,17 @@ ROWS = 1024
 
 @dataclass
 class Line:
-    """A line of the input and what has come of it. number: from 0."""
+    """A line of the input. number: from 0."""
 
     number: int
     values: Mapping[str, Any] = field(default_factory=dict)
-    completions: list[Completion] = field(default_factory=list)
     error: str | None = None
 
-    @property
-    def is_done(self) -> bool:
-        return self.error is not None or all(one.finish is not None for one in self.completions)
-
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self, completions: Sequence[Completion]) -> dict[str, Any]:
         kept = {key: value for key, value in self.values.items() if key not in SAMPLING_KEYS}
         if self.error is not None:
             return {**kept, "error": f"line {self.number + 1}: {self.error}"}
-        return {**kept, "completions": [_completion(one) for one in self.completions]}
+        return {**kept, "completions": [_completion(one) for one in completions]}
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,42 @@ def generate_file(
     """Writes a line to `target` for each of `source`. Lines that `target` has already are left as they are.
 
     sampling: for lines that do not say otherwise; with a seed, each line has one of its own that follows from it.
-    Raises ConfigError for files that cannot be read or written, and for a target that is longer than the source.
+    `target`.job.json records the job (mt_infer.job_record). Raises ConfigError for files that cannot be read or
+    written, and for a target that another job has begun.
     """
-    partial = target.with_name(target.name + ".partial") if target.suffix == PARQUET else target
-    done = whole_lines(partial)
-    if done > count_lines(source):
-        raise ConfigError(
-            f"{partial} has {done} lines, more than {source}; it is of another input: give another output"
-        )
+    is_parquet = target.suffix == PARQUET
+    lines = target.with_name(target.name + ".partial") if is_parquet else target
+    total = count_lines(source)
+    with writing(target, "--output"):
+        is_written = is_parquet and target.exists() and not lines.exists()
+        done = total if is_written else whole_lines(lines)
+        require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=done > 0)
+        if is_written:
+            return Progress(done, 0, 0)
+        with lines.open("a", encoding="utf-8") as out:
+            progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
+        if is_parquet:
+            _to_parquet(lines, target)
+    return progress
+
+
+def _write(
+    generator: TextGenerator,
+    lines: Iterator[Line],
+    sampling: SamplingParameters,
+    out: IO[str],
+    done: int,
+    on_progress: Callable[[Progress], None],
+) -> Progress:
     progress = Progress(done, 0, 0)
-    with partial.open("a", encoding="utf-8") as out:
-        for line in _served(generator, islice(_lines(source), done, None), sampling):
-            out.write(json.dumps(line.as_record(), ensure_ascii=False) + "\n")
-            out.flush()
-            tokens = sum(len(one.tokens) for one in line.completions)
-            failed = progress.failed + (line.error is not None)
-            progress = Progress(progress.lines + 1, failed, progress.tokens + tokens)
-            on_progress(progress)
-    if partial != target:
-        _to_parquet(partial, target)
+    for answered in answered_in_order(generator, lines, partial(_submit, generator, sampling=sampling)):
+        line = answered.item
+        out.write(json.dumps(line.as_record(answered.completions), ensure_ascii=False) + "\n")
+        out.flush()
+        tokens = sum(len(one.tokens) for one in answered.completions)
+        failed = progress.failed + (line.error is not None)
+        progress = Progress(progress.lines + 1, failed, progress.tokens + tokens)
+        on_progress(progress)
     return progress
 
 
@@ -97,43 +114,15 @@ def count_lines(source: Path) -> int:
         return sum(1 for _ in file)
 
 
-def _served(generator: TextGenerator, lines: Iterator[Line], sampling: SamplingParameters) -> Iterator[Line]:
-    """Lines in their order, each when it and all before it are done. Twice as many run or wait as the engine takes."""
-    most = 2 * generator.config.inference.max_requests
-    queue: deque[Line] = deque()
-    running: dict[int, Line] = {}
-    exhausted = False
-    while not exhausted or queue:
-        while not exhausted and len(running) < most and len(queue) < 2 * most:
-            line = next(lines, None)
-            if line is None:
-                exhausted = True
-                break
-            queue.append(line)
-            _submit(generator, line, sampling, running)
-        while queue and queue[0].is_done:
-            yield queue.popleft()
-        if running:
-            _step(generator, running)
-
-
-def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters, running: dict[int, Line]) -> None:
+def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) -> tuple[int, int] | None:
     if line.error is not None:
-        return
+        return None
     try:
         own = _sampling_of(line, sampling)
-        running[generator.submit(_prompt_of(line), own)] = line
-        line.completions = [Completion() for _ in range(own.n)]
+        return generator.submit(_prompt_of(line), own), own.n
     except (ConfigError, TypeError, ValueError) as error:
         line.error = str(error)
-
-
-def _step(generator: TextGenerator, running: dict[int, Line]) -> None:
-    for event in generator.step():
-        line = running[event.request]
-        line.completions[event.index].add(event)
-        if line.is_done:
-            del running[event.request]
+        return None
 
 
 def _prompt_of(line: Line) -> Prompt:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
-from mt_infer.requests import BeamGroup, FinishReason, RunningSequence, TokenEvent
-from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis
+from mt_infer.requests import BeamGroup, FinishReason, LogProbs, RunningSequence, TokenEvent
+from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis, ScoredToken
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import adjusted
 from mt_infer.scheduler import Scheduler
@@ -28,7 +28,7 @@ def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> lis
 
 def _likeliest(scores: Tensor, sequence: RunningSequence) -> list[Candidate]:
     assert sequence.beams is not None
-    top = scores.topk(min(sequence.beams.search.kept, scores.shape[-1]))
+    top = scores.topk(min(sequence.beams.search.candidates, scores.shape[-1]))
     return list(zip(top.values.tolist(), top.indices.tolist(), strict=True))
 
 
@@ -96,17 +96,30 @@ def copy_of(parent: RunningSequence, manager: CacheManager) -> RunningSequence:
 
 
 def _events(group: BeamGroup) -> Iterator[TokenEvent]:
-    request = group.members[0].request
+    first = group.members[0]
+    request = first.request
+    prompt = None if request.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
     best = group.search.finished[: request.sampling.n]
     for index, (_, done) in enumerate(zip_longest(range(request.sampling.n), best)):
         if done is None:  # a constraint leaves fewer beams than asked for
             yield TokenEvent(request.id, index, None, finish=FinishReason.CANCELLED)
         else:
-            yield from _events_of(request.id, index, done)
+            events = list(_events_of(request.id, index, done))
+            yield replace(events[0], prompt_logprobs=prompt)
+            yield from events[1:]
 
 
 def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
     *tokens, last = done.tokens
-    yield from (TokenEvent(request, index, token) for token in tokens)
+    every: list[LogProbs | None] = [_logprobs(one) for one in done.scored]
+    *logprobs, last_logprobs = every or [None] * len(done.tokens)
+    yield from (TokenEvent(request, index, *token) for token in zip(tokens, logprobs, strict=True))
     finish = FinishReason.LENGTH if done.end == "limit" else FinishReason.STOP
-    yield TokenEvent(request, index, None if done.end == "token" else last, finish=finish, score=done.score)
+    if done.end == "token":
+        yield TokenEvent(request, index, None, finish=finish, score=done.score)
+    else:
+        yield TokenEvent(request, index, last, last_logprobs, finish, score=done.score)
+
+
+def _logprobs(scored: ScoredToken) -> LogProbs:
+    return LogProbs(scored.logprob, tuple((token, logprob) for logprob, token in scored.likeliest))

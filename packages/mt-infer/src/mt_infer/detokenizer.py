@@ -31,8 +31,10 @@ class Detokenizer:
         return copy
 
     def add(self, token: int) -> str:
-        """The text that is new with this token and final."""
-        self._ids.append(token)
+        """The text that is new with this token and final. An id behind the tokenizer's has no text: the vocabulary of a
+        model may be larger."""
+        if token < self.tokenizer.vocab_size:
+            self._ids.append(token)
         fresh = self._fresh()
         if not fresh.endswith(INCOMPLETE):
             self._take(fresh)

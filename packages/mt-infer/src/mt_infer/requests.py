@@ -37,7 +37,8 @@ class Request:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest."""
+    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest. Of
+    a token of a beam, as the search adds it: after penalties and the like."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()

@@ -20,6 +20,7 @@ from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_core.train.pipelining import Stages
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.manager import CacheManager
+from mt_infer.decoding.batch import DecodeBatch
 
 ValueT = TypeVar("ValueT")
 
@@ -66,7 +67,7 @@ class ModelRunner:
         multiple = self.ctx.tp.size if self.ctx.sequence_parallel else 1
         return CachedBatch(chunks, manager, self.ctx.device, is_batch_invariant=is_batch_invariant, multiple=multiple)
 
-    def logits(self, batch: CachedBatch) -> Tensor | None:
+    def logits(self, batch: CachedBatch | DecodeBatch) -> Tensor | None:
         """[R, vocab] in fp32: of the wanted positions, in their order; None on ranks without the last stage."""
 
         def decode(stage: Stage, hidden: Any) -> Any:
@@ -127,11 +128,13 @@ class ModelRunner:
         dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self.ctx.device)
         return everyone[0]
 
-    def _whole_rows(self, logits: Tensor, batch: CachedBatch) -> Tensor:
+    def _whole_rows(self, logits: Tensor, batch: CachedBatch | DecodeBatch) -> Tensor:
         every = gather_vocab(logits, self.ctx)
         self.vocab_shares = every.shares
         rows = every.logits[0]
-        return (rows[batch.logit_rows] if batch.multiple > 1 else rows).float()
+        if isinstance(batch, CachedBatch) and batch.multiple > 1:
+            rows = rows[batch.logit_rows]  # of all positions, which sequence parallelism shares
+        return rows.float()
 
     def _send(self, hidden: Any, to: int, key: Hashable) -> None:
         assert self._p2p is not None

@@ -22,6 +22,7 @@ from mt_infer.best_of import BestOf
 from mt_infer.completions import Completion, TextEvent
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
+from mt_infer.job_record import checkpoint_fingerprint
 from mt_infer.lm_head import store_by_columns
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
@@ -46,6 +47,8 @@ class TextGenerator:
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}
+        self.fingerprint: str | None = None
+        """Of the checkpoint that the weights are from, see mt_infer.job_record; None without one."""
 
     @classmethod
     def load(
@@ -80,7 +83,9 @@ class TextGenerator:
         quantize_weights(trained.model, trained.config.inference)
         longest = longest_sequence(trained.config, trained.model)
         draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
-        return cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)
+        generator = cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)
+        generator.fingerprint = checkpoint_fingerprint(trained.checkpoint)
+        return generator
 
     @classmethod
     def of_model(

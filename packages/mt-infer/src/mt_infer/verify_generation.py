@@ -169,7 +169,7 @@ def _memory_of_one(trained: TrainedModel, longest: int) -> float:
     layout, _ = agree(cache_layout(trained.model), limits, trained.ctx.axis("model"))
     positions = longest + 2 * options.cache_block_size
     size = sum(group.bytes_per_position for group in layout.groups) * positions
-    return (size + options.max_requests * layout.bytes_per_sequence) / 2**30
+    return (size + (options.max_requests + 1) * layout.bytes_per_sequence) / 2**30
 
 
 def tolerance_of(config: Config) -> float:

@@ -124,13 +124,17 @@ def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int
 def compile_for_hopper(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int
 ) -> dict[str, Any]:
-    """The assembly at each stage. Pointers and sizes are multiples of 16, as those of a model are."""
+    """The assembly at each stage. Pointers and sizes are multiples of 16, as those of a model are.
+
+    module: of mt_core's Triton kernels, or a full name.
+    """
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(import_module(f"mt_core.nn.kernels.triton_kernels.{module}"), kernel)
+    full_name = module if "." in module else f"mt_core.nn.kernels.triton_kernels.{module}"
+    function = getattr(import_module(full_name), kernel)
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

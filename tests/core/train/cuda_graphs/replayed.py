@@ -22,7 +22,7 @@ class TapedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if not (func.is_view and shares_memory(out, args)):
             self.calls.append((func, args, kwargs or {}, out))
         return out
 
@@ -34,6 +34,12 @@ class TapedGraph(TorchDispatchMode):
                 for own, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                     if isinstance(own, torch.Tensor) and own is not new and own.data_ptr() != new.data_ptr():
                         own.detach().copy_(new)
+
+
+def shares_memory(out: Any, args: Any) -> bool:
+    """Whether this is a view. In inference mode `reshape` is an operator, which may copy."""
+    storages = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+    return all(x.untyped_storage().data_ptr() in storages for x in tree_leaves(out) if isinstance(x, torch.Tensor))
 
 
 class TapeRecorder:

@@ -557,6 +557,9 @@ class InferenceConfig(Section):
     """Input features of a matrix that share a scale."""
     quantize_output_layer: bool = used_when(False, quantize_weights=("int8", "int4", "fp8"))
     """Quantize the LM head too, where it is not tied to the embeddings."""
+    cuda_graphs: Literal["auto", "none", "decode"] = "auto"
+    """Capture steps that compute one position of each sequence as CUDA graphs, one for each of a few batch sizes.
+    auto: where the device and the model allow it."""
     cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     """Of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
     speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None

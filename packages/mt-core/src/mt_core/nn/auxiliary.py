@@ -113,5 +113,14 @@ class ReportsNonFinite(Protocol):
         ...
 
 
+@runtime_checkable
+class SynchronizesHost(Protocol):
+    """A module whose forward pass may wait for the device, so that no CUDA graph can be captured of it."""
+
+    def host_wait(self) -> str | None:
+        """What is waited for and which key to change; None: nothing is."""
+        ...
+
+
 def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:
     return (module for module in model.modules() if isinstance(module, AuxiliaryLoss))

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 class PositionState:
     """What a layer keeps of each position: tensors of these shapes (of one position, on this rank).
 
-    window: positions at this distance or further back are never read again; None: all are.
+    window: positions at this distance or further back are never read again; None: all are. is_paged: the layer passes
+    `paged` to `Cache.attend`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     window: int | None = None
+    is_paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,31 @@ class CachedSequence(Protocol):
     def conditioning(self) -> Conditioning: ...
 
 
+@dataclass(frozen=True)
+class PagedScores:
+    """From products of queries and keys to scores: times `scale`, then softcap * tanh(score / softcap), then minus
+    slopes [N] * distance (ALiBi). Keys at the distance `window` or further back are not seen. sinks [N]: see
+    mt_core.nn.attention.with_sinks."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Pages(Protocol):
+    """The cached positions of a decode step, which computes one new position of each of B sequences."""
+
+    def attend(
+        self, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, scores: PagedScores
+    ) -> Tensor:
+        """queries: each [1, B, N, D]. keys, values: all places of the cache, [places, G, D] and [places, G, V], as
+        `paged` is given them. Several queries and keys have their own D each, and their products are added.
+        Returns [1, B, N, V]: each query over the positions of its sequence."""
+        ...
+
+
 class Cache(Protocol):
     """The cache of one forward pass over several sequences."""
 
@@ -123,12 +150,16 @@ class Cache(Protocol):
         attend: Callable[..., Tensor],
         new: tuple[Tensor, ...],
         kept: tuple[Tensor, ...],
+        paged: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Adds `kept` (each [1, T, ...]) to the layer's PositionState, then `attend(*new, *all kept)` of each sequence.
 
         new: tensors [1, T, ...], of which attend is given the sequence's positions, [1, S, ...]. It is given what is
         kept of all positions so far, [1, K, ...], the new ones last; with a window, of the last that are read.
         Returns the results [1, S, ...] packed into a row.
+
+        paged: `paged(pages, *new, *all places)` computes the same of one new position of each sequence, without a loop
+        over sequences: see `Pages`.
         """
         ...
 

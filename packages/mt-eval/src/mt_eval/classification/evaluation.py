@@ -11,6 +11,7 @@ from typing import Any
 
 from mt_core.errors import DataError
 from mt_core.parallel.context import is_writer
+from mt_core.paths import writing
 from mt_core.train.predictions import Predictions
 from mt_core.train.validation import OVERALL, together
 from mt_eval.classification.model import TrainedClassifier, of_set, scores_of
@@ -79,8 +80,9 @@ def _write(
     found: Mapping[str, Predictions], evaluation: Evaluation, predictions: Path | None, output: Path | None
 ) -> None:
     if predictions is not None:
-        for name, one in found.items():
-            write_predictions(predictions / f"{name}.jsonl", of_set(one))
+        with writing(predictions, "--predictions"):
+            for name, one in found.items():
+                write_predictions(predictions / f"{name}.jsonl", of_set(one))
     if output is not None:
         _write_samples(samples_path(output), found, evaluation)
         evaluation.write(output)

@@ -9,7 +9,7 @@ import typer
 
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
-from mt_core.paths import as_path
+from mt_core.paths import as_path, writing
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, show
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
 from mt_infer.commands.progress import progress_bar
@@ -89,7 +89,8 @@ def ensemble(
     if unknown:
         raise ConfigError(f"--metric {unknown[0]}: predictions of {loss.name} have {', '.join(loss.metrics)}")
     if output is not None:
-        (write_table if output.suffix == ".tsv" else write_predictions)(output, found)
+        with writing(output, "--output"):
+            (write_table if output.suffix == ".tsv" else write_predictions)(output, found)
     typer.echo(f"{len(files)} predictions of {len(found.uids):,} samples")
     if not found.labelled.any():
         typer.echo("no sample has a label, so that nothing is scored")

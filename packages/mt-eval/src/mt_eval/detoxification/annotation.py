@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_core.paths import writing
 from mt_core.specs import TextScorer
 from mt_infer.batch_files import whole_lines
 
@@ -35,7 +36,7 @@ def annotate(
     done = whole_lines(target)
     _require_same(source, target, done, described)
     on_line(done)
-    with target.open("a", encoding="utf-8") as out:
+    with writing(target, "--output"), target.open("a", encoding="utf-8") as out:
         left = islice(read_lines(source), done, None)
         while lines := list(islice(left, batch)):
             _add_scores(lines, scorer)

@@ -17,7 +17,7 @@ from typing import Any
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.errors import ConfigError, MtError
 from mt_core.launch.local import DEFAULT_ENTRY
-from mt_core.paths import write_whole
+from mt_core.paths import write_whole, writing
 from mt_core.plugins import load_plugins
 from mt_core.specs import TextScorer
 from mt_eval.detoxification.annotation import annotate, read_lines
@@ -100,8 +100,9 @@ class Detoxification:
     ) -> None:
         self.plan, self.folder, self.scorer, self.on_step, self.command = plan, folder, scorer, on_step, command
         self._length = _length_setting(plan)
-        folder.mkdir(parents=True, exist_ok=True)
-        _require_plan(plan, folder)
+        with writing(folder, "--folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            _require_plan(plan, folder)
 
     def run(self) -> dict[str, dict[str, float]]:
         """{"before": metrics, "after": metrics, "generated": of the samples}; also in report.json."""

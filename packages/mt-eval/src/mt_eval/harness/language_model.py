@@ -17,12 +17,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mt_core.errors import ConfigError, DataError
 from mt_data.datasets.text_files import bare_encoder
-from mt_eval.completing import complete
 from mt_eval.harness.sampling import sampling_of
 from mt_eval.journal import Journal
 from mt_eval.scoring import Continuation, cut_to, require_decoder, score
 from mt_eval.tasks import Sample
 from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.in_order import complete
 from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator

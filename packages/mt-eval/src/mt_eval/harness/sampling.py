@@ -34,8 +34,11 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
 
     Raises ConfigError for a keyword that the engine has not, and for values that it does not take.
     """
-    given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
-    is_sampled, temperature = given.pop("do_sample"), float(given.pop("temperature", 1.0))
+    try:
+        given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gen_kwargs: {error}; check their values in --gen-kwargs") from error
+    is_sampled, temperature = given.pop("do_sample"), given.pop("temperature", 1.0)
     stop = tuple(text for text in given.pop("until") if text)
     max_tokens = given.pop("max_gen_toks")
     named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}

@@ -106,7 +106,12 @@ class CachedBatch:
         return self._row([chunk.sequence.capacity for chunk in self.sequences for _ in range(chunk.count)], filler=1)
 
     def attend(
-        self, layer: KeepsState, attend: Callable[..., Tensor], new: tuple[Tensor, ...], kept: tuple[Tensor, ...]
+        self,
+        layer: KeepsState,
+        attend: Callable[..., Tensor],
+        new: tuple[Tensor, ...],
+        kept: tuple[Tensor, ...],
+        paged: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         number = self._groups[id(layer)]
         stored, places = self.manager.storages[number].of(layer), self._of_group(number)

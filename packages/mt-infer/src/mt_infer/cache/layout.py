@@ -74,6 +74,11 @@ class CacheLimits:
     step: int
     unread: int = 0
 
+    @property
+    def slots(self) -> int:
+        """Recurrent states in memory: of each request, and a spare one for the rows that fill a batch."""
+        return self.max_requests + 1
+
 
 def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...]:
     """The number of blocks of each group, within the memory and not above what all requests together can use.
@@ -81,12 +86,12 @@ def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...
     Raises ConfigError when the memory does not hold one sequence of the longest length.
     """
     most = tuple(limits.max_requests * _blocks_of_longest(group, limits) for group in layout.groups)
-    room = limits.memory - limits.max_requests * layout.bytes_per_sequence
+    room = limits.memory - limits.slots * layout.bytes_per_sequence
     needed = sum(
         _blocks_of_longest(group, limits) * limits.block_size * group.bytes_per_position for group in layout.groups
     )
     if needed > room:
-        fixed = limits.max_requests * layout.bytes_per_sequence
+        fixed = limits.slots * layout.bytes_per_sequence
         raise ConfigError(
             f"inference.cache_memory_gb={limits.memory / 2**30:.3g} does not hold one sequence of "
             f"inference.max_sequence_length={limits.longest} positions, which takes {(needed + fixed) / 2**30:.3g} GiB "

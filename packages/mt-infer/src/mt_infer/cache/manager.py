@@ -35,7 +35,7 @@ class CacheManager:
             GroupStorage(group, count, limits.block_size, device)
             for group, count in zip(layout.groups, counts, strict=True)
         ]
-        self.states = StateStorage(layout, limits.max_requests, device) if layout.bytes_per_sequence else None
+        self.states = StateStorage(layout, limits.slots, device) if layout.bytes_per_sequence else None
         self._snapshots: OrderedDict[Key, list[Tensor]] = OrderedDict()
 
     @property

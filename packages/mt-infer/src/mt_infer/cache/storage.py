@@ -11,16 +11,22 @@ from mt_infer.cache.layout import CacheGroup, CacheLayout
 
 
 class GroupStorage:
-    """What the layers of a group keep: for each tensor of a layer a store of blocks * block_size places."""
+    """What the layers of a group keep: for each tensor of a layer a store of blocks * block_size places, and one more
+    place that no sequence has."""
 
     def __init__(self, group: CacheGroup, blocks: int, block_size: int, device: torch.device) -> None:
         self.group, self.blocks, self.block_size = group, blocks, block_size
         self._stores = {
             id(layer): tuple(
-                new_store(group.format, blocks * block_size, shape, state.dtype, device) for shape in state.shapes
+                new_store(group.format, self.spare_place + 1, shape, state.dtype, device) for shape in state.shapes
             )
             for layer, state in zip(group.layers, group.states, strict=True)
         }
+
+    @property
+    def spare_place(self) -> int:
+        """What no sequence has is written here: the rows that fill a batch of a fixed size."""
+        return self.blocks * self.block_size
 
     def of(self, layer: KeepsState) -> tuple[PositionStore, ...]:
         return self._stores[id(layer)]
@@ -33,11 +39,12 @@ class GroupStorage:
 
 
 class StateStorage:
-    """The recurrent states of all sequences: for each tensor of a layer [slots, ...]."""
+    """The recurrent states of all sequences: for each tensor of a layer [slots, ...]. No sequence has the last slot."""
 
     def __init__(self, layout: CacheLayout, slots: int, device: torch.device) -> None:
         self._tensors = {id(layer): _state_tensors(state, slots, device) for layer, state in layout.recurrent}
-        self._free = list(reversed(range(slots)))
+        self.spare_slot = slots - 1
+        self._free = list(reversed(range(self.spare_slot)))
 
     def take(self) -> int:
         """A slot, its states set to zero."""

@@ -14,7 +14,8 @@ from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError, block_key
 class BlockTable:
     """The blocks of one sequence in one group; None for those that have left the window.
 
-    window: of the group. named: number of leading blocks whose content others may share.
+    window: of the group. named: number of leading blocks whose content others may share. changes: how often blocks were
+    added, or all released.
     """
 
     pool: BlockPool
@@ -22,6 +23,7 @@ class BlockTable:
     window: int | None
     blocks: list[int | None] = field(default_factory=list)
     named: int = 0
+    changes: int = 0
     _left: int = 0
     _run: int = 0
     """From this block on, the blocks are consecutive in memory."""
@@ -53,6 +55,7 @@ class BlockTable:
                 self.pool.release(block)
         self.blocks.clear()
         self.named = self._left = self._run = 0
+        self.changes += 1
 
     def adopt(self, keys: Sequence[Key]) -> None:
         """Share the blocks with these contents: all of them, or with a window those that are still read."""
@@ -105,6 +108,13 @@ class BlockTable:
         if block is None or (self.blocks and self.blocks[-1] != block - 1):
             self._run = len(self.blocks) + (block is None)
         self.blocks.append(block)
+        self.changes += 1
+
+    def place(self, position: int) -> int:
+        """Where a position is in the storage."""
+        block = self.blocks[position // self.block_size]
+        assert block is not None
+        return block * self.block_size + position % self.block_size
 
     def first_needed(self, blocks: int) -> int:
         """The first block that is read by the position behind so many blocks."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from mt_core.errors import ConfigError
+from mt_core.paths import writing
 from mt_infer.commands.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def check_files(source: Path | None, target: Path | None, prompts: list[str], nu
 def write_samples_input(target: Path, count: int) -> Path:
     """A file of `count` empty prompts beside the output, which start a document each."""
     source = target.with_name(target.name + ".prompts.jsonl")
-    source.write_text((json.dumps({"prompt": ""}) + "\n") * count, encoding="utf-8")
+    with writing(source, "--output"):
+        source.write_text((json.dumps({"prompt": ""}) + "\n") * count, encoding="utf-8")
     return source
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mt_core.commands import need
-from mt_core.paths import as_path
+from mt_core.paths import as_path, writing
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def bench_generate(
         values = as_values(result)
         typer.echo("\n".join(f"{name}: {value}" for name, value in values.items()))
         if out is not None:
-            out.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            with writing(out, "--out"):
+                out.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
 

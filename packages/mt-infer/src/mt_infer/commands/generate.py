@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -166,8 +167,10 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
             found = generator.generate([prompt], sampling, [inputs])[0]
             typer.echo("\n\n".join(before + done.text for done in found))
             continue
+        pieces = generator.stream(prompt, sampling, inputs)
+        first = next(pieces, "")  # a prompt is not shown in front of an error
         typer.echo(text, nl=generator.prompts.has_encoder)
-        for piece in generator.stream(prompt, sampling, inputs):
+        for piece in chain((first,), pieces):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
         typer.echo()

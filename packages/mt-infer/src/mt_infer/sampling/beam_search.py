@@ -20,20 +20,31 @@ End = Literal["token", "text", "limit"]
 
 @dataclass(frozen=True)
 class Continuation:
-    """score: sum of log-probabilities. parent: number of the beam that `token` continues."""
+    """score: sum of log-probabilities. parent: number of the beam that `token` continues. logprob: of the token."""
 
     score: float
     parent: int
     token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """Of a token of a beam: its log-probability as the search adds it, and the likeliest candidates in its place."""
+
+    logprob: float
+    likeliest: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished beam. tokens: generated ones, with the stop token or the stop text where it ended with one."""
+    """A finished beam. tokens: generated ones, with the stop token or the stop text where it ended with one. scored: of
+    each token, if sampling.logprobs requests it."""
 
     score: float
     tokens: tuple[int, ...]
     end: End
+    scored: tuple[ScoredToken, ...] = ()
 
 
 class BeamSearch:
@@ -46,7 +57,8 @@ class BeamSearch:
         self.sampling, self.stop_ids, self.limit = sampling, stop_ids, limit
         self.scores = [0.0]
         self._texts = [text]
-        """Of the running beams."""
+        self._scored: list[tuple[ScoredToken, ...]] = [()]
+        """Both of the running beams."""
         self.finished: list[Hypothesis] = []
         """At most num_beams, the best first."""
         self.is_done = False
@@ -54,8 +66,13 @@ class BeamSearch:
 
     @property
     def kept(self) -> int:
-        """Candidates of a step: as many can end as there are stop tokens, and num_beams go on."""
+        """Candidates of a step: as many can end as there are stop tokens, and num_beams continue."""
         return max(2, 1 + len(self.stop_ids)) * self.sampling.num_beams
+
+    @property
+    def candidates(self) -> int:
+        """Of each beam: for the search, and to report the likeliest."""
+        return max(self.kept, self.sampling.logprobs or 0)
 
     def advance(
         self, candidates: Sequence[Sequence[Candidate]], generated: Sequence[Sequence[int]]
@@ -64,23 +81,31 @@ class BeamSearch:
         best = nlargest(self.kept, self._continuations(candidates), key=lambda one: one.score)
         length, beams = len(generated[0]) + 1, self.sampling.num_beams
         texts = [self._text(one) for one in best]
+        scored = [self._with_token(one, candidates[one.parent]) for one in best]
         ends = [self._end(one, text, length) for one, text in zip(best, texts, strict=True)]
-        for one, end in zip(best[:beams], ends, strict=False):
+        for one, own, end in zip(best[:beams], scored, ends, strict=False):
             if end is not None:
-                self._finish(one, generated[one.parent], end)
+                self._finish(one, generated[one.parent], own, end)
         running = [place for place, end in enumerate(ends) if end is None][:beams]
         following = [best[place] for place in running]
-        self.scores, self._texts = [one.score for one in following], [texts[place] for place in running]
+        self.scores = [one.score for one in following]
+        self._texts, self._scored = [texts[place] for place in running], [scored[place] for place in running]
         self.is_done = not following or self._is_final(length)
         return following
 
     def _continuations(self, candidates: Sequence[Sequence[Candidate]]) -> list[Continuation]:
         return [
-            Continuation(score + logprob, parent, token)
+            Continuation(score + logprob, parent, token, logprob)
             for parent, (score, found) in enumerate(zip(self.scores, candidates, strict=True))
             for logprob, token in found
             if logprob > float("-inf")
         ]
+
+    def _with_token(self, one: Continuation, candidates: Sequence[Candidate]) -> tuple[ScoredToken, ...]:
+        wanted = self.sampling.logprobs
+        if wanted is None:
+            return ()
+        return (*self._scored[one.parent], ScoredToken(one.logprob, tuple(candidates[:wanted])))
 
     def _text(self, one: Continuation) -> Detokenizer | None:
         parent = self._texts[one.parent]
@@ -97,12 +122,12 @@ class BeamSearch:
             return "text"
         return "limit" if length == self.limit else None
 
-    def _finish(self, one: Continuation, before: Sequence[int], end: End) -> None:
+    def _finish(self, one: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End) -> None:
         if not self._can_improve:
             return
         tokens = (*before, one.token)
         score = one.score / len(tokens) ** self.sampling.length_penalty
-        self.finished.append(Hypothesis(score, tokens, end))
+        self.finished.append(Hypothesis(score, tokens, end, scored))
         self.finished = nlargest(self.sampling.num_beams, self.finished, key=lambda done: done.score)
 
     def _is_final(self, length: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from mt_core.errors import ConfigError
@@ -74,11 +75,22 @@ class SamplingParameters:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, holds, allowed in self._checks():
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {allowed}")
         self._check_beams()
         self._check_constraint()
+
+    def _check_types(self) -> None:
+        """Of numbers and switches: a value from a file, a program or an option may be of any type."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            kind, allowed = TYPES.get(str(entry.type).removesuffix(" | None"), (object, ""))
+            if value is None and str(entry.type).endswith(" | None"):
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+                raise ConfigError(f"{entry.name} is {value!r}; it must be {allowed}")
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
         """Name, whether it holds, what is allowed."""
@@ -124,8 +136,6 @@ class SamplingParameters:
             "min_p": self.min_p > 0,
             "typical_p": self.typical_p < 1,
             "best_of": self.best_of is not None,
-            "logprobs": self.logprobs is not None,
-            "prompt_logprobs": self.prompt_logprobs is not None,
         }
 
     def _check_constraint(self) -> None:
@@ -184,4 +194,9 @@ class SamplingParameters:
         yield from (("bad_words_ids", token) for word in self.bad_words_ids for token in word)
 
 
+TYPES: Mapping[str, tuple[type, str]] = {
+    "float": (Real, "a number"),
+    "int": (Integral, "an integer"),
+    "bool": (bool, "true or false"),
+}
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")

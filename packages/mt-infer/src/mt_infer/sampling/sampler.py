@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mt_core.nn.kernels.request import KernelRequest
+from mt_core.nn.kernels.support import supports_triton
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.adjustments import adjust
 from mt_infer.sampling.rows import SamplingRow
@@ -33,6 +35,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = 
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """[B] ids"""
     logits = adjusted(logits, rows)
+    if serves_fused(logits, rows):
+        from mt_infer.sampling.triton_sampler import triton_sample
+
+        return triton_sample(logits, rows)
     chosen = logits.argmax(dim=-1)
     warm = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if warm:
@@ -40,6 +46,13 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         noise = torch.tensor([row.noise for row in drawn], dtype=torch.float64, device=logits.device)
         chosen[warm] = draw(probabilities(logits[warm], drawn), noise)
     return chosen
+
+
+def serves_fused(logits: Tensor, rows: Sequence[SamplingRow]) -> bool:
+    """Whether the tokens are drawn by one Triton kernel, which takes no measure but top-k, top-p and min-p."""
+    if not logits.is_cuda or any(row.sampling.typical_p < 1 for row in rows):
+        return False
+    return supports_triton(KernelRequest(device_type="cuda", dtype="float32")) is True
 
 
 def adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -108,8 +108,6 @@ def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence
             param="tokens_to_generate",
         )
     scored = 0 if body.logprobs else None
-    if body.beam_width is not None and body.logprobs:
-        raise ApiError("logprobs: the answers of beam_width have scores instead", param="logprobs")
     return given_parameters(
         temperature=body.temperature,
         top_k=body.top_k,
@@ -157,9 +155,9 @@ def _described(
         body.prompts[place] + "".join(own[len(prompts[place]) :])
         for (place, _), own in zip(answers, segments, strict=True)
     ]
-    described = {"text": texts, "tokens": tokens, "segments": segments}
+    described: dict[str, Any] = {"text": texts, "tokens": tokens, "segments": segments}
     if body.beam_width is not None:
-        return {**described, "scores": [one.score for _, one in answers]}
+        described["scores"] = [one.score for _, one in answers]
     return {**described, "logprobs": [_logprobs(one) for _, one in answers] if body.logprobs else None}
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, PagedScores, Pages, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import normal
@@ -120,13 +120,20 @@ class SelfAttention(nn.Module):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.attend(q, k, v, within)
 
-        out = attend(q, k, v) if cache is None else cache.attend(self, attend, (q,), (k, v))
+        def paged(pages: Pages, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return pages.attend((q,), (k,), v, self.paged_scores(within))
+
+        out = attend(q, k, v) if cache is None else cache.attend(self, attend, (q,), (k, v), paged)
         return self.linear_proj(out.flatten(2))
 
     def cached_state(self) -> PositionState:
         """Keys and values of this rank's groups."""
         shape = (max(self.query_groups // self.tp.size, 1), self.head_dim)
-        return PositionState((shape, shape), self.linear_qkv.weight.dtype, self.window)
+        return PositionState((shape, shape), self.linear_qkv.weight.dtype, self.window, is_paged=True)
+
+    def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
+        """The scores of `attend`, for decoding from a paged cache."""
+        return PagedScores(self.head_dim**-0.5, self.window, slopes=pattern.alibi_slopes)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
         """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, PagedScores, Pages, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
@@ -171,15 +171,33 @@ class LatentAttention(nn.Module):
         All heads share the same keys and values. Their size is larger than training kernels support, so torch's
         attention is used for every backend; there is no backward pass here.
         """
-        up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
-        key_up, value_up = up.split((self.plain, self.value), 1)
-        plain, turned = q.split((self.plain, self.rotated), -1)
+        plain, turned = self._absorbed_queries(q)
         # The core divides by the root of the size that it sees.
         correction = math.sqrt((self.latent + self.rotated) / (self.plain + self.rotated))
-        query = torch.cat((torch.einsum("bsnd,ndc->bsnc", plain, key_up), turned), -1) * correction
         keys = torch.cat((latents.unsqueeze(2), positional), -1)
-        found = sdpa_attention(query, keys, latents.unsqueeze(2), pattern, 0.0)
-        return torch.einsum("bsnc,nvc->bsnv", found, value_up)
+        query = torch.cat((plain, turned), -1) * correction
+        return self._expanded_values(sdpa_attention(query, keys, latents.unsqueeze(2), pattern, 0.0))
+
+    def paged(self, pages: Pages, q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
+        """`absorbed` over all places of a paged cache: latents [places, C], positional [places, 1, R]"""
+        values = latents.unsqueeze(1)
+        scores = PagedScores((self.plain + self.rotated) ** -0.5)
+        return self._expanded_values(pages.attend(self._absorbed_queries(q), (values, positional), values, scores))
+
+    def _absorbed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, N, plain + rotated] -> [B, S, N, C] for the latents, [B, S, N, R] for the rotated keys"""
+        plain, turned = q.split((self.plain, self.rotated), -1)
+        return torch.einsum("bsnd,ndc->bsnc", plain, self._up_projections()[0]), turned
+
+    def _expanded_values(self, found: Tensor) -> Tensor:
+        """Sums of latents [B, S, N, C] -> [B, S, N, value]"""
+        return torch.einsum("bsnc,nvc->bsnv", found, self._up_projections()[1])
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """From the latent to each head's key [N, plain, C] and value [N, value, C]"""
+        up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
+        keys, values = up.split((self.plain, self.value), 1)
+        return keys, values
 
     def _cached(
         self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: Cache
@@ -193,11 +211,12 @@ class LatentAttention(nn.Module):
                 return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
             return self.absorbed(q, latents, positional, pattern)
 
-        return cache.attend(self, attend, (q,), (latents, positional))
+        return cache.attend(self, attend, (q,), (latents, positional), self.paged)
 
     def cached_state(self) -> PositionState:
         """The latent, and the rotated key that all heads share."""
-        return PositionState(((self.latent,), (1, self.rotated)), self.linear_kv_up_proj.weight.dtype)
+        shapes = ((self.latent,), (1, self.rotated))
+        return PositionState(shapes, self.linear_kv_up_proj.weight.dtype, is_paged=True)
 
 
 def rotate_pairs(x: Tensor, angles: RotaryAngles) -> Tensor:

@@ -9,12 +9,13 @@ Norms multiply by 1 + weight, token embeddings by sqrt(hidden_size).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
-from mt_core.nn.cache import Cache
+from mt_core.nn.cache import Cache, PagedScores
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
@@ -45,6 +46,7 @@ class GemmaAttention(SelfAttention):
         super().__init__(config, core, ctx, window=window)
         # The core divides by sqrt(head size).
         self.query_scale = math.sqrt(config.head_dim / (config.query_pre_attn_scalar or config.head_dim))
+        self.logit_softcap = config.attn_logit_softcapping
         if config.qk_layernorm:
             self.q_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
             self.k_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
@@ -52,6 +54,9 @@ class GemmaAttention(SelfAttention):
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().normalize(q, k)
         return q * self.query_scale, k
+
+    def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
+        return replace(super().paged_scores(pattern), softcap=self.logit_softcap)
 
 
 class GemmaLayer(nn.Module):
@@ -100,6 +105,8 @@ class GemmaModel(CausalDecoder):
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         angles = self.rotary.angles(position_ids, capacity)
+        # Moved to the device once: the host would wait for a copy in each forward pass.
+        self.local_frequencies = self.local_frequencies.to(position_ids.device)
         angles.in_window = RotaryAngles(position_ids, self.local_frequencies)
         return angles
 

@@ -58,8 +58,9 @@ class GPTModel(CausalDecoder):
             self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
-        slopes = None if self.slopes is None else self.slopes.to(device)
-        return AttentionPattern(segment_ids=segment_ids, alibi_slopes=slopes)
+        if self.slopes is not None:
+            self.slopes = self.slopes.to(device)
+        return AttentionPattern(segment_ids=segment_ids, alibi_slopes=self.slopes)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         if self.frequencies is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.cache import PagedScores
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
@@ -39,3 +42,6 @@ class SinkAttention(SelfAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
         return self.core_attention(q, k, v, pattern, self.dropout.begin())
+
+    def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
+        return replace(super().paged_scores(pattern), sinks=self.core_attention.softmax_offset)

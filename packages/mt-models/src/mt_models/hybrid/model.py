@@ -26,7 +26,11 @@ class HybridModel(MixedDecoder):
             self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
-        return None if self.frequencies is None else RotaryAngles(position_ids, self.frequencies)
+        if self.frequencies is None:
+            return None
+        # Moved to the device once: the host would wait for a copy in each forward pass.
+        self.frequencies = self.frequencies.to(position_ids.device)
+        return RotaryAngles(position_ids, self.frequencies)
 
 
 def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: int) -> nn.Module:

@@ -174,5 +174,11 @@ class Experts(nn.Module):
     def _fc2(self, x: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
         return self.linear_fc2(x, groups) if order is None else self.linear_fc2.to_tokens(x, groups, order)
 
+    def host_wait(self) -> str | None:
+        """See mt_core.nn.auxiliary.SynchronizesHost."""
+        if self.product != "loop":
+            return None
+        return "model.moe.moe_grouped_gemm=loop reads the experts' numbers of rows; use grouped or triton"
+
     def extra_repr(self) -> str:
         return f"product={self.product}"

@@ -24,6 +24,10 @@ from mt_data.datasets.images.image_file import ImageFile
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+ORIENTATION = 0x0112
+"""Exif's tag."""
+QUARTER_TURNS = (5, 6, 7, 8)
+"""Orientations that exchange height and width."""
 Filter = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
@@ -32,7 +36,7 @@ def read_image(file: ImageFile) -> NDArray[np.uint8]:
     if file.suffix == ".npy":
         return _array_of(file)
     with _opened(file) as image:
-        return np.asarray(image.convert("RGB"))
+        return _upright(image)
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
@@ -41,7 +45,8 @@ def image_size(file: ImageFile) -> tuple[int, int]:
         height, width, _ = _array_of(file).shape
         return height, width
     with _opened(file) as image:
-        return image.height, image.width
+        is_turned = image.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
+        return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
 def _array_of(file: ImageFile) -> NDArray[np.uint8]:
@@ -66,7 +71,14 @@ def decode_image(
     with _decoded(source, name, formats) as image:
         if max_pixels is not None and image.width * image.height > max_pixels:
             raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
-        return np.asarray(image.convert("RGB"))
+        return _upright(image)
+
+
+def _upright(image: Image) -> NDArray[np.uint8]:
+    """Pixels in the orientation in which the image is shown: cameras and phones note it beside the pixels (Exif)."""
+    from PIL import ImageOps
+
+    return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 @contextmanager

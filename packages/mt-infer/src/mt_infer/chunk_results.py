@@ -1,0 +1,60 @@
+"""What a forward pass gives for each of its chunks: next tokens, candidates of beams, log-probabilities of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mt_infer.beams import beam_candidates
+from mt_infer.cache.batch import Chunk
+from mt_infer.requests import LogProbs
+from mt_infer.sampling.beam_search import Candidate
+from mt_infer.sampling.sampler import Sampled, log_probabilities
+from mt_infer.speculation.verification import verify
+
+
+@dataclass
+class ChunkResult:
+    sampled: list[Sampled] = field(default_factory=list)
+    """The next token, and those behind it whose drafts were right."""
+    candidates: list[Candidate] = field(default_factory=list)
+    """Of a beam."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens to come."""
+    prompt: list[LogProbs | None] = field(default_factory=list)
+
+
+def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = ()) -> list[ChunkResult]:
+    """logits [R, vocab]: the wanted ones of each chunk, in their order. shares: see log_probabilities."""
+    rows = logits.split([chunk.logits for chunk in chunks])
+    found = [ChunkResult(prompt=_prompt_logprobs(*each, shares)) for each in zip(chunks, rows, strict=True)]
+    ending = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+    beams = [number for number in ending if chunks[number].sequence.beams is not None]
+    if beams:
+        last = torch.cat([rows[number][-1:] for number in beams])
+        candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
+        for number, own in zip(beams, candidates, strict=True):
+            found[number].candidates = own
+    others = [number for number in ending if chunks[number].sequence.beams is None]
+    if others:
+        last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
+        verified = verify(last, [chunks[number] for number in others], shares)
+        for number, sampled in zip(others, verified, strict=True):
+            found[number].sampled = sampled
+    return found
+
+
+def _prompt_logprobs(chunk: Chunk, logits: Tensor, shares: Sequence[int]) -> list[LogProbs | None]:
+    """Of the prompt's tokens that follow the positions of the chunk's logits."""
+    sequence, wanted = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
+    if wanted is None or chunk.start >= sequence.prompt_length:
+        return []
+    following = sequence.tokens[chunk.first_logits + 1 : min(chunk.end + 1, sequence.prompt_length)]
+    tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
+    # An image token behind the vocabulary has no probability.
+    vocab = logits.shape[-1]
+    asked = [wanted if token < vocab else None for token in following]
+    return log_probabilities(logits[: len(following)], tokens.clamp(max=vocab - 1), asked, shares)

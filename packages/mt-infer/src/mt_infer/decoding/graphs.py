@@ -1,0 +1,89 @@
+"""CUDA graphs of decode steps: one for each of a few batch sizes, captured when it is first used.
+
+A step with as many sequences as no graph has is filled up with rows that compute a token of no sequence, and write to a
+place of the cache that none has. All graphs share a memory pool: they are replayed one at a time, and their logits are
+read before the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mt_core.train.cuda_graphs.capture import Recorder
+from mt_infer.cache.batch import Chunk
+from mt_infer.cache.manager import CacheManager
+from mt_infer.decoding.batch import DecodeBatch
+from mt_infer.decoding.inputs import DecodeInputs
+from mt_infer.runner import ModelRunner
+
+POWERS = (1, 2, 4)
+STEP = 8
+"""Sizes from here on are multiples of it."""
+
+
+class DecodeGraph:
+    """A captured step. logits: [rows, vocab] in fp32, overwritten by each replay."""
+
+    def __init__(self, rows: int, runner: ModelRunner, manager: CacheManager, recorder: Recorder, pool: object) -> None:
+        self.inputs = DecodeInputs(rows, manager, runner.ctx.device)
+        self.inputs.fill([])
+        batch = DecodeBatch(self.inputs, manager)
+        with recorder.aside():
+            runner.logits(batch)
+        with recorder.capture(pool) as self._graph:
+            logits = runner.logits(batch)
+        assert logits is not None
+        self.logits = logits
+
+    def replay(self, chunks: Sequence[Chunk]) -> Tensor:
+        """[chunks, vocab]: of the position of each chunk."""
+        self.inputs.fill([chunk.sequence for chunk in chunks])
+        self._graph.replay()
+        return self.logits[: len(chunks)]
+
+
+class DecodeGraphs:
+    """The graphs of an engine. In place of ModelRunner.logits for batches that they serve."""
+
+    def __init__(self, runner: ModelRunner, manager: CacheManager, recorder: Recorder) -> None:
+        self.runner, self.manager, self.recorder = runner, manager, recorder
+        self.sizes = batch_sizes(manager.limits.max_requests)
+        self._pool = recorder.new_pool()
+        self.captured: dict[int, DecodeGraph] = {}
+        self.last: DecodeGraph | None = None
+        """The graph of the last step."""
+        self._weights: list[int] = []
+
+    def serves(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether each sequence computes one position, and samples from it."""
+        return 0 < len(chunks) <= self.sizes[-1] and all(chunk.count == chunk.logits == 1 for chunk in chunks)
+
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """[chunks, vocab] in fp32, valid until the next call."""
+        rows = next(size for size in self.sizes if size >= len(chunks))
+        if not self.captured:
+            self._weights = self._addresses()
+        if rows not in self.captured:
+            self.captured[rows] = DecodeGraph(rows, self.runner, self.manager, self.recorder, self._pool)
+        self.last = self.captured[rows]
+        return self.last.replay(chunks)
+
+    def weights_changed(self) -> None:
+        """Values may have changed in place. Weights at other addresses need new graphs."""
+        if self.captured and self._weights != self._addresses():
+            self.captured.clear()
+            self.last = None
+
+    def _addresses(self) -> list[int]:
+        model = self.runner.model
+        assert isinstance(model, torch.nn.Module)
+        return [tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8, up to the first that holds `most` sequences."""
+    sizes = [*POWERS, *range(STEP, most + STEP, STEP)]
+    return tuple(sizes[: next(place for place, size in enumerate(sizes) if size >= most) + 1])

@@ -1,0 +1,111 @@
+"""The static input tensors of a captured decode step, and what fills them before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mt_infer.cache.manager import CacheManager
+from mt_infer.cache.tables import BlockTable
+
+if TYPE_CHECKING:
+    from mt_infer.requests import RunningSequence
+
+TOKEN, POSITION, CAPACITY, SLOT, PLACES = range(5)
+"""Rows of `DecodeInputs.numbers`; the places of further groups follow."""
+
+
+@dataclass
+class _Written:
+    """The table that a row of `blocks` was filled from, and its `changes` then."""
+
+    table: BlockTable | None = None
+    changes: int = -1
+
+
+class DecodeInputs:
+    """For `rows` sequences, of which the first have work; the others compute a token that no sequence has.
+
+    numbers: [4 + groups, rows] int64, copied to the device for each step. blocks: of each group [rows, M] int32, copied
+    when a sequence has a block more, or the rows have other sequences.
+    """
+
+    def __init__(self, rows: int, manager: CacheManager, device: torch.device) -> None:
+        self.rows, self.manager = rows, manager
+        blocks = -(-manager.limits.longest // manager.limits.block_size)
+        groups = len(manager.storages)
+        self._host_numbers = _on_host((PLACES + groups, rows), torch.int64, device)
+        self._host_blocks = [_on_host((rows, blocks), torch.int32, device) for _ in range(groups)]
+        self.numbers = self._host_numbers.to(device, copy=True)
+        self.blocks = [host.to(device, copy=True) for host in self._host_blocks]
+        # The same memory, for the host to write.
+        self._number_values = self._host_numbers.numpy()
+        self._block_values = [host.numpy() for host in self._host_blocks]
+        self._written = [[_Written() for _ in range(rows)] for _ in range(groups)]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[1, rows]"""
+        return self.numbers[TOKEN : TOKEN + 1]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, rows]"""
+        return self.numbers[POSITION : POSITION + 1]
+
+    @property
+    def capacities(self) -> Tensor:
+        """[1, rows]"""
+        return self.numbers[CAPACITY : CAPACITY + 1]
+
+    @property
+    def slots(self) -> Tensor:
+        """[rows]: of recurrent states"""
+        return self.numbers[SLOT]
+
+    def places(self, group: int) -> Tensor:
+        """[rows]: where the new positions are stored"""
+        return self.numbers[PLACES + group]
+
+    def fill(self, sequences: Sequence[RunningSequence]) -> None:
+        """The next position of each sequence. The copies to the device are in the order of its stream; the host may
+        write the next step once it has read the tokens of this one."""
+        self._fill_numbers(sequences)
+        self.numbers.copy_(self._host_numbers, non_blocking=True)
+        for group, (host, blocks) in enumerate(zip(self._host_blocks, self.blocks, strict=True)):
+            if self._fill_blocks(group, sequences):
+                blocks.copy_(host, non_blocking=True)
+
+    def _fill_numbers(self, sequences: Sequence[RunningSequence]) -> None:
+        numbers, states = self._number_values, self.manager.states
+        numbers[:PLACES] = 0
+        numbers[CAPACITY] = 1
+        numbers[SLOT] = 0 if states is None else states.spare_slot
+        numbers[PLACES:] = [[storage.spare_place] for storage in self.manager.storages] or 0
+        for row, sequence in enumerate(sequences):
+            position = sequence.computed
+            numbers[:PLACES, row] = sequence.tokens[position], position, sequence.capacity, sequence.slot or 0
+            for group, table in enumerate(sequence.tables):
+                numbers[PLACES + group, row] = table.place(position)
+
+    def _fill_blocks(self, group: int, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether there was anything new."""
+        values, is_new = self._block_values[group], False
+        for row, (sequence, written) in enumerate(zip(sequences, self._written[group], strict=False)):
+            table = sequence.tables[group]
+            if written.table is table and written.changes == table.changes:
+                continue
+            # A block that has left the window is not read; any number will do.
+            values[row, : len(table.blocks)] = np.array([block or 0 for block in table.blocks], dtype=np.int32)
+            written.table, written.changes, is_new = table, table.changes, True
+        return is_new
+
+
+def _on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; pinned for a GPU, whose copies the host does not wait for then."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,64 @@
+"""Attention of one query of each sequence to its keys and values in a paged cache.
+
+B sequences, N query heads, G key-value groups (G divides N), M blocks of a table. Queries are [B, N, D], keys
+[places, G, D], values [places, G, V], where a place is block * block_size + offset; the result is [B, N, V].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_core.nn.cache import PagedScores
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Which blocks hold the positions of each sequence.
+
+    blocks: [B, M] int32, in the order of positions. positions: [B] int64, of the queries: the last position of each.
+    """
+
+    blocks: Tensor
+    positions: Tensor
+    block_size: int
+
+
+PagedAttention = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, PageTable, PagedScores], Tensor]
+"""(queries, keys, values, table, scores) -> [B, N, V]. Several queries and keys: their products are added."""
+
+
+def plain_paged_attention(
+    queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
+) -> Tensor:
+    """In plain torch, over all positions that the table has room for. The softmax is computed in fp32."""
+    offsets = torch.arange(table.block_size, device=values.device)
+    places = (table.blocks.long()[..., None] * table.block_size + offsets).flatten(1)  # [B, T]
+    groups = values.shape[1]
+    found = sum(
+        torch.einsum("bgnd,btgd->bgnt", query.unflatten(1, (groups, -1)), key[places]).float()
+        for query, key in zip(queries, keys, strict=True)
+    )
+    assert isinstance(found, Tensor)
+    distance = table.positions[:, None] - torch.arange(places.shape[1], device=values.device)  # [B, T]
+    weights = _weights(found, distance, scores).to(values.dtype)
+    return torch.einsum("bgnt,btgv->bgnv", weights, values[places]).flatten(1, 2)
+
+
+def _weights(products: Tensor, distance: Tensor, scores: PagedScores) -> Tensor:
+    """products [B, G, N / G, T], distance of each key [B, T] -> the softmax, 0 for keys that are not seen."""
+    logits = products * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if scores.slopes is not None:
+        slopes = scores.slopes.float().unflatten(0, (logits.shape[1], -1))
+        logits = logits - slopes[..., None] * distance[:, None, None]
+    unseen = distance < 0 if scores.window is None else (distance < 0) | (distance >= scores.window)
+    logits = logits.masked_fill(unseen[:, None, None], float("-inf"))
+    if scores.sinks is None:
+        return logits.softmax(-1)
+    sinks = scores.sinks.float().unflatten(0, (logits.shape[1], -1))[None, ..., None].expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]

@@ -1,0 +1,70 @@
+"""Many requests at a time, answered in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mt_infer.completions import Completion
+from mt_infer.prompts import Prompt
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass
+class Answered(Generic[ItemT]):
+    """An item with the completions of its request; of an item without a request there are none."""
+
+    item: ItemT
+    completions: list[Completion]
+
+    @property
+    def is_done(self) -> bool:
+        return all(one.finish is not None for one in self.completions)
+
+
+def answered_in_order(
+    generator: TextGenerator, items: Iterable[ItemT], submit: Callable[[ItemT], tuple[int, int] | None]
+) -> Iterator[Answered[ItemT]]:
+    """submit: submits an item's request and returns its number and its n; None for an item that has none.
+
+    Each is yielded when it and all before it are done. Twice as many run or wait as the engine takes.
+    """
+    most = 2 * generator.config.inference.max_requests
+    waiting = iter(items)
+    queue: deque[Answered[ItemT]] = deque()
+    running: dict[int, Answered[ItemT]] = {}
+    exhausted = False
+    while not exhausted or queue:
+        while not exhausted and len(running) < most and len(queue) < 2 * most:
+            try:
+                queue.append(Answered(next(waiting), []))
+            except StopIteration:
+                exhausted = True
+                break
+            if (request := submit(queue[-1].item)) is not None:
+                number, count = request
+                queue[-1].completions = [Completion() for _ in range(count)]
+                running[number] = queue[-1]
+        while queue and queue[0].is_done:
+            yield queue.popleft()
+        if queue:
+            _step(generator, running)
+
+
+def _step(generator: TextGenerator, running: dict[int, Answered[ItemT]]) -> None:
+    for event in generator.step():
+        own = running[event.request]
+        own.completions[event.index].add(event)
+        if own.is_done:
+            del running[event.request]
+
+
+def complete(generator: TextGenerator, requests: Iterable[tuple[Prompt, SamplingParameters]]) -> Iterator[Completion]:
+    """The completion of each request of one sequence, in order. Raises ConfigError for one that cannot be served."""
+    answered = answered_in_order(generator, requests, lambda request: (generator.submit(*request), 1))
+    return (one.completions[0] for one in answered)

@@ -1,0 +1,80 @@
+"""What wrote a file of completions, in a file beside it: a run continues its own output and no other's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_infer.sampling.parameters import SamplingParameters
+
+FORMAT = 1
+PART = 65536
+"""Bytes of a checkpoint's file that its fingerprint reads, at the beginning, in the middle and at the end."""
+
+
+def job_of(source: Path, sampling: SamplingParameters, model: str | None) -> dict[str, Any]:
+    """model: its fingerprint; None for one in memory alone, of which nothing is compared."""
+    values = json.loads(json.dumps(asdict(sampling), default=str))
+    return {"format": FORMAT, "model": model, "sampling": values, "input": _hash_of_file(source)}
+
+
+def require_same_job(job: Mapping[str, Any], target: Path, *, has_lines: bool) -> None:
+    """Records the job of a new output. Raises ConfigError for an output of another job, with what differs."""
+    record = record_of(target)
+    if not has_lines:
+        record.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+        return
+    advice = f"give another --output, or delete {target} to begin anew"
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))
+        differing = list(_differences(before, job))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{target} has lines, and the record of their job, {record}, cannot be read; {advice}"
+        ) from error
+    if differing:
+        raise ConfigError(f"{target} was begun by another job: {'; '.join(differing)}; {advice}")
+
+
+def record_of(target: Path) -> Path:
+    return target.with_name(target.name + ".job.json")
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    if before["format"] != now["format"]:
+        yield f"its record has format {before['format']}, and this mt writes {now['format']}"
+    if before["input"] != now["input"]:
+        yield "its input had other content"
+    if None not in (before["model"], now["model"]) and before["model"] != now["model"]:
+        yield "its model was another, or had other weights"
+    for name in {**before["sampling"], **now["sampling"]}:
+        old, new = before["sampling"].get(name), now["sampling"].get(name)
+        if old != new:
+            yield f"{name} was {json.dumps(old)}, and is {json.dumps(new)}"
+
+
+def checkpoint_fingerprint(path: Path) -> str:
+    """Of the names, sizes and parts of the content of a checkpoint's files, wherever it lies."""
+    digest = blake2b(digest_size=16)
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as opened:
+            for start in (0, size // 2, max(size - PART, 0)):
+                opened.seek(start)
+                digest.update(opened.read(PART))
+    return digest.hexdigest()
+
+
+def _hash_of_file(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,133 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Sampling in one Triton launch: temperature, top-k, top-p, min-p and the draw, without a sort and without the host.
+
+A program computes a row. It finds the thresholds of top-k and top-p by bisection of the bits of fp32, in which larger
+numbers have larger keys: 32 passes over the row, which stays in the cache, instead of a sort of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mt_core.nn.kernels.triton_kernels.launch import on_device
+from mt_infer.sampling.rows import SamplingRow
+
+BLOCK = 8192
+WARPS = 32
+"""So many that no register is spilled on Hopper."""
+
+
+@triton.jit
+def _ordered_key(x):
+    """int64 keys, larger for larger fp32 numbers."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits, -2147483648 - bits)
+
+
+@triton.jit
+def _sample_row_loads(logits, row, start, vocab, temperature, BLOCK: tl.constexpr):
+    """Logits of a block divided by the temperature; -inf behind the vocabulary."""
+    ids = start + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocab + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
+
+
+@triton.jit
+def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
+    """parameters [B, 5] fp64: temperature (0: the likeliest token), top_k (0: all), top_p, min_p, a uniform number."""
+    row = tl.program_id(0).to(tl.int64)
+    own = parameters + row * 5
+    given = tl.load(own).to(tl.float32)
+    temperature = tl.where(given > 0.0, given, 1.0)
+    top_k, top_p = tl.load(own + 1), tl.load(own + 2).to(tl.float32)
+    min_p, noise = tl.load(own + 3).to(tl.float32), tl.load(own + 4)
+
+    largest, best = float("-inf"), tl.cast(0, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+        here = tl.max(x, 0)
+        if here > largest:
+            best = (start + tl.argmax(x, 0)).to(tl.int64)
+            largest = here
+
+    if given > 0.0:
+        # The smallest scaled logit that is kept.
+        least = tl.cast(-2147483648, tl.int64)
+        if (top_k > 0.0) & (top_k < vocab):
+            above = tl.cast(2147483647, tl.int64)
+            while least < above:
+                middle = (least + above + 1) >> 1
+                count = 0
+                for start in range(0, vocab, BLOCK):
+                    x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+                    count += tl.sum((_ordered_key(x) >= middle).to(tl.int32), 0)
+                if count >= top_k:
+                    least = middle
+                else:
+                    above = middle - 1
+        if top_p < 1.0:
+            total = 0.0
+            for start in range(0, vocab, BLOCK):
+                x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+                total += tl.sum(tl.where(_ordered_key(x) >= least, tl.exp(x - largest), 0.0), 0)
+            # The smallest key behind which less than top_p is left.
+            below, above = least, _ordered_key(largest)
+            while below < above:
+                middle = (below + above) >> 1
+                mass = 0.0
+                for start in range(0, vocab, BLOCK):
+                    x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+                    mass += tl.sum(tl.where(_ordered_key(x) > middle, tl.exp(x - largest), 0.0), 0)
+                if mass / total < top_p:
+                    above = middle
+                else:
+                    below = middle + 1
+            least = below
+        # Of probabilities, without their common factor.
+        floor = tl.where(min_p > 0.0, min_p, 0.0)
+        total = 0.0
+        for start in range(0, vocab, BLOCK):
+            x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+            chance = tl.exp(x - largest)
+            kept = (_ordered_key(x) >= least) & (chance >= floor)
+            total += tl.sum(tl.where(kept, chance, 0.0), 0)
+        mass = tl.cast(0.0, tl.float64)
+        for start in range(0, vocab, BLOCK):
+            x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+            chance = tl.exp(x - largest)
+            kept = (_ordered_key(x) >= least) & (chance >= floor)
+            mass += tl.sum(tl.where(kept, chance / total, 0.0).to(tl.float64), 0)
+        wanted, before = noise * mass, tl.cast(0.0, tl.float64)
+        found = tl.cast(-1, tl.int64)
+        for start in range(0, vocab, BLOCK):
+            if found < 0:
+                x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
+                chance = tl.exp(x - largest)
+                kept = (_ordered_key(x) >= least) & (chance >= floor)
+                cumulative = before + tl.cumsum(tl.where(kept, chance / total, 0.0).to(tl.float64), 0)
+                passed = tl.sum((cumulative <= wanted).to(tl.int32), 0)
+                if passed < BLOCK:
+                    found = (start + passed).to(tl.int64)
+                before = tl.max(cumulative, 0)
+        best = tl.where(found < 0, best, found)
+    tl.store(tokens + row, best)
+
+
+def triton_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """[B, vocab] -> [B] ids. As mt_infer.sampling.sampler.choose, for rows without adjustments and typical_p."""
+    values = [
+        (s.temperature, float(s.top_k), s.top_p_at(row.index), s.min_p, row.noise if s.temperature > 0 else 0.0)
+        for row in rows
+        for s in (row.sampling,)
+    ]
+    host = torch.tensor(values, dtype=torch.float64, pin_memory=logits.is_cuda)
+    parameters, tokens = host.to(logits.device, non_blocking=True), logits.new_empty(len(rows), dtype=torch.int64)
+    logits = logits.contiguous()
+    with on_device(logits):
+        _sample_rows[(len(rows),)](logits, parameters, tokens, logits.shape[-1], BLOCK, num_warps=WARPS)
+    return tokens

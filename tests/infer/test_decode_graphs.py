@@ -1,0 +1,140 @@
+"""Decode steps as graphs: the same tokens and log-probabilities as without, in memory that stays where it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.core.train.cuda_graphs.replayed import TapeRecorder
+from tests.core.train.test_steady_step import Spy
+from tests.infer.engines import configuration, engine_of, logprobs_of, new_model, prompts, randomize, run, tokens_of
+from tests.infer.test_families import FAMILIES, TINY
+from torch import nn
+
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_infer.decoding.graphs import DecodeGraphs, batch_sizes
+from mt_infer.decoding.objections import layer_objections, uses_graphs
+from mt_infer.engine import InferenceEngine
+from mt_infer.sampling.parameters import SamplingParameters
+
+GREEDY = SamplingParameters(temperature=0.0, max_tokens=9, logprobs=2)
+LENGTHS = (5, 1, 11, 2, 8)
+CASES = {
+    "learned positions": "gpt2",
+    "alibi": "bloom",
+    "grouped": "llama",
+    "window": "mistral",
+    "soft cap, window": "gemma2",
+    "sinks, experts": "gpt_oss",
+    "latents, experts": "deepseek",
+    "experts": "mixtral",
+    "recurrent": "mamba",
+    "recurrent and full": "hybrid",
+}
+BY_PRODUCT = {"moe_grouped_gemm": "grouped"}
+
+
+def model_keys(name: str) -> dict:
+    keys = FAMILIES[name]
+    return {**keys, "moe": {**keys["moe"], **BY_PRODUCT}} if "moe" in keys else keys
+
+
+def engines(name: str, **options: object) -> tuple[InferenceEngine, InferenceEngine, TapeRecorder]:
+    """Without graphs, and with taped ones, of one model."""
+    config = configuration(model_keys(name), inference={**TINY, **options})
+    model = new_model(config)
+    randomize(model)
+    plain, graphed = (engine_of(config, model=model) for _ in range(2))
+    recorder = TapeRecorder()
+    graphed.graphs = DecodeGraphs(graphed.runner, graphed.manager, recorder)
+    return plain, graphed, recorder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_give_the_tokens_of_the_steps_they_replace(case: str) -> None:
+    """Requests of unequal lengths wait, join and end, so that batches of 1 to 3 sequences fill rows of 1 to 4."""
+    plain, graphed, recorder = engines(CASES[case])
+    assert list(layer_objections(graphed.model, graphed.options, graphed.ctx)) == []
+    expected, found = (run(engine, prompts(*LENGTHS), GREEDY) for engine in (plain, graphed))
+    for own, other in zip(found, expected, strict=True):
+        assert tokens_of(own) == tokens_of(other)
+        assert logprobs_of(own) == pytest.approx(logprobs_of(other), abs=2e-5)
+    (pool,) = recorder.pools
+    assert len(pool) == recorder.runs_aside == 3  # for 1, 2 and 4 rows
+    assert sum(graph.replays for graph in pool) >= 12
+
+
+def test_preempted_sequences_forked_beams_and_drawn_tokens() -> None:
+    """Blocks of a sequence change while its length stays: beams are copied, and memory is given up and taken again."""
+    beams = SamplingParameters(num_beams=3, max_tokens=9)
+    drawn = SamplingParameters(temperature=0.9, top_k=20, seed=4, max_tokens=9, n=2)
+    asked = [beams, drawn, replace(GREEDY, logprobs=None), drawn, beams]
+    options = {"max_requests": 6, "max_tokens_per_step": 32}
+    plain, graphed, _ = engines("llama", **options)
+    expected, found = (run(engine, prompts(*LENGTHS), asked) for engine in (plain, graphed))
+    assert [tokens_of(one) for one in found] == [tokens_of(one) for one in expected]
+
+
+def test_weights_changed_in_place_are_used_and_moved_ones_captured_again() -> None:
+    plain, graphed, recorder = engines("llama")
+    for change in (in_place, moved):
+        before = run(graphed, prompts(6), GREEDY)
+        change(graphed.model)
+        for engine in (plain, graphed):
+            engine.weights_changed()
+        expected, found = (run(engine, prompts(6), GREEDY) for engine in (plain, graphed))
+        assert logprobs_of(found[0]) == pytest.approx(logprobs_of(expected[0]), abs=2e-5)
+        assert logprobs_of(found[0]) != pytest.approx(logprobs_of(before[0]), abs=1e-2)
+    assert len(recorder.pools[0]) == 2  # one row, captured twice
+
+
+@torch.no_grad()
+def in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
+
+
+@torch.no_grad()
+def moved(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+@pytest.mark.parametrize("case", ["grouped", "latents, experts", "recurrent and full"])
+def test_the_host_waits_for_the_tokens_of_a_step_alone(case: str) -> None:
+    _, graphed, _ = engines(CASES[case])
+    for text in prompts(4, 6, 5):
+        graphed.add(text, SamplingParameters(temperature=0.0, max_tokens=12, ignore_eod=True))
+    for _ in range(5):
+        graphed.step()
+    with Spy() as spy:
+        graphed.step()
+    assert spy.methods == {"tolist": spy.waits} == {"tolist": 1}
+
+
+def test_batch_sizes() -> None:
+    assert [batch_sizes(most) for most in (1, 3, 8, 17)] == [(1,), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16, 24)]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("llama", {}, "this engine is on cpu; use a GPU"),
+        ("llama", {"batch_invariant": True}, "inference.batch_invariant=true computes sequences one by one"),
+        ("llama", {"cache_dtype": "int8"}, "inference.cache_dtype=int8 is dequantized"),
+        ("llama", {"speculative_method": "ngram"}, "inference.speculative_method=ngram computes several"),
+        ("t5", {}, "EncoderDecoder|encoder"),
+        ("mixtral", {}, "moe_grouped_gemm=loop"),
+    ],
+)
+def test_what_graphs_do_not_support_is_named(model: str, options: dict, words: str) -> None:
+    config = configuration(FAMILIES[model], inference=options)
+    objections = layer_objections(built := new_model(config), config.inference, ParallelContext())
+    wanted = config.inference.model_copy(update={"cuda_graphs": "decode"})
+    with pytest.raises(ConfigError, match="inference.cuda_graphs=decode cannot be: graphs are CUDA's") as refused:
+        uses_graphs(built, wanted, ParallelContext())
+    assert re.search(words, " ".join([str(refused.value), *objections]))
+    assert not uses_graphs(built, config.inference, ParallelContext())
