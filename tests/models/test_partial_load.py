@@ -173,7 +173,9 @@ def test_retro_fitting_trains_what_a_gpt_does_not_have(pretrained, tmp_path, hos
 def test_a_retro_begins_as_the_decoder_that_it_is_made_of(pretrained, tmp_path, host, family) -> None:
     """Its shape, its weights and, without neighbours, its loss."""
     if family == "llama":
-        assert train(tmp_path, "llama", ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]) == 0
+        assert (
+            train(tmp_path, "llama", ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]) == 0
+        )
     folder = (tmp_path if family == "llama" else pretrained) / family
     base = load_trained_model(folder, host)
     trainer = Trainer(load_config(overrides=[*QUICK, *RETRO, f"checkpoint.load={folder}"], host=host), host=host)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
 
 from mt_infer.completions import Completion
 from mt_infer.prompts import Prompt
@@ -11,7 +13,11 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
 
-def complete(generator: TextGenerator, requests: Iterable[tuple[Prompt, SamplingParameters]]) -> Iterator[Completion]:
+Request = tuple[Prompt, SamplingParameters, Mapping[str, Tensor]]
+"""A prompt, how it is continued, and what the model takes beside it."""
+
+
+def complete(generator: TextGenerator, requests: Iterable[Request]) -> Iterator[Completion]:
     """The completion of each request of one sequence, in order. As many are computed at a time as the engine takes, and
     as many wait. Raises ConfigError for a request that the engine cannot serve."""
     most = 2 * generator.config.inference.max_requests

@@ -104,9 +104,7 @@ def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Me
     return False
 
 
-def _taken(
-    name: str, chosen: Merged, stored: Mapping[str, Any], base: StartsFrom | None
-) -> Mapping[str, Any] | None:
+def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], base: StartsFrom | None) -> Mapping[str, Any] | None:
     """What a section takes from the checkpoint; None where another family (another tokenizer) is chosen.
 
     A family that starts from the checkpoint's takes the keys that are not its own.

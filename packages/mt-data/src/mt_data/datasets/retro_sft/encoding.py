@@ -128,14 +128,15 @@ class _Gathered:
         self.config, self.prompts, self.shape = config, prompts, shape_of(config)
         self.tokens: list[NDArray[np.int32]] = []
         self.neighbors: list[NDArray[np.int32]] = []
+        self.lengths: list[NDArray[np.int32]] = []
         self.places: list[tuple[int, int, int]] = []
-        self.too_long: list[tuple[int, int]] = []
+        self.left_out: list[tuple[int, int]] = []
 
     def add(self, record: QARecord, file: int) -> None:
         """Raises DataError for a record without an answer, and with on_too_long "error" for one that is too long."""
         config, positions = self.config, self.config.seq_length
         if not record.answers:
-            self.too_long.append((file, record.line))
+            self.left_out.append((file, record.line))
             return
         encoded = self.prompts.with_answer(record, record.passages[: config.ft_neighbours], positions + 1)
         if len(encoded.tokens) > positions + 1 and config.on_too_long == "error":
@@ -144,25 +145,24 @@ class _Gathered:
                 f'{positions} and the last; make it larger, or cut such ones with data.on_too_long="truncate"'
             )
         if encoded.first > positions:
-            self.too_long.append((file, record.line))
+            self.left_out.append((file, record.line))
             return
         self.tokens.append(np.array(encoded.tokens[: positions + 1], np.int32))
         ids, mask = self.shape.tokens(record.passages[config.neighbor_passages], self.prompts.encode)
-        # The number of ids stands behind them.
-        self.neighbors.append(np.column_stack([ids, mask.sum(1)]).astype(np.int32))
+        self.neighbors.append(ids.astype(np.int32))
+        self.lengths.append(mask.sum(1, dtype=np.int32))
         self.places.append((encoded.first, file, record.line))
 
     def arrays(self, bad: list[tuple[int, int]]) -> dict[str, NDArray[Any]]:
         first, files, lines = np.array(self.places, np.int64).T
-        neighbors = np.stack(self.neighbors)
-        lengths = [len(tokens) for tokens in self.tokens]
+        sizes = [len(tokens) for tokens in self.tokens]
         return {
             "tokens": np.concatenate(self.tokens),
-            "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+            "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]),
             "first": first.copy(),
-            "neighbors": np.ascontiguousarray(neighbors[..., :-1]),
-            "lengths": np.ascontiguousarray(neighbors[..., -1]),
+            "neighbors": np.stack(self.neighbors),
+            "lengths": np.stack(self.lengths),
             "file": files.astype(np.int32),
             "line": lines.copy(),
-            "left_out": np.array(sorted([*self.too_long, *bad]), np.int64).reshape(-1, 2),
+            "left_out": np.array(sorted([*self.left_out, *bad]), np.int64).reshape(-1, 2),
         }

@@ -82,7 +82,7 @@ class PassagePrompts:
 
     def _messages(self, record: QARecord, context: str) -> list[Message]:
         """The context stands before what the user says last."""
-        place = max((n for n, message in enumerate(record.messages) if message["role"] == "user"), default=0)
+        place = max(number for number, message in enumerate(record.messages) if message["role"] == "user")
         last = record.messages[place]
         return [
             *record.messages[:place],

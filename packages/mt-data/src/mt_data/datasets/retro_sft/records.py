@@ -43,6 +43,11 @@ class QARecord:
     line: int
 
     @property
+    def question(self) -> str:
+        """What the user says last."""
+        return str(next(one for one in reversed(self.messages) if one["role"] == "user")["content"])
+
+    @property
     def where(self) -> str:
         return f"{self.file}, record {self.line}"
 
