@@ -696,7 +696,8 @@ class PassageRetriever(Protocol):
 
 class BuildPassageRetriever(Protocol):
     def __call__(self, options: Mapping[str, str], device: str) -> PassageRetriever:
-        """options: as the user gave them. device: auto, cpu or cuda. Raises ConfigError for unknown or missing options."""
+        """options: as the user gave them. device: auto, cpu or cuda. Raises ConfigError for unknown or missing
+        options."""
         ...
 
 

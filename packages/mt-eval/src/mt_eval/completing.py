@@ -12,7 +12,6 @@ from mt_infer.prompts import Prompt
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
-
 Request = tuple[Prompt, SamplingParameters, Mapping[str, Tensor]]
 """A prompt, how it is continued, and what the model takes beside it."""
 

@@ -30,8 +30,8 @@ class RetroSFTDataConfig(NeighborKeys, TextDataConfig):
     """Put the end-of-document id after each answer. Default: for the template plain, whose text has no
     other mark of an answer's end."""
     on_too_long: Literal["truncate", "error"] = "truncate"
-    """Where a question and its answer do not fit into seq_length without any passage in the prompt, the answer is cut at
-    its end (and the record left out when nothing of it remains), or it is an error."""
+    """Where a question and its answer do not fit into seq_length without any passage in the prompt, the answer is cut
+    at its end (and the record left out when nothing of it remains), or it is an error."""
     on_error: Literal["raise", "skip"] = "raise"
     """skip: leave out records that cannot be used, with a warning that counts them and names the first."""
 

@@ -1,8 +1,8 @@
 """What precedes an answer: passages and a question, as tokens that end with a chunk.
 
-The last token of a chunk is the first that attends to the neighbours of the chunk. A prompt is therefore filled up at its
-beginning to whole chunks: its last token, which predicts the answer's first, attends to the neighbours of the prompt's last
-chunk, and each token of the answer to those of the chunk before its own.
+The last token of a chunk is the first that attends to the neighbours of the chunk. A prompt is therefore filled up at
+its beginning to whole chunks: its last token, which predicts the answer's first, attends to the neighbours of the
+prompt's last chunk, and each token of the answer to those of the chunk before its own.
 """
 
 from __future__ import annotations
