@@ -42,6 +42,7 @@ GPT = [
     "data.seq_length=32",
     "data.corpus_bytes=1000000",
 ]
+LLAMA = ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]
 RETRO = [
     "model.family=retro",
     "model.retro_chunk_length=32",
@@ -190,8 +191,7 @@ def test_a_retro_begins_as_the_decoder_that_it_is_made_of(pretrained, tmp_path, 
 
 def test_a_llama_that_no_retro_can_be(pretrained, tmp_path, capsys) -> None:
     scaled = ["model.rope_scaling_type=linear", "model.rope_scaling_factor=2"]
-    keys = [key for key in GPT if "embedding_type" not in key]
-    assert train(tmp_path, "llama", ["model.family=llama", *keys, *scaled]) == 0
+    assert train(tmp_path, "llama", [*LLAMA, *scaled]) == 0
     assert train(tmp_path, "retro", [*RETRO, f"checkpoint.load={tmp_path / 'llama'}"]) != 0
     said = " ".join(capsys.readouterr().err.split())
     assert "model.rope_scaling_type=linear, which model.family=retro cannot have (it has to be none)" in said

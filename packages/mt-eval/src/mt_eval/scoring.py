@@ -19,7 +19,8 @@ from mt_infer.text import TextGenerator
 @dataclass(frozen=True)
 class Continuation:
     """tokens: a text, at most one token longer than the model's sequences. first: number of the first token of which
-    the log-probability is wanted; at least 1, since token 0 follows nothing. inputs: what the model takes beside them."""
+    the log-probability is wanted; at least 1, since token 0 follows nothing. inputs: what the model takes beside
+    them."""
 
     tokens: Sequence[int]
     first: int

@@ -25,7 +25,7 @@ def qa(
         list[str],
         typer.Option(
             metavar="FILE",
-            help="JSON lines or a JSON array of questions; patterns too. Repeatable.",
+            help="Questions in JSON lines or a JSON array; patterns too. Repeatable.",
             show_default=False,
         ),
     ],

@@ -14,7 +14,6 @@ from torch import Tensor
 from mt_core.config.schema import Config
 from mt_core.errors import DataError
 from mt_core.specs import PassageRetriever
-from mt_data.datasets.retro.config import NeighborKeys
 from mt_data.datasets.retro_sft.config import RetroSFTDataConfig
 from mt_data.datasets.retro_sft.neighbors import NeighborShape
 from mt_data.datasets.retro_sft.prompts import PassagePrompts
@@ -37,12 +36,11 @@ QUESTIONS = 64
 def question_data(config: Config, keys: Mapping[str, Any]) -> RetroSFTDataConfig:
     """How questions become prompts: as in training, where that was on questions with passages; else with the template
     of its conversations, or plain. keys: in place of those."""
-    data, shape = config.data, NeighborKeys.model_fields.keys()
+    data = config.data
     if isinstance(data, RetroSFTDataConfig):
         return RetroSFTDataConfig.model_validate(data.model_dump(exclude_unset=True) | dict(keys))
-    known = {
-        key: getattr(config.model, key) for key in shape if key.startswith("retro_") and hasattr(config.model, key)
-    }
+    shape = [key for key in NeighborKeys.model_fields if key.startswith("retro_") and hasattr(config.model, key)]
+    known = {key: getattr(config.model, key) for key in shape}
     # Any multiple of the chunk length.
     known["seq_length"] = known.get("retro_chunk_length", 64)
     template = {"chat_template": "plain"}
@@ -111,8 +109,8 @@ class QuestionAnswering:
         return len(self.records)
 
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
-        """Each generated answer with its scores. A record without a right answer, or too long for the model, is a sample
-        with an error."""
+        """Each generated answer with its scores. A record without a right answer, or too long for the model, is a
+        sample with an error."""
         for start in range(skip, len(self.records), QUESTIONS):
             records = self.records[start : start + QUESTIONS]
             requests = [

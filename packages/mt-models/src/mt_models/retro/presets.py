@@ -1,5 +1,5 @@
-"""Shapes: the decoders of Borgeaud et al. (2022), table 1, the one of Megatron's example of pretraining, and a small one
-that trains in minutes on two CPU cores.
+"""Shapes: the decoders of Borgeaud et al. (2022), table 1, the one of Megatron's example of pretraining, and a small
+one that trains in minutes on two CPU cores.
 
 The encoder of neighbours is as wide as the decoder, as in Megatron; the paper's is 896 wide in all sizes, and its
 attention has relative positions, which are learned positions here.
