@@ -14,6 +14,7 @@ from torch import Tensor
 from mt_core.config.schema import Config
 from mt_core.errors import DataError
 from mt_core.specs import PassageRetriever
+from mt_data.datasets.retro.config import NeighborKeys
 from mt_data.datasets.retro_sft.config import RetroSFTDataConfig
 from mt_data.datasets.retro_sft.neighbors import NeighborShape
 from mt_data.datasets.retro_sft.prompts import PassagePrompts
