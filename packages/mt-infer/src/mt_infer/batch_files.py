@@ -1,7 +1,8 @@
 """From a file of prompts to a file of completions. After a kill the same command resumes.
 
 A line of the input (or row of a parquet file) is {"prompt": text} or {"tokens": [ids]}; keys that are sampling
-parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output. A line of
+parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output; for a RETRO
+`neighbors` or `passages` are texts that it reads (mt_infer.neighbors). A line of
 the output has `completions`, each with text, number of tokens, finish_reason, and the log-probabilities and scores that
 were requested; or `error`, for a line that cannot be served. Lines are in the order of the input, so that the number of
 whole lines in the output says what is left to do.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError
+from mt_infer.neighbors import with_neighbors
 from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import Completion, Prompt, TextGenerator
@@ -122,7 +124,8 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters, 
         return
     try:
         own = _sampling_of(line, sampling)
-        running[generator.submit(_prompt_of(line), own)] = line
+        prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
+        running[generator.submit(prompt, own, inputs)] = line
         line.completions = [Completion() for _ in range(own.n)]
     except (ConfigError, TypeError, ValueError) as error:
         line.error = str(error)
