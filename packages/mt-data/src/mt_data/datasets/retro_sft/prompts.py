@@ -68,7 +68,7 @@ class PassagePrompts:
     def _fitting(self, record: QARecord, passages: Sequence[str], longest: int) -> str:
         """The passages joined, without what must be cut at their end."""
         context = "".join(passage + BETWEEN for passage in passages)
-        ids = self.encode(context)
+        ids, longest = self.encode(context), longest // self.chunk_length * self.chunk_length
         while ids and (surplus := self._length(record, context) - longest) > 0:
             ids = ids[: max(len(ids) - surplus, 0)]
             # A character of several ids may have been cut.
@@ -78,7 +78,7 @@ class PassagePrompts:
         return context
 
     def _length(self, record: QARecord, context: str) -> int:
-        return len(self._aligned(self._tokens(*self._text(self._messages(record, context), record))))
+        return len(self._tokens(*self._text(self._messages(record, context), record)))
 
     def _messages(self, record: QARecord, context: str) -> list[Message]:
         """The context stands before what the user says last."""
