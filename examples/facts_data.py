@@ -18,8 +18,6 @@ import numpy as np
 from mt_data.indexed import IndexedDatasetWriter
 
 FACTS, HELD_OUT = 4000, 400
-NEIGHBORS = 1
-"""Of each chunk with a name: the chunk with the same name, and a random one, in any order."""
 
 
 def words(letters: str, count: int) -> list[str]:
@@ -43,24 +41,20 @@ def write_tokens(prefix: Path, texts: Sequence[str]) -> None:
         writer.finish()
 
 
-def neighbors(is_right: bool) -> np.ndarray:
-    """Chunks of the database, [chunks of the text, NEIGHBORS]; of a chunk with a code: none."""
-    rows = np.full((2 * FACTS, NEIGHBORS), -1, np.int64)
-    for fact in range(FACTS):
-        found = random.sample(range(FACTS), NEIGHBORS)
-        if is_right:
-            found[random.randrange(NEIGHBORS)] = fact
-        rows[2 * fact] = [2 * number for number in found]
+def neighbors(facts: Sequence[int]) -> np.ndarray:
+    """[chunks of the text, 1]: of the chunk with name i that of the database with name facts[i], of a chunk with a code
+    none."""
+    rows = np.full((2 * FACTS, 1), -1, np.int64)
+    rows[::2, 0] = 2 * np.array(facts)
     return rows
 
 
 def write_questions(path: Path, numbers: range, names: Sequence[str], codes: Sequence[str]) -> None:
-    """With two passages, in any order: the right one, and one of another name."""
+    """With two passages: the right one, and one of another name."""
     facts = sentences(names, codes)
     with path.open("w") as file:
         for number in numbers:
             passages = [facts[number], facts[random.randrange(FACTS)]]
-            random.shuffle(passages)
             question = f"What is the code of {names[number]}?"
             file.write(json.dumps({"question": question, "answers": [codes[number]], "passages": passages}) + "\n")
 
@@ -73,8 +67,8 @@ def main(folder: Path) -> None:
     write_tokens(folder / "database", facts)
     # A token more, the label of the last one.
     write_tokens(folder / "text", [*facts, "C"])
-    np.save(folder / "neighbors.npy", neighbors(is_right=True))
-    np.save(folder / "random.npy", neighbors(is_right=False))
+    np.save(folder / "neighbors.npy", neighbors(range(FACTS)))
+    np.save(folder / "random.npy", neighbors(random.choices(range(FACTS), k=FACTS)))
     write_questions(folder / "train.jsonl", range(FACTS - HELD_OUT), names, codes)
     write_questions(folder / "test.jsonl", range(FACTS - HELD_OUT, FACTS), names, codes)
 

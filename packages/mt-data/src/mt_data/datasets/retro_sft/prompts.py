@@ -52,7 +52,7 @@ class PassagePrompts:
     def prompt(self, record: QARecord, passages: Sequence[str], longest: int) -> list[int]:
         """Ids before the answer, at most `longest` of them where passages can be cut so far."""
         context = self._fitting(record, passages, longest)
-        return self._aligned(self._tokens(*self._text(self._messages(record, context), record)))
+        return self._aligned(self._prompt(record, context))
 
     def with_answer(self, record: QARecord, passages: Sequence[str], longest: int) -> EncodedAnswer:
         """Ids of the prompt and of the first answer; passages are cut so that there are at most `longest`, which does
@@ -69,7 +69,7 @@ class PassagePrompts:
         """The passages joined, without what must be cut at their end."""
         context = "".join(passage + BETWEEN for passage in passages)
         ids, longest = self.encode(context), longest // self.chunk_length * self.chunk_length
-        while ids and (surplus := self._length(record, context) - longest) > 0:
+        while ids and (surplus := len(self._prompt(record, context)) - longest) > 0:
             ids = ids[: max(len(ids) - surplus, 0)]
             # A character of several ids may have been cut.
             context = self.tokenizer.decode(ids).rstrip("\ufffd")
@@ -77,8 +77,8 @@ class PassagePrompts:
             ids = ids if context else []
         return context
 
-    def _length(self, record: QARecord, context: str) -> int:
-        return len(self._tokens(*self._text(self._messages(record, context), record)))
+    def _prompt(self, record: QARecord, context: str) -> list[int]:
+        return self._tokens(*self._text(self._messages(record, context), record))
 
     def _messages(self, record: QARecord, context: str) -> list[Message]:
         """The context stands before what the user says last."""
