@@ -26,9 +26,9 @@ FAMILIES = {
     *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
     *("bert", "t5", "biencoder", "vision", "llava"),
 }
-NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes"}
-"""Trained in tests/models/test_bert_training.py, tests/retrieval and tests/eval/test_vqa.py, on data made by
-the commands of their pages."""
+NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes", "facts-gpt", "facts-retro", "facts-sft"}
+"""Trained in tests/models/test_bert_training.py, tests/retrieval and tests/eval, on data made by the commands of their
+pages."""
 NEEDS_RANKS = {"gpt-3d", "gpt3-175b"}
 TRAINED = [recipe for recipe in RECIPES if recipe.stem not in NEEDS_FILES | NEEDS_RANKS]
 QUICK = [

@@ -51,6 +51,7 @@ NOT_RUN = {
 }
 PAGES_RUN_ELSEWHERE = {
     "docs/multimodal.md": "tests/eval/test_vqa.py",
+    "docs/instruct-retro.md": "tests/eval/test_qa.py",
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",

@@ -1,4 +1,4 @@
-"""`mt retrieve serve`: answers, limits, and who may ask."""
+"""`mt retrieve serve`: answers, limits, and who may ask; and an index as a retriever of `mt eval qa`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from tests.retrieval.conftest import Trained
 
+from mt_core.errors import ConfigError
 from mt_infer.server.options import ServerOptions
+from mt_retrieval.passage_retriever import build_index_retriever
 from mt_retrieval.retriever import Retriever
 from mt_retrieval.server import create_app
 
@@ -42,3 +44,17 @@ def test_requests_that_are_refused(client: TestClient, body, headers, status: in
     answer = client.post("/search", json=body, headers=headers)
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
+
+
+def test_an_index_finds_passages_for_questions(trained: Trained) -> None:
+    retriever = build_index_retriever({"path": str(trained.embeddings)}, "cpu")
+    questions = [" ".join(trained.world.texts[row].split()[:3]) for row in (190, 210)]
+    found = retriever.passages(questions, 2)
+    assert [passages[0] for passages in found] == [
+        (trained.world.titles[row], trained.world.texts[row]) for row in (190, 210)
+    ]
+    assert [len(passages) for passages in found] == [2, 2]
+    assert retriever.description()["path"] == str(trained.embeddings)
+    for options, words in (({}, "needs --retriever-option path=INDEX"), ({"pat": "x"}, "no option pat.*path")):
+        with pytest.raises(ConfigError, match=words):
+            build_index_retriever(options, "cpu")
