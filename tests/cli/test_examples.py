@@ -17,7 +17,13 @@ def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 5
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+NEEDS_CHECKPOINT = {"facts-retro", "facts-sft"}
+"""Their models are those of runs; tests/eval/test_qa.py trains from them."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.stem not in NEEDS_CHECKPOINT], ids=lambda path: path.stem
+)
 def test_a_recipe_is_valid(recipe: Path, capsys) -> None:
     assert run(["config", "validate", str(recipe)]) == 0
 

@@ -62,6 +62,8 @@ NOT_CONFIGURED = {
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
+    r"facts-(retro|sft)": "starts from a run of its page; tests/eval/test_qa.py trains all of them",
+    r"preset retro-tiny": "starts from a GPT of four layers; tests/models/test_partial_load.py has smaller ones",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
 }
 

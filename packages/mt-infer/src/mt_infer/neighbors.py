@@ -49,13 +49,13 @@ def with_neighbors(
     ids = filled_up(generator.prompt_tokens(prompt), shape.chunk_length, filler)
     positions = generator.longest if max_tokens is None else len(ids) + max_tokens
     found = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
-    return ids, _inputs(*(shape.of_every_chunk(part, positions) for part in found))
+    return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in found])
 
 
 def _inputs(*parts: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:
     """Tokens and mask, [L] of [K, r] each -> [1, L, K, r]; nothing without chunks."""
     named = zip(NAMES, parts, strict=True)
-    return {name: torch.from_numpy(np.stack(list(part)))[None] for name, part in named if len(part)}
+    return {name: torch.from_numpy(np.stack(part))[None] for name, part in named if len(part)}
 
 
 def _list(value: Any, key: str) -> list[Any]:

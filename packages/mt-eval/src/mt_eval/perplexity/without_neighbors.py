@@ -28,6 +28,9 @@ class WithoutNeighbors:
         sample = self.dataset[index]
         return {**sample, MASK: np.zeros_like(sample[MASK])}
 
+    def describe(self, index: int) -> str:
+        return self.dataset.describe(index)
+
 
 class LossWithoutNeighbors:
     """Implements mt_core.train.evaluators.Evaluator."""
