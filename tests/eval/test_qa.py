@@ -166,6 +166,11 @@ def test_answers_are_compared_by_megatrons_rules() -> None:
     assert f1_of_first("word", ["no_passages_used"]) is None
 
 
+def test_data_without_neighbours_cannot_lose_them(mt) -> None:
+    outcome = mt("train", "--set", "eval.without_neighbors=true", "--set", "train.train_iters=1")
+    assert "samples of data.dataset_type=builtin have no neighbours; remove the key" in " ".join(outcome.err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
