@@ -52,11 +52,9 @@ def test_requests_that_are_refused(client: TestClient, body, headers, status: in
 def test_an_index_finds_passages_for_questions(trained: Trained, mt, tmp_path: Path) -> None:
     """For a decoder that answers with them, too."""
     retriever = build_index_retriever({"path": str(trained.embeddings)}, "cpu")
-    questions = [" ".join(trained.world.texts[row].split()[:3]) for row in (190, 210)]
-    found = retriever.passages(questions, 2)
-    assert [passages[0] for passages in found] == [
-        (trained.world.titles[row], trained.world.texts[row]) for row in (190, 210)
-    ]
+    titles, texts = trained.world.titles, trained.world.texts
+    found = retriever.passages([" ".join(texts[row].split()[:3]) for row in (190, 210)], 2)
+    assert [passages[0] for passages in found] == [(titles[row], texts[row]) for row in (190, 210)]
     assert [len(passages) for passages in found] == [2, 2]
     assert retriever.description()["path"] == str(trained.embeddings)
     gpt = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "position_embedding_type=rope"]
