@@ -14,7 +14,7 @@ from itertools import pairwise
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.retro_sft.records import QARecord
-from mt_data.datasets.sft.answers import encode_with_cuts
+from mt_data.datasets.sft.answers import answer_end, encode_with_cuts
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.datasets.sft.conversations import Message
 from mt_data.datasets.text_files import bare_encoder
@@ -42,12 +42,7 @@ class PassagePrompts:
         self.tokenizer, self.template, self.chunk_length = tokenizer, template, chunk_length
         self.encode = bare_encoder(tokenizer)
         self.filler = filler_of(tokenizer, chunk_length)
-        self.eod = tokenizer.special.eod if template.eod_after_answer else None
-        if template.eod_after_answer and self.eod is None:
-            raise ConfigError(
-                f"{template.name} needs an end-of-document id after each answer, and the tokenizer has none; set "
-                "data.eod_after_answer=false, or choose another template or tokenizer"
-            )
+        self.eod = answer_end(template, tokenizer)
 
     def prompt(self, record: QARecord, passages: Sequence[str], longest: int) -> list[int]:
         """Ids before the answer, at most `longest` of them where passages can be cut so far."""

@@ -6,7 +6,7 @@
 | `answers` (texts), `answer` (a text or texts) or `longform_answer` | the first one is learned |
 | `multichoice_options` | of a question with `"qa_type": "multi_choice_qa"`: texts, which get letters |
 | `messages` | in place of question and answers: a conversation, whose last message is the answer |
-| `passages` or `ctxs` | each a text, or `{"title": ..., "text": ...}` |
+| `passages`, `ctxs` or `bert_pretrain_corpus_neighbours` | each a text, or `{"title": ..., "text": ...}` |
 | `sub-paragraphs` or `sub_paragraph` | the one passage of Megatron's files: a text, or `[title, text]` |
 """
 
@@ -25,7 +25,7 @@ from mt_data.preprocess.formats import detect_format, open_stream
 from mt_data.preprocess.readers import MalformedRecord, Record, iter_records, json_kind
 
 ANSWERS = ("answers", "answer", "longform_answer")
-SEVERAL, SINGLE = ("passages", "ctxs"), ("sub-paragraphs", "sub_paragraph")
+SEVERAL, SINGLE = ("passages", "ctxs", "bert_pretrain_corpus_neighbours"), ("sub-paragraphs", "sub_paragraph")
 """Keys of passages; the first one that a record has counts."""
 MULTIPLE_CHOICE = "multi_choice_qa"
 OnUnusable = Callable[[int, DataError], None]
