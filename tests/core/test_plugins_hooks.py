@@ -44,6 +44,7 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_callbacks": spec(specs.CallbackSpec, build=HERE),
     "mt_register_evaluators": spec(specs.EvaluatorSpec, build=HERE),
     "mt_register_text_scorers": spec(specs.TextScorerSpec, build=HERE),
+    "mt_register_passage_retrievers": spec(specs.PassageRetrieverSpec, build=HERE),
     "mt_register_key_names": spec(specs.KeyNamesSpec, names=HERE),
     "mt_register_commands": spec(specs.CommandSpec, app=HERE),
 }

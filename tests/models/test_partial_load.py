@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from mt_cli import main
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.train import Trainer
 from mt_core.train.checkpoint.state import MODEL
+from mt_core.train.trained_model import load_trained_model
 
 QUICK = [
     "train.train_iters=2",
@@ -40,7 +42,16 @@ GPT = [
     "data.seq_length=32",
     "data.corpus_bytes=1000000",
 ]
-ADDED = '["encoder.*", "decoder.layers.*.cross_attention.*", "decoder.layers.*.pre_cross_attn_layernorm.*"]'
+LLAMA = ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]
+RETRO = [
+    "model.family=retro",
+    "model.retro_chunk_length=32",
+    "model.retro_cross_attention_layers=[2]",
+    "data.dataset_type=builtin_retro",
+    "data.retro_chunk_length=32",
+    "data.seq_length=32",
+    "data.corpus_bytes=1000000",
+]
 
 
 def train(folder: Path, name: str, options: list[str]) -> int:
@@ -150,19 +161,37 @@ def test_a_parameter_that_may_be_missing_and_is_there_is_loaded(pretrained, tmp_
 
 def test_retro_fitting_trains_what_a_gpt_does_not_have(pretrained, tmp_path, host) -> None:
     """Borgeaud et al., section 4.2: the weights of the GPT stay, bit for bit."""
-    retro = [
-        "model.family=retro",
-        "model.retro_chunk_length=32",
-        "model.retro_cross_attention_layers=[2]",
-        "model.retro_freeze_gpt=true",
-        "data.dataset_type=builtin_retro",
-        "data.retro_chunk_length=32",
-        f"checkpoint.load={pretrained / 'gpt'}",
-        f"checkpoint.load_missing={ADDED}",
-    ]
-    assert train(tmp_path, "retro", [*GPT, *retro]) == 0
+    frozen = ["model.retro_freeze_gpt=true", f"checkpoint.load={pretrained / 'gpt'}"]
+    assert train(tmp_path, "retro", [*RETRO, *frozen]) == 0
     before, after = weights(host, pretrained / "gpt"), weights(host, tmp_path / "retro")
     assert all(torch.equal(after[name], before[name]) for name in before)
     added = after.keys() - before.keys()
     assert {name.partition(".")[0] for name in added} == {"encoder", "decoder"}
     assert not (after["decoder.layers.1.pre_cross_attn_layernorm.weight"] == 1).all(), "what is new is trained"
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_retro_begins_as_the_decoder_that_it_is_made_of(pretrained, tmp_path, host, family) -> None:
+    """Its shape, its weights and, without neighbours, its loss."""
+    if family == "llama":
+        assert (
+            train(tmp_path, "llama", ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]) == 0
+        )
+    folder = (tmp_path if family == "llama" else pretrained) / family
+    base = load_trained_model(folder, host)
+    trainer = Trainer(load_config(overrides=[*QUICK, *RETRO, f"checkpoint.load={folder}"], host=host), host=host)
+    sample = trainer.valid_data["valid"][0]
+    tokens, labels = (torch.from_numpy(sample[key])[None] for key in ("tokens", "labels"))
+    with torch.no_grad():
+        expected, loss = (cross_entropy(one(tokens)[0, :, :256], labels[0]) for one in (base.model, trainer.model))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    added = ("encoder.", "decoder.layers.1.cross_attention.", "decoder.layers.1.pre_cross_attn_layernorm.")
+    assert all(name.startswith(added) for name in trainer.loaded_weights.initialized)
+
+
+def test_a_llama_that_no_retro_can_be(pretrained, tmp_path, capsys) -> None:
+    scaled = ["model.rope_scaling_type=linear", "model.rope_scaling_factor=2"]
+    assert train(tmp_path, "llama", [*LLAMA, *scaled]) == 0
+    assert train(tmp_path, "retro", [*RETRO, f"checkpoint.load={tmp_path / 'llama'}"]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.rope_scaling_type=linear, which model.family=retro cannot have (it has to be none)" in said

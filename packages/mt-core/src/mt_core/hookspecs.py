@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ModelSpec,
         MoeDispatcherSpec,
         OptimizerSpec,
+        PassageRetrieverSpec,
         PipelineScheduleSpec,
         TextScorerSpec,
         TokenizerSpec,
@@ -139,6 +140,12 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
 @hookspec
 def mt_register_text_scorers() -> list[TextScorerSpec]:
     """Judges of generated texts, selected by `--scorer` of `mt eval toxicity` and `mt eval detoxify`."""
+    raise NotImplementedError
+
+
+@hookspec
+def mt_register_passage_retrievers() -> list[PassageRetrieverSpec]:
+    """Searches for passages, selected by `--retriever` of `mt eval qa`."""
     raise NotImplementedError
 
 

@@ -75,6 +75,9 @@ KINDS: dict[str, Kind[Any]] = {
     "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
     "evaluators": Kind("an evaluator", "mt_register_evaluators", specs.EvaluatorSpec, "mt-eval"),
     "text_scorers": Kind("a text scorer", "mt_register_text_scorers", specs.TextScorerSpec, "mt-eval"),
+    "passage_retrievers": Kind(
+        "a retriever of passages", "mt_register_passage_retrievers", specs.PassageRetrieverSpec, "mt-retrieval"
+    ),
     "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-tools"),
     "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
 }
@@ -312,6 +315,10 @@ class PluginHost:
     @cached_property
     def text_scorers(self) -> Registry[specs.TextScorerSpec]:
         return self.registry("text_scorers")
+
+    @cached_property
+    def passage_retrievers(self) -> Registry[specs.PassageRetrieverSpec]:
+        return self.registry("passage_retrievers")
 
     @cached_property
     def key_names(self) -> Registry[specs.KeyNamesSpec]:

@@ -314,6 +314,14 @@ class StartsFrom:
     """Patterns of tensors that the other family has in addition."""
     own_keys: tuple[str, ...] = ()
     """Keys of [model] that do not come from the checkpoint."""
+    keys: Lazy[ModelKeys] | None = None
+    """This family's keys of [model] for those of the checkpoint. Default: the same ones."""
+
+
+class ModelKeys(Protocol):
+    def __call__(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """stored: the section [model] of the checkpoint. Raises ConfigError for a model that this family cannot be."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,8 +343,8 @@ class ModelSpec(Spec):
     name_maps: Mapping[str, Lazy[Any]] = field(default_factory=dict)
     shrink: Lazy[ShrinkModel] | None = None
     """Makes the model small, for checks on a few CPU processes, in keys of the family."""
-    starts_from: StartsFrom | None = None
-    """The family whose checkpoints such a model may start from, beside its own."""
+    starts_from: tuple[StartsFrom, ...] = ()
+    """The families whose checkpoints such a model may start from, beside its own."""
     training_flops: Lazy[CountFlops] | None = None
     """FLOPs of a sample, for the throughput of training; None: training reports tokens per second only."""
     adapt: Lazy[AdaptCheckpoint] | None = None
@@ -672,6 +680,32 @@ class TextScorerSpec(Spec):
     """A judge of texts, selected by --scorer of mt eval."""
 
     build: Lazy[BuildTextScorer]
+
+
+class PassageRetriever(Protocol):
+    """Finds passages for questions."""
+
+    def passages(self, questions: Sequence[str], k: int) -> list[list[tuple[str, str]]]:
+        """For each question the (title, text) of k passages at most, the best first."""
+        ...
+
+    def description(self) -> Mapping[str, Any]:
+        """JSON values that say what is searched, for results."""
+        ...
+
+
+class BuildPassageRetriever(Protocol):
+    def __call__(self, options: Mapping[str, str], device: str) -> PassageRetriever:
+        """options: as the user gave them. device: auto, cpu or cuda. Raises ConfigError for unknown or missing
+        options."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassageRetrieverSpec(Spec):
+    """A search for passages, selected by --retriever of mt eval."""
+
+    build: Lazy[BuildPassageRetriever]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from mt_core.hookspecs import hookimpl
 from mt_core.specs import CAUSAL_LM_SAMPLE, CommandSpec, DatasetSpec, Lazy, TokenizerSpec
 from mt_data.datasets.images.specs import IMAGE_DATASETS
 from mt_data.datasets.retro.specs import RETRO_DATASETS
+from mt_data.datasets.retro_sft.specs import RETRO_SFT_DATASET
 from mt_data.datasets.task_specs import TASK_DATASETS
 
 
@@ -73,6 +74,7 @@ def mt_register_datasets() -> list[DatasetSpec]:
         *TASK_DATASETS,
         *IMAGE_DATASETS,
         *RETRO_DATASETS,
+        RETRO_SFT_DATASET,
     ]
 
 

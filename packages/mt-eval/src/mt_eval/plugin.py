@@ -24,7 +24,12 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
             name="perplexity",
             doc="Perplexity of the texts that eval.perplexity names",
             build=Lazy("mt_eval.perplexity.evaluator:build_evaluator"),
-        )
+        ),
+        EvaluatorSpec(
+            name="without_neighbors",
+            doc="Loss on validation sets without neighbours, as eval.without_neighbors requests",
+            build=Lazy("mt_eval.perplexity.without_neighbors:build_evaluator"),
+        ),
     ]
 
 

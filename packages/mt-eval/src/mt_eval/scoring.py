@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import tee
+
+from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_infer.completions import Completion
@@ -17,10 +19,12 @@ from mt_infer.text import TextGenerator
 @dataclass(frozen=True)
 class Continuation:
     """tokens: a text, at most one token longer than the model's sequences. first: number of the first token of which
-    the log-probability is wanted; at least 1, since token 0 follows nothing."""
+    the log-probability is wanted; at least 1, since token 0 follows nothing. inputs: what the model takes beside
+    them."""
 
     tokens: Sequence[int]
     first: int
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.first < len(self.tokens):
@@ -43,7 +47,7 @@ def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> It
     """
     require_decoder(generator)
     first, second = tee(continuations)
-    requests = ((one.tokens[:-1], _scoring(one)) for one in first)
+    requests = ((one.tokens[:-1], _scoring(one), one.inputs) for one in first)
     for done, continuation in zip(complete(generator, requests), second, strict=True):
         yield _scored(continuation, done)
 

@@ -1,7 +1,8 @@
 """From a file of prompts to a file of completions. After a kill the same command resumes.
 
 A line of the input (or row of a parquet file) is {"prompt": text} or {"tokens": [ids]}; keys that are sampling
-parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output. A line of
+parameters (max_tokens, seed, ...) are those of this line, and others are copied to its line of the output; for a RETRO
+`neighbors` or `passages` are texts that it reads (mt_infer.neighbors). A line of
 the output has `completions`, each with text, number of tokens, finish_reason, and the log-probabilities and scores that
 were requested; or `error`, for a line that cannot be served. Lines are in the order of the input, so that the number of
 whole lines in the output says what is left to do.
@@ -22,6 +23,7 @@ from mt_core.paths import writing
 from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
 from mt_infer.job_record import job_of, require_same_job
+from mt_infer.neighbors import with_neighbors
 from mt_infer.prompts import Prompt
 from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
@@ -119,7 +121,8 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
         return None
     try:
         own = _sampling_of(line, sampling)
-        return generator.submit(_prompt_of(line), own), own.n
+        prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
+        return generator.submit(prompt, own, inputs), own.n
     except (ConfigError, TypeError, ValueError) as error:
         line.error = str(error)
         return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from torch import Tensor
 
 from mt_infer.completions import Completion
 from mt_infer.prompts import Prompt
@@ -13,6 +15,8 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
 ItemT = TypeVar("ItemT")
+Request = tuple[Prompt, SamplingParameters, Mapping[str, Tensor]]
+"""A prompt, how it is continued, and what the model takes beside it."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ def _step(generator: TextGenerator, running: dict[int, Answered[ItemT]]) -> None
             del running[event.request]
 
 
-def complete(generator: TextGenerator, requests: Iterable[tuple[Prompt, SamplingParameters]]) -> Iterator[Completion]:
+def complete(generator: TextGenerator, requests: Iterable[Request]) -> Iterator[Completion]:
     """The completion of each request of one sequence, in order. Raises ConfigError for one that cannot be served."""
     answered = answered_in_order(generator, requests, lambda request: (generator.submit(*request), 1))
     return (one.completions[0] for one in answered)

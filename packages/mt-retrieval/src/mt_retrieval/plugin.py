@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec, Lazy
+from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec, Lazy, PassageRetrieverSpec
 from mt_retrieval.dpr.sample import DPR_SAMPLE
 
 
@@ -28,6 +28,17 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             doc="Mines hard negatives anew with each checkpoint (data.refresh)",
             build=Lazy("mt_retrieval.refresh:build_refresh"),
             always=True,
+        )
+    ]
+
+
+@hookimpl
+def mt_register_passage_retrievers() -> list[PassageRetrieverSpec]:
+    return [
+        PassageRetrieverSpec(
+            name="index",
+            doc="An index of mt retrieve index; options path, checkpoint, evidence, search_parameters",
+            build=Lazy("mt_retrieval.passage_retriever:build_index_retriever"),
         )
     ]
 

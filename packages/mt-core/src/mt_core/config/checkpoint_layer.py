@@ -48,11 +48,13 @@ def with_checkpoint_layer(
     if not wanted or _may_be_absent(load, wanted, chosen):
         return list(layers)
     stored = _stored_sections(load, host)
-    taken = {name: _taken(name, chosen, stored[name], host) for name in wanted if name in stored}
+    base = _base_of(_value(chosen, "model", "family"), stored.get("model", {}).get("family"), host)
+    taken = {name: _taken(name, chosen, stored[name], base) for name in wanted if name in stored}
     values = {name: section for name, section in taken.items() if section is not None}
     if preset_is_default:  # the checkpoint's sections replace it
         layers = [_without(layer, values) if layer.is_preset else layer for layer in whole]
-    layers = [_without_base_keys(layer, values, chosen, host) if layer.is_preset else layer for layer in layers]
+    if base is not None and "model" in values:
+        layers = [_without_base_keys(layer, base, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
     origin = load if isinstance(load, str) else " and ".join(load.values())
     return [*presets, Layer(f"checkpoint {origin}", values), *layers[len(presets) :]]
@@ -102,7 +104,7 @@ def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Me
     return False
 
 
-def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHost) -> Mapping[str, Any] | None:
+def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], base: StartsFrom | None) -> Mapping[str, Any] | None:
     """What a section takes from the checkpoint; None where another family (another tokenizer) is chosen.
 
     A family that starts from the checkpoint's takes the keys that are not its own.
@@ -112,27 +114,23 @@ def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], host: PluginHos
     selected = _value(chosen, name, selector)
     if selector not in stored or selected in (None, stored[selector]):  # parts of a model have no family of the whole
         return stored
-    base = _starts_from(selected, host) if name == "model" else None
-    if base is None or base.family != stored[selector]:
+    if base is None or name != "model":
         return None
-    return {key: value for key, value in stored.items() if key not in (selector, *base.own_keys)}
+    keys = stored if base.keys is None else base.keys.load()(stored)
+    return {key: value for key, value in keys.items() if key not in (selector, *base.own_keys)}
 
 
-def _without_base_keys(
-    preset: Layer, values: Mapping[str, Mapping[str, Any]], chosen: Merged, host: PluginHost
-) -> Layer:
+def _without_base_keys(preset: Layer, base: StartsFrom, host: PluginHost) -> Layer:
     """For a model that starts from another family's checkpoint: the preset without the shape of another such model."""
-    base = _starts_from(_value(chosen, "model", "family"), host)
     model = preset.values.get("model", {})
-    if base is None or "model" not in values or "family" in values["model"]:
-        return preset
     keys = section_type("model", base.family, host).model_fields.keys() - {"family"}
     return Layer(preset.origin, {**preset.values, "model": {key: model[key] for key in model.keys() - keys}})
 
 
-def _starts_from(family: Any, host: PluginHost) -> StartsFrom | None:
-    specs = [spec for spec in host.models if spec.name == family]
-    return specs[0].starts_from if specs else None  # an unknown family is an error of its section
+def _base_of(family: Any, stored: Any, host: PluginHost) -> StartsFrom | None:
+    """How a model of `family` starts from a checkpoint of the family `stored`; None if nothing is declared."""
+    declared = [base for spec in host.models if spec.name == family for base in spec.starts_from]
+    return next((base for base in declared if base.family == stored), None)
 
 
 def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, dict[str, Any]]:

@@ -582,6 +582,8 @@ class EvalConfig(Section):
     """Name -> a text whose perplexity is measured: .bin/.idx, JSON lines or plain text."""
     overlapping_eval: PositiveInt | None = None
     """Tokens that each window of perplexity adds to those before it. Default: all of a window, without overlap."""
+    without_neighbors: bool = False
+    """Measure the loss on validation sets without neighbours too, for models that read some (retro)."""
 
 
 class TimeoutsConfig(Section):

@@ -20,7 +20,8 @@ class Evaluator(Protocol):
 
 def configured_evaluators(config: Config, host: PluginHost) -> list[Evaluator]:
     """Those that the section [eval] turns on. Raises ConfigError for keys that no installed evaluator reads."""
-    if config.eval.perplexity and "perplexity" not in host.evaluators.names():
-        raise ConfigError("eval.perplexity is set, and no plugin measures it; install mt-eval, or remove the key")
+    for key in ("perplexity", "without_neighbors"):
+        if getattr(config.eval, key) and key not in host.evaluators.names():
+            raise ConfigError(f"eval.{key} is set, and no plugin measures it; install mt-eval, or remove the key")
     built = [spec.build.load()(config) for spec in host.evaluators]
     return [evaluator for evaluator in built if evaluator is not None]

@@ -12,6 +12,7 @@ from mt_eval.commands.generation import generation
 from mt_eval.commands.harness import harness
 from mt_eval.commands.lambada import lambada
 from mt_eval.commands.perplexity import ppl, wikitext103
+from mt_eval.commands.qa import qa
 from mt_eval.commands.vqa import vqa
 
 app = typer.Typer(no_args_is_help=True, help="Measure a trained model.")
@@ -28,3 +29,4 @@ app.command()(generation)
 app.command()(compare)
 app.command()(contamination)
 app.command()(vqa)
+app.command()(qa)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_core.commands import host_of, need
-from mt_core.errors import ConfigError
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, named_options
 from mt_infer.commands.layout import NPROC, SETTINGS
 from mt_infer.commands.progress import progress_bar
 
@@ -122,11 +121,7 @@ def build_scorer(context: typer.Context, name: str, options: list[str]) -> TextS
 
 
 def scorer_options(given: list[str]) -> dict[str, str]:
-    pairs = [entry.partition("=") for entry in given]
-    for entry, (name, equals, _) in zip(given, pairs, strict=True):
-        if not name or not equals:
-            raise ConfigError(f"--scorer-option {entry}: give KEY=VALUE")
-    return {name: value for name, _, value in pairs}
+    return named_options(given, "--scorer-option")
 
 
 def show(metrics: dict[str, float], as_json: bool) -> None:

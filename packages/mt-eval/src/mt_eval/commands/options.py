@@ -86,6 +86,15 @@ def _named(entry: str) -> tuple[str, str]:
     return Path(entry).name.partition(".")[0] or entry, entry
 
 
+def named_options(entries: Sequence[str], option: str) -> dict[str, str]:
+    """KEY=VALUE -> key -> value. Raises ConfigError for another form, naming the option."""
+    pairs = [entry.partition("=") for entry in entries]
+    for entry, (name, equals, _) in zip(entries, pairs, strict=True):
+        if not name or not equals:
+            raise ConfigError(f"{option} {entry}: give KEY=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
 def need_extra(extra: str, *modules: str, command: str) -> None:
     """Raises PluginError without the packages of an extra of mt-eval."""
     missing = [name for name in modules if find_spec(name) is None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from mt_core.commands import host_of
+from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import (
     AS_JSON,
@@ -23,9 +25,11 @@ from mt_eval.commands.options import (
 from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
+    from mt_core.specs import Split
     from mt_eval.tasks import Task
     from mt_infer.text import TextGenerator
 
+SPLITS = ("train", "valid", "test")
 MEGATRON_OVERLAP = 32
 """Megatron-LM's default of --overlapping-eval."""
 
@@ -34,11 +38,22 @@ def ppl(
     context: typer.Context,
     path: CHECKPOINT,
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="[NAME=]FILE", help=".bin/.idx, JSON lines, Parquet or plain text. Repeatable.", show_default=False
         ),
-    ],
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPLIT",
+            help="train, valid or test of the checkpoint's section [data], whose samples may have neighbours.",
+            show_default=False,
+        ),
+    ] = None,
+    without_neighbors: Annotated[
+        bool, typer.Option("--without-neighbors", help="Measure the split a second time, without neighbours.")
+    ] = False,
     overlapping_eval: Annotated[
         int | None, typer.Option(min=1, help="Tokens that each window adds. Default: windows do not overlap.")
     ] = None,
@@ -59,18 +74,41 @@ def ppl(
     device: DEVICE = "auto",
     nproc: NPROC = None,
 ) -> None:
-    """Perplexity of texts: of a token, a byte and a word."""
-    named = named_files(data)
+    """Perplexity of texts: of a token, a byte and a word; or of the samples of a split, with their neighbours."""
+    named = named_files(data or [])
+    chosen = split_named(split, bool(named), without_neighbors)
 
     def build(generator: TextGenerator) -> Sequence[Task]:
+        from mt_eval.perplexity.samples import split_tasks
         from mt_eval.perplexity.task import Perplexity
         from mt_eval.perplexity.texts import TextSet
 
         length = window_length(generator, seq_length)
         texts = [TextSet(name, file, text_key, detokenizer, prefix, input_format) for name, file in named.items()]
-        return [Perplexity(one, generator.tokenizer, length, stride=overlapping_eval, limit=limit) for one in texts]
+        tasks: list[Task] = [
+            Perplexity(one, generator.tokenizer, length, stride=overlapping_eval, limit=limit) for one in texts
+        ]
+        if chosen is None:
+            return tasks
+        host, tokenizer = host_of(context), generator.tokenizer
+        return tasks + split_tasks(
+            chosen, generator.config, tokenizer, host, without_neighbors=without_neighbors, limit=limit
+        )
 
     run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+
+
+def split_named(split: str | None, has_texts: bool, without_neighbors: bool) -> Split | None:
+    """Raises ConfigError for what is no split, when there is nothing to measure, and for a key that has no effect."""
+    if split is None and not has_texts:
+        raise ConfigError("there is nothing to measure; give texts with --data, or --split of the checkpoint's data")
+    if split is None and without_neighbors:
+        raise ConfigError("--without-neighbors is of --split, whose samples have neighbours; texts of --data have none")
+    if split is None:
+        return None
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: it can be {', '.join(SPLITS)}")
+    return cast("Split", split)
 
 
 def wikitext103(

@@ -160,7 +160,7 @@ class HarnessModel(TemplateLM):
 
     def _texts(self, requests: Requests) -> Iterator[Sample]:
         prompts = [self._prompt(key, request) for key, request in requests.items()]
-        done = complete(self.generator, ((tokens, sampling) for tokens, sampling, _ in prompts))
+        done = complete(self.generator, ((tokens, sampling, {}) for tokens, sampling, _ in prompts))
         for (_, _, truncated), completion in zip(prompts, done, strict=True):
             yield Sample("", details={TEXT: self._shown(completion.text)}, truncated=truncated)
 

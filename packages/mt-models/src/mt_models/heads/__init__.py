@@ -21,11 +21,13 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None, prese
         check=Lazy("mt_models.heads.config:check_choice"),
         presets=Lazy(f"mt_models.heads.presets:{presets}"),
         name_maps={"megatron": Lazy("mt_models.megatron:HEADS"), **hugging_face},
-        starts_from=StartsFrom(
-            family=base,
-            initialized=("classification_head.*", "multichoice_head.*"),
-            left_out=HEADS_OF_PRETRAINING,
-            own_keys=KEYS_OF_PRETRAINING,
+        starts_from=(
+            StartsFrom(
+                family=base,
+                initialized=("classification_head.*", "multichoice_head.*"),
+                left_out=HEADS_OF_PRETRAINING,
+                own_keys=KEYS_OF_PRETRAINING,
+            ),
         ),
     )
 

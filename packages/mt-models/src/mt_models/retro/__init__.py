@@ -1,6 +1,9 @@
 """RETRO: a GPT with cross attention to neighbours of its text, retrieved from a database of chunks."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.specs import Lazy, ModelSpec, StartsFrom
+
+ADDED = ("encoder.*", "decoder.layers.*.cross_attention.*", "decoder.layers.*.pre_cross_attn_layernorm.*")
+"""Parameters that a GPT does not have."""
 
 SPEC = ModelSpec(
     name="retro",
@@ -10,6 +13,10 @@ SPEC = ModelSpec(
     check=Lazy("mt_models.retro.config:check_retro"),
     presets=Lazy("mt_models.retro.presets:PRESETS"),
     name_maps={"megatron": Lazy("mt_models.megatron:RETRO")},
+    starts_from=(
+        StartsFrom(family="gpt", initialized=ADDED),
+        StartsFrom(family="llama", initialized=ADDED, keys=Lazy("mt_models.retro.llama_keys:retro_keys_of_llama")),
+    ),
     shrink=Lazy("mt_models.retro.shrink:shrink_retro"),
     training_flops=Lazy("mt_models.training_flops:retro_flops"),
 )

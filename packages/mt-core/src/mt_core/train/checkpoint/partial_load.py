@@ -80,7 +80,7 @@ def base_of(family: str, reader: CheckpointReader, host: PluginHost) -> StartsFr
     """How a model of `family` starts from a checkpoint of another family; None if nothing is declared."""
     stored = reader.metadata.get("config", {}).get("model", {}).get("family")
     declared = host.models.get(family, key="model.family").starts_from
-    return declared if declared is not None and declared.family == stored else None
+    return next((base for base in declared if base.family == stored), None)
 
 
 def partial_load(

@@ -38,12 +38,7 @@ class ConversationEncoder:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template = template
         self._encode = bare_encoder(tokenizer)
-        self._eod = tokenizer.special.eod if template.eod_after_answer else None
-        if template.eod_after_answer and self._eod is None:
-            raise ConfigError(
-                f"{template.name} needs an end-of-document id after each answer, and the tokenizer has none; set "
-                "data.eod_after_answer=false, or choose another template or tokenizer"
-            )
+        self._eod = answer_end(template, tokenizer)
 
     def answers(self, conversation: Conversation) -> EncodedConversation:
         """The tokens, those of the answers marked.
@@ -89,6 +84,16 @@ class ConversationEncoder:
             tokens += [*piece, self._eod]
             done = end
         return _marked([*tokens, *self._encode(text[done:])], marked)
+
+
+def answer_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The id behind each answer, if the template leaves it to the tokenizer. Raises ConfigError for one without it."""
+    if template.eod_after_answer and tokenizer.special.eod is None:
+        raise ConfigError(
+            f"{template.name} needs an end-of-document id after each answer, and the tokenizer has none; set "
+            "data.eod_after_answer=false, or choose another template or tokenizer"
+        )
+    return tokenizer.special.eod if template.eod_after_answer else None
 
 
 def answer_spans(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:

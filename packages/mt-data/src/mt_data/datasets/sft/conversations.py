@@ -69,11 +69,17 @@ def _conversation(record: Record, messages_key: str) -> Conversation:
             f"Name the key that holds the list of messages with data.messages_key"
             f"{did_you_mean(messages_key, record.value)}"
         )
+    checked = check_messages(messages, messages_key, where)
+    return Conversation(checked, record.value.get("tools"), record.file, record.line)
+
+
+def check_messages(messages: object, key: str, where: str) -> list[Message]:
+    """The messages of a record, under `key` of it. Raises DataError for anything else."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where}: "{messages_key}" must be a list of at least one message')
+        raise DataError(f'{where}: "{key}" must be a list of at least one message')
     for number, message in enumerate(messages):
         _check_message(message, f"{where}, message {number + 1}")
-    return Conversation(messages, record.value.get("tools"), record.file, record.line)
+    return messages
 
 
 def _check_message(message: object, where: str) -> None:

@@ -97,7 +97,7 @@ def _encode_files(
     _report_split_markers(template, tokenizer)
     encoder = ConversationEncoder(template, tokenizer)
     encode = encoder.answers if config.train_on == "answers" else encoder.everything
-    bad_lines = _BadLines(config.on_error)
+    bad_lines = BadLines(config.on_error)
     gathered = _Gathered()
     started = reported = time.monotonic()
     for file, conversation in _read(paths, config.messages_key, bad_lines):
@@ -116,7 +116,7 @@ def _encode_files(
     return gathered.arrays() | {"skipped": np.array(bad_lines.places, np.int64).reshape(-1, 2)}
 
 
-def _read(paths: Sequence[Path], messages_key: str, bad_lines: _BadLines) -> Iterator[tuple[int, Conversation]]:
+def _read(paths: Sequence[Path], messages_key: str, bad_lines: BadLines) -> Iterator[tuple[int, Conversation]]:
     for file, path in enumerate(paths):
         for conversation in read_conversations(path, messages_key, partial(bad_lines.add, file)):
             yield file, conversation
@@ -128,7 +128,7 @@ def _placed(error: DataError, conversation: Conversation) -> DataError:
     return error if text.startswith(conversation.where) else DataError(f"{conversation.where}: {text}")
 
 
-class _BadLines:
+class BadLines:
     """Lines that are no usable conversation: the first one ends the reading, or (on_error "skip") they are counted."""
 
     def __init__(self, on_error: str) -> None:

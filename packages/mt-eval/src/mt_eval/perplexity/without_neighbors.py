@@ -1,0 +1,55 @@
+"""The validation loss of RETRO without neighbours, beside that with them, during training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.specs import Dataset
+from mt_core.train.trainer import Trainer
+
+MASK = "neighbor_mask"
+
+
+@dataclass(frozen=True)
+class WithoutNeighbors:
+    """A data set whose chunks have no neighbours."""
+
+    dataset: Dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        sample = self.dataset[index]
+        return {**sample, MASK: np.zeros_like(sample[MASK])}
+
+    def describe(self, index: int) -> str:
+        return self.dataset.describe(index)
+
+
+class LossWithoutNeighbors:
+    """Implements mt_core.train.evaluators.Evaluator."""
+
+    def evaluate(self, run: Trainer) -> Mapping[str, float]:
+        """`<set>_loss_without_neighbors` of each validation set, over the samples of its loss."""
+        return {
+            f"{name}_loss_without_neighbors": run.engine.evaluate(WithoutNeighbors(dataset))
+            for name, dataset in run.valid_data.items()
+        }
+
+
+def build_evaluator(config: Config) -> LossWithoutNeighbors | None:
+    """Raises ConfigError for data without neighbours."""
+    if not config.eval.without_neighbors:
+        return None
+    if not hasattr(config.data, "retro_num_neighbors"):
+        raise ConfigError(
+            f"eval.without_neighbors=true: samples of data.dataset_type={config.data.dataset_type} have no neighbours; "
+            "remove the key"
+        )
+    return LossWithoutNeighbors()

@@ -1,0 +1,1 @@
+"""Questions answered with retrieved passages."""
