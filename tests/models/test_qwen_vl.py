@@ -9,13 +9,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.models.qwen_vl_reference import (
-    GRIDS,
     IMAGE,
     LENGTH,
     SIDE,
-    TEXT,
     VISION,
-    VOCAB,
     as_reference_inputs,
     image_batch,
     make_reference,
