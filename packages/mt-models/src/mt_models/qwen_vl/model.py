@@ -216,8 +216,8 @@ def require_tokens(found: list[int], wanted: list[int], image_token: int) -> Non
     """Raises DataError unless each row has as many image tokens as its images have cells."""
     if found != wanted:
         raise DataError(
-            f"the rows of the batch have {found} image tokens (id {image_token}), and images of {wanted} merged patches; "
-            "write the image token once for each merged patch"
+            f"the rows of the batch have {found} image tokens (id {image_token}), and images of {wanted} merged patches"
+            "; write the image token once for each merged patch"
         )
 
 

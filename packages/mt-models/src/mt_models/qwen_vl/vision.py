@@ -1,8 +1,8 @@
 """The vision transformer of Qwen2.5-VL (Technical Report, 2025, section 2.1.1), and the merger behind it.
 
-Shapes: V cells (merged patches) of all images of a batch, m the side of a cell in patches, P = V m m patches, C colours,
-p the side of a patch in pixels, T frames of a patch, H hidden. The patches of all images are one row [1, P, H]; only
-attention separates them. Sequence parallelism is not used here: every rank has all patches.
+Shapes: V cells (merged patches) of all images of a batch, m the side of a cell in patches, P = V m m patches, C
+colours, p the side of a patch in pixels, T frames of a patch, H hidden. The patches of all images are one row
+[1, P, H]; only attention separates them. Sequence parallelism is not used here: every rank has all patches.
 """
 
 from __future__ import annotations

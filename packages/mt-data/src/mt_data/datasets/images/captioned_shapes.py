@@ -17,7 +17,6 @@ from mt_data.datasets.images.tiles import Grid, grids
 from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import Encode, bare_encoder
 
-
 MAX_PROPORTION = 3
 """Of images in dynamic resolution: the longer side in units of the shorter."""
 
