@@ -11,7 +11,6 @@ from mt_models.deepseek import flops as deepseek
 from mt_models.flops import flops_per_token
 from mt_models.hybrid import flops as hybrid
 from mt_models.mamba import flops as mamba
-from mt_models.qwen_vl import flops as qwen_vl
 from mt_models.retro import flops as retro
 from mt_models.t5 import flops as t5
 from mt_models.vision import flops as vision
@@ -54,11 +53,6 @@ def t5_flops(config: Config) -> float:
 
 def vision_flops(config: Config) -> float:
     return vision.flops_per_image(_shape(config)).training
-
-
-def qwen_vl_flops(config: Config) -> float:
-    """Sizes of images vary; one of the size that fills half of a sample stands for all of a sample's."""
-    return qwen_vl.flops_per_sample(_shape(config), config.data.seq_length).training
 
 
 def _shape(config: Config) -> Any:

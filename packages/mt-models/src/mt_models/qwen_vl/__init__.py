@@ -11,5 +11,4 @@ SPEC = ModelSpec(
     shrink=Lazy("mt_models.qwen_vl.shrink:shrink_qwen_vl"),
     presets=Lazy("mt_models.qwen_vl.presets:PRESETS"),
     name_maps={"hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE")},
-    training_flops=Lazy("mt_models.training_flops:qwen_vl_flops"),
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.nn.cache import Cache, CachedSequence, Conditioning, KeepsState, layers_with_state
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Model
 from mt_core.parallel.pipeline.stage import Stage, whole
@@ -126,10 +126,10 @@ class QwenVLModel(Model):
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
         """images [V, C, side, side], image_grids [K, 2] -> features [V, H], of the first stage's ranks; and the grids,
-        from which every stage computes positions."""
+        on the host, from which every stage computes positions."""
         if "images" not in inputs:
             return {}
-        grids = inputs["image_grids"]
+        grids = inputs["image_grids"].cpu()
         if self.vision_model is None:
             return {"image_grids": grids}
         return {"image_grids": grids, "features": self.features(inputs["images"], real_grids(grids.tolist()))}
@@ -162,20 +162,15 @@ class QwenVLModel(Model):
         """[1, T] of texts alone, [3, 1, T] if a sequence has images."""
         if not any("image_grids" in sequence.conditioning for sequence in cache.sequences):
             return cache.position_ids
-        texts = cache.position_ids.expand(3, 1, -1).split([sequence.count for sequence in cache.sequences], dim=2)
-        return torch.cat(
-            [self._positions_of(*pair) for pair in zip(cache.sequences, texts, strict=True)],
-            dim=2,
-        )
-
-    def _positions_of(self, sequence: CachedSequence, text: Tensor) -> Tensor:
-        """[3, 1, count] of the new positions. text: those of a sequence without images."""
-        grids = sequence.conditioning.get("image_grids")
-        if grids is None:
-            return text
-        tokens = torch.cat([sequence.past, sequence.new])[None]
-        positions = multimodal_positions(tokens == self.config.image_token_index, grids[None])
-        return positions[..., sequence.start :].to(text.device)
+        positions, end = cache.position_ids.expand(3, 1, -1).clone(), 0
+        for sequence in cache.sequences:
+            end += sequence.count
+            grids = sequence.conditioning.get("image_grids")
+            if grids is not None:
+                places = torch.cat([sequence.past, sequence.new])[None] == self.config.image_token_index
+                own = multimodal_positions(places, grids[None])[..., sequence.start :]
+                positions[..., end - sequence.count : end] = own.to(positions.device)
+        return positions
 
     def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
         if ("images" in inputs) != ("image_grids" in inputs):
