@@ -64,7 +64,7 @@ def test_logits_loss_and_gradients_equal_the_reference(host, text) -> None:
     tokens, (images, grids) = texts_with_images(), image_batch()
     labels = tokens.masked_fill(tokens == IMAGE, -100)
     theirs = reference(**as_reference_inputs(tokens, images, grids), labels=labels)
-    logits = model(tokens, images, grids)
+    logits = model(tokens, images, image_grids=grids)
     assert_near(logits, theirs.logits)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
@@ -100,13 +100,13 @@ def test_positions_by_hand_start_again_with_each_segment() -> None:
 def test_packed_texts_compute_what_they_do_alone(pair) -> None:
     model, _ = pair
     tokens, (images, grids) = texts_with_images(), image_batch()
-    alone = model(tokens, images, grids)
+    alone = model(tokens, images, image_grids=grids)
     packed = torch.cat([tokens[:1], tokens[1:2]], dim=1)
     cells = torch.cat([images[:1, :15], images[1:2, :7]], dim=1)
     shapes = torch.cat([grids[:1, :1], grids[1:2, :2]], dim=1)
     position_ids = torch.arange(LENGTH).repeat(2)[None]
     segments = torch.arange(2).repeat_interleave(LENGTH)[None]
-    logits = model(packed, cells, shapes, position_ids, segments)
+    logits = model(packed, cells, position_ids, segments, shapes)
     torch.testing.assert_close(logits[0], alone[:2].flatten(0, 1), atol=1e-4, rtol=1e-4)
 
 
@@ -116,7 +116,8 @@ def test_packed_texts_compute_what_they_do_alone(pair) -> None:
 def test_a_text_alone_is_the_decoder_alone_and_has_gradients_of_zero_in_the_tower(host) -> None:
     model, _ = make_pair(host)
     tokens = texts_with_images()[2:]
-    logits = model(tokens, *image_batch([[]]))
+    images, grids = image_batch([[]])
+    logits = model(tokens, images, image_grids=grids)
     assert torch.equal(model(tokens), model.language_model(tokens))
     assert torch.equal(logits, model(tokens))
     logits.sum().backward()
@@ -129,9 +130,10 @@ def test_a_text_alone_is_the_decoder_alone_and_has_gradients_of_zero_in_the_towe
 def test_images_that_do_not_fit_their_tokens_are_refused(pair) -> None:
     model, _ = pair
     tokens, (images, grids) = texts_with_images(), image_batch()
+    other = grids.clone()
+    other[0, 0] = torch.tensor([2, 6])
     with pytest.raises(DataError, match=r"\[15, 7, 0\] image tokens \(id 100\), and images of \[12, 7, 0\] merged"):
-        model(tokens, images, grids.index_put((torch.tensor(0), torch.tensor(0), torch.tensor(0)), torch.tensor(2))
-              .index_put((torch.tensor(0), torch.tensor(0), torch.tensor(1)), torch.tensor(6)))  # fmt: skip
+        model(tokens, images, image_grids=other)
     with pytest.raises(DataError, match=r"\[22\] image tokens.*images of \[0\]"):
         model(tokens)
 
@@ -139,7 +141,8 @@ def test_images_that_do_not_fit_their_tokens_are_refused(pair) -> None:
 def test_frozen_parts_get_no_gradient(host) -> None:
     reference = make_reference()
     model = from_reference(host, HUGGING_FACE, reference, {"freeze": ["vision_model"]}, data={"seq_length": LENGTH})
-    model(texts_with_images(), *image_batch()).sum().backward()
+    images, grids = image_batch()
+    model(texts_with_images(), images, image_grids=grids).sum().backward()
     without = {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.grad is None}
     assert without == {"vision_model"}
 
@@ -230,7 +233,7 @@ def test_each_part_has_the_flops_that_torch_counts(host) -> None:
     # Whole windows: torch counts padding too.
     tokens[0, 4:20] = 59
     with FlopCounterMode(display=False) as counter:
-        model(tokens, torch.randn(1, 16, 3, SIDE, SIDE), torch.tensor([[[4, 4]]]))
+        model(tokens, torch.randn(1, 16, 3, SIDE, SIDE), image_grids=torch.tensor([[[4, 4]]]))
     flops = flops_per_sample(model.config, LENGTH, [(4, 4)], convention="full")
     assert flops.forward == pytest.approx(counter.get_total_flops(), rel=0.01)
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}

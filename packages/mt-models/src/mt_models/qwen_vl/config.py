@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from mt_core.config.checks import must_divide
-from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt
+from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
 from mt_models.blocks.encoder_config import EncoderConfig
-from mt_models.llava.config import validated
+from mt_models.llava.config import CLIP_MEAN, CLIP_STD, Part, VisionLanguageConfig, validated
 from mt_models.qwen.config import QwenConfig, check_qwen
-
-Part = Literal["vision_model", "vision_projection", "language_model"]
 
 
 class QwenVisionConfig(EncoderConfig):
@@ -99,10 +97,10 @@ def decoder_section(value: Any) -> Any:
     return validated("model.language_model", QwenVLDecoderConfig, value) if isinstance(value, Mapping) else value
 
 
-class QwenVLConfig(ModelConfig):
+class QwenVLConfig(VisionLanguageConfig):
     """A vision transformer in front of a Qwen2 decoder, as Qwen2.5-VL combines them."""
 
-    vision_model: Annotated[QwenVisionConfig, BeforeValidator(vision_section)]
+    vision_model: Annotated[QwenVisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""
     language_model: Annotated[QwenVLDecoderConfig, BeforeValidator(decoder_section)]
     """A table with the keys of the family qwen, and mrope_section. The vocabulary is model.vocab_size."""
@@ -111,31 +109,26 @@ class QwenVLConfig(ModelConfig):
     freeze: list[Part] = Field(default_factory=list)
     """Parts that are not trained: vision_model, vision_projection (the patch merger), language_model."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _vocabulary_of_decoder(cls, values: Any) -> Any:
-        """The decoder's table may name the vocabulary in place of the model's, as that of a checkpoint does."""
-        decoder = values.get("language_model") if isinstance(values, Mapping) else None
-        if not isinstance(decoder, Mapping):
-            return values
-        shared = {key: decoder[key] for key in ("vocab_size", "make_vocab_size_divisible_by") if decoder.get(key)}
-        return {**shared, **values}
-
-    @property
-    def decoder(self) -> QwenVLDecoderConfig:
-        """The configuration from which the decoder is built: its table, with this model's vocabulary."""
-        shared = {"vocab_size": self.vocab_size, "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by}
-        return self.language_model.model_copy(update=shared)
-
-    @property
-    def stacked_layers(self) -> int | None:
-        """The decoder's. The vision transformer is a part of the first stage."""
-        return self.language_model.stacked_layers
-
     @property
     def image_seq_length(self) -> int:
         """Positions that a merged patch takes in the text."""
         return 1
+
+    @property
+    def image_data_keys(self) -> dict[str, Any]:
+        side = self.vision_model.merged_side
+        return {
+            "img_h": side,
+            "img_w": side,
+            "image_mean": CLIP_MEAN,
+            "image_std": CLIP_STD,
+            "image_token_index": self.image_token_index,
+            "image_seq_length": self.image_seq_length,
+            "image_markers": "qwen2_vl",
+            "dynamic_resolution": True,
+            "min_pixels": 4 * side**2,
+            "max_pixels": 16384 * side**2,
+        }
 
 
 def check_qwen_vl(config: Config) -> None:

@@ -7,7 +7,7 @@ parallelism the vision transformer and the merger are parts of the first stage; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
+from mt_core.nn.cache import Cache, Conditioning
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Model
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.freeze import freeze
+from mt_models.llava.model import VisionLanguageModel, word_embeddings
 from mt_models.llava.splicing import spliced_words
 from mt_models.qwen_vl.config import QwenVLConfig
 from mt_models.qwen_vl.decoder import QwenVLDecoder
@@ -29,35 +29,37 @@ from mt_models.qwen_vl.positions import multimodal_positions
 from mt_models.qwen_vl.vision import PatchMerger, QwenVisionTower
 
 
-class QwenVLModel(Model):
+class QwenVLModel(VisionLanguageModel):
     """tokens [B, S], images and their grids -> logits [B, S, vocab]."""
 
-    inputs: tuple[str, ...] = ("tokens", "images", "image_grids", "position_ids", "segment_ids")
-    continues_text: ClassVar[bool] = True
+    inputs: tuple[str, ...] = ("tokens", "images", "position_ids", "segment_ids", "image_grids")
     conditioned_by: ClassVar[tuple[str, ...]] = ("images", "image_grids")
+    config: QwenVLConfig
+    vision_model: Any
+    language_model: QwenVLDecoder
 
     def __init__(self, config: QwenVLConfig, environment: ModelEnvironment) -> None:
-        super().__init__()
+        Model.__init__(self)  # the base builds a tower of the family vision, and a decoder of any family
         self.config = config
-        self.vision_model: QwenVisionTower | None = None
-        self.vision_projection: PatchMerger | None = None
+        self.vision_model = self.vision_projection = None
         if environment.has_first:
             self.vision_model = QwenVisionTower(config.vision_model, environment)
             self.vision_projection = PatchMerger(config, environment.parallel)
         decoder = config.decoder
         own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
         self.language_model = QwenVLDecoder(decoder, own)
-        for part in config.freeze:
-            if (module := getattr(self, part)) is not None:
-                freeze(module)
+        self._leave_untrained()
+
+    def unread_modules(self, tower: Any) -> list[nn.Module]:
+        return []
 
     def forward(
         self,
         tokens: Tensor,
         images: Tensor | None = None,
-        image_grids: Tensor | None = None,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        image_grids: Tensor | None = None,
     ) -> Tensor:
         """images [B, M, C, side, side]: the cells of the images of each row, in the order of their image tokens.
         image_grids int64 [B, K, 2]: rows and columns of cells of each image. What is beyond is padding (grids of 0).
@@ -66,7 +68,7 @@ class QwenVLModel(Model):
         Raises DataError when cells and image tokens are not as many.
         """
         stage = whole(self.language_model.decoded_layers)
-        logits: Tensor = self.run_stage(stage, None, tokens, images, image_grids, position_ids, segment_ids)
+        logits: Tensor = self.run_stage(stage, None, tokens, images, position_ids, segment_ids, image_grids)
         return logits
 
     def run_stage(
@@ -75,52 +77,46 @@ class QwenVLModel(Model):
         hidden: Tensor | None,
         tokens: Tensor,
         images: Tensor | None = None,
-        image_grids: Tensor | None = None,
         position_ids: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        image_grids: Tensor | None = None,
     ) -> Any:
         """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
         places = tokens == self.config.image_token_index
         if image_grids is not None:
             position_ids = multimodal_positions(places, image_grids, position_ids)
         words = tokens.masked_fill(places, 0)
-        with self._with_images(places, images, image_grids) if stage.first else nullcontext():
+        with self._images_within(places, images, image_grids) if stage.first else nullcontext():
             return self.language_model.run_stage(stage, hidden, words, position_ids, segment_ids)
 
-    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
-        if stage.first:
-            yield from (part for part in (self.vision_model, self.vision_projection) if part is not None)
-        yield from self.language_model.stage_modules(stage)
-
-    def features(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def features_of(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
         """images [V, C, side, side], cell by cell, and rows and columns of cells of each image -> [V, H]"""
-        assert self.vision_model is not None
         assert self.vision_projection is not None
-        return self.vision_projection(self.vision_model(images, grids))
+        features: Tensor = self.vision_projection(self.vision_model(images, grids))
+        return features
 
-    def _with_images(
+    def _images_within(
         self, places: Tensor, images: Tensor | None, image_grids: Tensor | None
     ) -> AbstractContextManager[None]:
         """A context in which the features of images are spliced in at `places` [B, S]."""
         if images is None or image_grids is None:
             require_tokens([int(places.sum())], [0], self.config.image_token_index)
             return nullcontext()
-        return self._spliced(places, self._features_of_batch(places, images, image_grids))
+        return self._spliced(places, self._cells_of_batch(places, images, image_grids))
 
     def _spliced(self, places: Tensor, features: Tensor) -> AbstractContextManager[None]:
-        assert self.language_model.embedding is not None
-        return spliced_words(self.language_model.embedding.word_embeddings, places, features)
+        return spliced_words(word_embeddings(self.language_model), places, features)
 
-    def _features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor) -> Tensor:
+    def _cells_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor) -> Tensor:
         """[image tokens, H]"""
         grids = [real_grids(own) for own in image_grids.tolist()]
         counts = [cells(own) for own in grids]
         require_tokens(places.sum(1).tolist(), counts, self.config.image_token_index)
         if not any(counts):
             # A batch of texts alone: the features of a padding cell are not used, and have gradients of zero.
-            return self.features(images[0, :1], [(1, 1)])[:0]
+            return self.features_of(images[0, :1], [(1, 1)])[:0]
         own_cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
-        return self.features(own_cells, [grid for own in grids for grid in own])
+        return self.features_of(own_cells, [grid for own in grids for grid in own])
 
     # -- generation ----------------------------------------------------------------------------------
 
@@ -132,7 +128,7 @@ class QwenVLModel(Model):
         grids = inputs["image_grids"].cpu()
         if self.vision_model is None:
             return {"image_grids": grids}
-        return {"image_grids": grids, "features": self.features(inputs["images"], real_grids(grids.tolist()))}
+        return {"image_grids": grids, "features": self.features_of(inputs["images"], real_grids(grids.tolist()))}
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
         """As in training, for whatever part of the images is in this pass. An image token that was generated is a word
@@ -142,21 +138,6 @@ class QwenVLModel(Model):
         words = cache.tokens.masked_fill(places, 0)
         with self._spliced(places, torch.cat(features)) if features else nullcontext():
             return self.language_model.run_stage(stage, hidden, words, self._positions(cache), cache=cache)
-
-    def _take_features(self, cache: Cache, places: Tensor) -> Iterator[Tensor]:
-        """The features [cells of the sequence in this pass, H], sequence by sequence. Marks their places [1, T]."""
-        end = 0
-        for sequence in cache.sequences:
-            end += sequence.count
-            features = sequence.conditioning.get("features")
-            if features is None:
-                continue
-            before, new = (tokens == self.config.image_token_index for tokens in (sequence.past, sequence.new))
-            first = int(before.sum())
-            own = new & (first + new.cumsum(0) <= len(features))
-            if own.any():
-                places[0, end - sequence.count : end] = own.to(places.device)
-                yield features[first : first + int(own.sum())]
 
     def _positions(self, cache: Cache) -> Tensor:
         """[1, T] of texts alone, [3, 1, T] if a sequence has images."""
@@ -184,18 +165,6 @@ class QwenVLModel(Model):
             )
         except DataError as error:
             raise ConfigError(f"images: {error}") from None
-
-    def cached_layers(self) -> Iterator[KeepsState]:
-        return layers_with_state(self.language_model)
-
-    @property
-    def decoded_layers(self) -> int:
-        return self.language_model.decoded_layers
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        """Longest supported sequence, image tokens included."""
-        return self.language_model.max_sequence_length
 
 
 def real_grids(grids: Sequence[Sequence[int]]) -> list[Grid]:

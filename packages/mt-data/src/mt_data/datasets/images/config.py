@@ -12,7 +12,7 @@ from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
-ImageMarkers = Literal["none", "idefics3", "internvl"]
+ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl"]
 
 
 class ImageDataConfig(DataConfig):

@@ -62,8 +62,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     """Cut an image as Idefics3 does: its longer side becomes so many pixels, both sides are stretched to whole tiles
     of img_h by img_w, and the whole image follows its tiles. Default: the grid of max_num_tiles."""
     image_markers: ImageMarkers = "none"
-    """Texts around the views of an image: idefics3 has one before each tile with its row and column, internvl one
-    before the first and one behind the last."""
+    """Texts around the views of an image: idefics3 has one before each tile with its row and column, internvl and
+    qwen2_vl have one before the first and one behind the last."""
     packing: bool = False
     """Several records in a sample, which do not see one another; false puts one in each."""
     max_images: PositiveInt | None = used_when(None, packing=False)
@@ -229,7 +229,7 @@ def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     """Views of a sample, at most."""
     if config.packing:
         return shape.length // shape.image_length
-    return config.max_images or config.tiling.max_views
+    return config.max_images or min(config.tiling.max_views, shape.length // shape.image_length)
 
 
 def select(
