@@ -67,6 +67,9 @@ def image_batch(grids: list[list[tuple[int, int]]] = GRIDS) -> tuple[Tensor, Ten
 
 def as_reference_inputs(tokens: Tensor, images: Tensor, grids: Tensor) -> dict[str, Tensor]:
     """What `transformers` takes: patches of two equal frames, in the order of its processor."""
+    texts = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if not grids.any():
+        return texts
     counts = grids.prod(-1).sum(1)
     cells = torch.cat([row[:count] for row, count in zip(images, counts.tolist(), strict=True)])
     # [V, C, m, p, m, p] -> [V, m, m, C, p, p], each frame twice
@@ -75,9 +78,8 @@ def as_reference_inputs(tokens: Tensor, images: Tensor, grids: Tensor) -> dict[s
     real = grids[grids.any(-1)]
     thw = torch.cat([torch.ones_like(real[:, :1]), 2 * real], dim=1)
     return {
-        "input_ids": tokens,
+        **texts,
         "pixel_values": flat,
         "image_grid_thw": thw,
         "mm_token_type_ids": (tokens == IMAGE).int(),
-        "attention_mask": torch.ones_like(tokens),
     }
