@@ -24,7 +24,7 @@ def test_a_recipe_is_valid(recipe: Path, capsys) -> None:
 
 FAMILIES = {
     *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
-    *("bert", "t5", "biencoder", "vision", "llava", "smolvlm", "internvl"),
+    *("bert", "t5", "biencoder", "vision", "llava", "smolvlm", "internvl", "qwen_vl"),
 }
 NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes"}
 """Trained in tests/models/test_bert_training.py, tests/retrieval and tests/eval/test_vqa.py, on data made by
