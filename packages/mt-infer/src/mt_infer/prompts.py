@@ -28,6 +28,7 @@ Prompt = str | Sequence[int]
 """A text, or token ids."""
 ENCODER_TOKENS, IMAGES, IMAGE_GRIDS = "encoder_tokens", "images", "image_grids"
 """Names in a model's `conditioned_by`."""
+COLOURS = ("image_mean", "image_std")
 WHOLE = Grid(1, 1)
 """Of an image that is not cut."""
 
@@ -145,9 +146,9 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
 
 def image_data(config: Config) -> ImageTextDataConfig:
-    """How a model's images are read: as in training, where that was on images with texts; with the colours of another
-    data set of images, each as one view; of a checkpoint without a data set of images, as its family's published models
-    do."""
+    """How a model's images are read: as in training, where that was on images with texts; with the sizes and colours of
+    another data set of images, each as one view; of a checkpoint without a data set of images, as published models of
+    its family do."""
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):
@@ -155,8 +156,8 @@ def image_data(config: Config) -> ImageTextDataConfig:
     if not isinstance(data, ImageDataConfig):
         return ImageTextDataConfig.model_validate(model.image_data_keys)
     sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}
-    colours = {"image_mean": data.image_mean, "image_std": data.image_std}
-    return ImageTextDataConfig.model_validate(sizes | colours)
+    own = {key: getattr(data, key) for key in (*sizes, *COLOURS) if hasattr(data, key)}
+    return ImageTextDataConfig.model_validate(sizes | own)
 
 
 def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[ImageViews]:
