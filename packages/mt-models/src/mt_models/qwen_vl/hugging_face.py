@@ -225,6 +225,27 @@ def spelling(config: QwenVLConfig, name: str) -> str:
     return name.replace("model.language_model.", "model.", 1)
 
 
+# -- images ------------------------------------------------------------------------------------------
+
+
+def preprocessor(config: QwenVLConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Colours and sizes of the images that the model was trained on, else those of the published models."""
+    keys = config.image_data_keys
+    keys |= {key: data[key] for key in keys if key in data and data.get("dynamic_resolution")}
+    vision = config.vision_model
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": keys["min_pixels"],
+        "max_pixels": keys["max_pixels"],
+        "patch_size": vision.patch_dim,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "image_mean": keys["image_mean"],
+        "image_std": keys["image_std"],
+    }
+
+
 HUGGING_FACE = HuggingFaceFamily(
     "qwen_vl",
     {"qwen2_5_vl": QWEN25_VL},
@@ -232,4 +253,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     spelling=spelling,
     architectures={"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"},
+    preprocessor=preprocessor,
 )
