@@ -1,4 +1,4 @@
-"""Files of tokenizers and processors beside a model's weights: which there are, and which tokenizer of mt reads them."""
+"""Files of tokenizers and processors beside a model's weights, and which tokenizer of mt reads them."""
 
 from __future__ import annotations
 

@@ -10,5 +10,8 @@ SPEC = ModelSpec(
     check=Lazy("mt_models.qwen_vl.config:check_qwen_vl"),
     shrink=Lazy("mt_models.qwen_vl.shrink:shrink_qwen_vl"),
     presets=Lazy("mt_models.qwen_vl.presets:PRESETS"),
-    name_maps={"hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE")},
+    name_maps={
+        "hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.megatron:QWEN_VL"),
+    },
 )
