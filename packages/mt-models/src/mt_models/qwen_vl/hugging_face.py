@@ -24,7 +24,9 @@ from mt_models.qwen_vl.vision import ROTARY_BASE
 # -- configuration of the decoder --------------------------------------------------------------------
 
 TEXT_KEYS = frozenset(
-    {field.theirs for field in (*qwen.QWEN2.fields, *qwen.QWEN2.fixed)} | {*qwen.QWEN2.further_keys} - {"use_mrope"}
+    {field.theirs for field in qwen.QWEN2.fields}
+    | {fixed.theirs for fixed in qwen.QWEN2.fixed if fixed.theirs != "use_mrope"}
+    | {*qwen.QWEN2.further_keys}
 )
 OF_VIDEOS = "of videos, which the model does not take"
 MARKERS = "marks images and videos in texts, which the tokenizer's template does"

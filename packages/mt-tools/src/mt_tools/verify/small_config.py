@@ -194,12 +194,12 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
             tree["model"][key] = max(length, 32)
 
 
-def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> Tree:
+def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> dict[str, Any]:
     """Keys of the data set of fake images with texts. Images of sizes of their own fill a half of a sample at most."""
     config: Any = host.models.get(family, key="model.family").config_type.load()
     wanted = config.model_validate(tree["model"]).image_data_keys
     names = ("img_h", "img_w", "image_token_index", "image_seq_length", "dynamic_resolution")
-    keys: Tree = {"dataset_type": FAKE_IMAGE_TEXTS, **{name: wanted[name] for name in names if name in wanted}}
+    keys = {"dataset_type": FAKE_IMAGE_TEXTS} | {name: wanted[name] for name in names if name in wanted}
     if keys.get("dynamic_resolution"):
         pixels = keys["img_h"] * keys["img_w"]
         keys |= {"min_pixels": pixels, "max_pixels": length // 2 * pixels}
