@@ -46,22 +46,21 @@ def cells(pixel_values: np.ndarray) -> np.ndarray:
 
 
 def test_images_equal_those_of_the_processor_of_qwen2_vl() -> None:
-    """Larger, smaller and stretched. Values may differ by one of 255, since Pillow rounds between the two directions;
-    it clips there too, thus colours of little contrast."""
+    """Larger, smaller and stretched. Sums that end near one half may be rounded to the other side."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = ImageTextDataConfig.model_validate({**KEYS, **CLIP})
     size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
     processor = Qwen2VLImageProcessorPil(size=size)
     for height, width in ((20, 31), (28, 200), (300, 170), (75, 75)):
-        pixels = 64 + draw(height, width, seed=0, split="test", index=height).pixels // 2
+        pixels = draw(height, width, seed=0, split="test", index=height).pixels
         expected = processor(images=[Image.fromarray(pixels)], return_tensors="np")
         grid = config.tiling.grid(height, width)
         assert [1, 2 * grid.rows, 2 * grid.columns] == expected["image_grid_thw"][0].tolist()
         views = np.stack([as_input(view, config) for view in config.tiling.views(pixels, grid)])
         distance = np.abs(views - cells(expected["pixel_values"])) * np.array(config.image_std)[:, None, None] * 255
         assert distance.max() < 1.01
-        assert distance.mean() < 0.3
+        assert distance.mean() < 0.001
 
 
 def test_sizes_equal_those_of_the_processor() -> None:

@@ -99,7 +99,9 @@ def test_images_are_the_same_on_two_processes(settings: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [[TP, "parallel.sequence_parallel=true"], [PP], [DATA]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [[TP, "parallel.sequence_parallel=true"], [PP], pytest.param([DATA], marks=EXHAUSTIVE)], ids=str
+)
 def test_images_of_any_size_are_the_same_on_two_processes(settings: list[str]) -> None:
     require_same(example("qwen_vl", *settings))
 
