@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
 from mt_core.specs import SplitRequest, Tokenizer
@@ -48,16 +49,18 @@ class CaptionedShapesDataset:
         height, width = grid.rows * self.config.img_h, grid.columns * self.config.img_w
         picture = draw(height, width, seed=self.seed, split=self.split, index=index)
         caption = [*self.encode(picture.caption), self.eod]
-        text = EncodedText([], [])
-        for _ in range(grid.tiles):
-            text += self.shape.image
-        sample = self.shape.arrays(text + EncodedText(caption, [True] * len(caption)))
+        image = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
+        sample = self.shape.arrays(image + EncodedText(caption, [True] * len(caption)))
         if not self.config.dynamic_resolution:
             return {**sample, "images": as_input(picture.pixels, self.config)}
+        return {**sample, "images": self._cells(picture.pixels, grid), "image_grids": padded_grids([grid], 1)}
+
+    def _cells(self, pixels: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
+        """[most_cells, 3, img_h, img_w], the rest is 0."""
         images = np.zeros((self.config.most_cells, 3, self.config.img_h, self.config.img_w), np.float32)
-        views = DynamicResolution.of(self.config).views(picture.pixels, grid)
+        views = DynamicResolution.of(self.config).views(pixels, grid)
         images[: len(views)] = [as_input(view, self.config) for view in views]
-        return {**sample, "images": images, "image_grids": padded_grids([grid], 1)}
+        return images
 
     def _grid(self, index: int) -> Grid:
         """The size of picture `index`, in cells."""
