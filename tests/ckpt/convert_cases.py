@@ -99,3 +99,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 101,
     },
 }
+QWEN_VL: dict[str, Any] = {
+    "family": "qwen_vl",
+    "vision_model": {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+        "window_size": 8, "full_attention_layers": [1],
+    },
+    "language_model": {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "max_position_embeddings": 64, "mrope_section": [2, 1, 1],
+    },
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
+"""Cells of 4 pixels, windows of 2 x 2 cells."""

@@ -75,6 +75,7 @@ AUTO = {
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
+    "Qwen2_5_VLForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -121,6 +122,20 @@ def internvl(**text_keys: Any) -> Case:
     parts = {"vision_config": ("InternVLVisionConfig", tower), "text_config": ("Qwen2Config", text_keys)}
     keys = {"image_token_id": IMAGE, "tie_word_embeddings": False}
     return Case("internvl", "InternVLForConditionalGeneration", "InternVLConfig", keys, "text_with_small_images", parts)
+
+
+def qwen_vl(**text_keys: Any) -> Case:
+    vision = {
+        "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12, "patch_size": 2, "window_size": 8,
+        "fullatt_block_indexes": [1], "out_hidden_size": text_keys["hidden_size"],
+    }  # fmt: skip
+    heads = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "bos_token_id": None, "eos_token_id": None}
+    parts = {
+        "vision_config": ("Qwen2_5_VLVisionConfig", vision),
+        "text_config": ("Qwen2_5_VLTextConfig", text_keys | heads),
+    }
+    keys = {"image_token_id": IMAGE}
+    return Case("qwen_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", keys, "text_with_patches", parts)
 
 
 CASES: dict[str, Case] = {
@@ -224,6 +239,7 @@ CASES: dict[str, Case] = {
     ),
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
+    "qwen2_5_vl": qwen_vl(**DECODER),
 }
 
 
@@ -267,6 +283,15 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     if case.inputs == "text_with_small_images":
         tokens[:, 2] = IMAGE
         return {"input_ids": tokens, "pixel_values": images[..., :8, :8]}
+    if case.inputs == "text_with_patches":
+        tokens[:, 2:8] = IMAGE
+        patches = torch.randn(48, 24, generator=generator)
+        return {
+            "input_ids": tokens,
+            "pixel_values": patches,
+            "image_grid_thw": torch.tensor([[1, 4, 6]] * 2),
+            "mm_token_type_ids": (tokens == IMAGE).int(),
+        }
     tokens[:, 2 : 2 + FEATURES] = IMAGE
     return {"input_ids": tokens, "pixel_values": images}
 

@@ -94,9 +94,11 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "internvl",
         "vision_model": {**convert_cases.TOWER, "vision_model_type": "internvit"},
     },
+    "qwen_vl": convert_cases.QWEN_VL,
 }
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
+    "qwen_vl",
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ckpt.convert_cases import MODELS
+from tests.ckpt.convert_cases import MODELS, QWEN_VL
 from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
 from torch import Tensor
 
@@ -27,7 +27,7 @@ RETRO = {
     "retro_chunk_length": 4,
     "retro_cross_attention_layers": [2, 4],
 }
-CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO}
+CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO, "qwen_vl": QWEN_VL}
 DATA = {"retro": {"dataset_type": "builtin_retro", "retro_chunk_length": 4, "seq_length": 16}}
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=7, logprobs=0)
 Outputs = list[tuple[list[int], list[float]]]
@@ -37,6 +37,10 @@ def requests(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(4)
     if name == "t5":
         return [[0], [0, 7]], [{"encoder_tokens": torch.randint(1, 101, (1, n), generator=generator)} for n in (9, 4)]
+    if name == "qwen_vl":
+        images, grids = torch.randn(9, 3, 4, 4, generator=generator), torch.tensor([[2, 3], [1, 3]])
+        inputs = [{"images": part, "image_grids": grids[i : i + 1]} for i, part in enumerate((images[:6], images[6:]))]
+        return [[5, *[100] * 6, 9], [*[100] * 3, 7, 8]], inputs
     if name == "llava":
         images = torch.randn(2, 3, 8, 8, generator=generator)
         return [[5, *[100] * 4, 9], [*[100] * 4, 7, 8]], [{"images": images[:1]}, {"images": images[1:]}]
@@ -74,6 +78,7 @@ def on_rank(rank: int, world: int, name: str, parallel: dict[str, Any]) -> Outpu
         ("t5", 2, {PP: 2}),
         ("t5", 2, {PP: 2, "pipeline_schedule": "zbv_zero_bubble"}),
         ("t5", 4, {PP: 2, TP: 2, SP: True}),
+        ("qwen_vl", 2, {PP: 2}),
     ],
     ids=str,
 )

@@ -411,6 +411,22 @@ LLAVA_15_7B = {
     },
     "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
 }  # fmt: skip
+QWEN25_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584, "image_token_id": 151655,
+    "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28,
+    "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.41.2",
+    "use_cache": True, "use_sliding_window": False, "video_token_id": 151656,
+    "vision_config": {
+        "depth": 32, "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu", "hidden_size": 1280,
+        "in_chans": 3, "intermediate_size": 3420, "model_type": "qwen2_5_vl", "num_heads": 16, "out_hidden_size": 3584,
+        "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+        "tokens_per_second": 2, "window_size": 112,
+    },
+    "vision_end_token_id": 151653, "vision_start_token_id": 151652, "vision_token_id": 151654, "vocab_size": 152064,
+}  # fmt: skip
 SMOLVLM_500M = {
     "architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "model_type": "smolvlm",
     "pad_token_id": 128002, "scale_factor": 4,
@@ -501,6 +517,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "clip-vit-large-patch14 (vision)": ("vision", CLIP_VIT_L14_VISION),
     "siglip-base-patch16-224 (vision)": ("vision", SIGLIP_BASE_VISION),
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
+    "qwen2.5-vl-7b": ("qwen_vl", QWEN25_VL_7B),
     "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
     "internvl3-1b": ("internvl", INTERNVL3_1B),
 }

@@ -14,6 +14,7 @@ WRITTEN_OTHERWISE = {"rope_scaling", "time_step_limit", "text_config", "vision_c
 WITHOUT_EFFECT = {
     "qwen2-7b": {"sliding_window"},
     "qwen2.5-0.5b": {"sliding_window"},
+    "qwen2.5-vl-7b": {"sliding_window"},
     "deepseek-v2-lite": {"n_group", "topk_group"},
     "smolvlm2-500m": {"model_type", "architectures"},
 }

@@ -35,6 +35,10 @@ def some_image(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
+OPTIONAL = ("segment_ids", "image_grids")
+"""Fields that some keys add."""
+
+
 def test_samples_have_the_declared_fields(pairs, folder: Path) -> None:
     sizes = {"img_h": 6, "img_w": 4}
     image = {"image_token_index": IMAGE, "image_seq_length": 3}
@@ -46,12 +50,12 @@ def test_samples_have_the_declared_fields(pairs, folder: Path) -> None:
     }
     for spec in IMAGE_DATASETS:
         sample = build(spec.name, samples=1, **{**keys[spec.name], **sizes})[0]
-        assert {field.name: field.dtype for field in spec.sample if field.name != "segment_ids"} == {
+        assert {field.name: field.dtype for field in spec.sample if field.name not in OPTIONAL} == {
             name: str(array.dtype) for name, array in sample.items()
         }
         named = {"sequence_length": 64, "max_images": 1, **sizes}
         for field in spec.sample:
-            if field.name == "segment_ids":
+            if field.name in OPTIONAL:
                 continue
             shape = tuple(named.get(size) or int(size) for size in re.findall(r"\w+", field.shape))
             assert sample[field.name].shape == shape, field.name

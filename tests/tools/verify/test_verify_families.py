@@ -99,6 +99,14 @@ def test_images_are_the_same_on_two_processes(settings: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [[TP, "parallel.sequence_parallel=true"], [PP], pytest.param([DATA], marks=EXHAUSTIVE)], ids=str
+)
+def test_images_of_any_size_are_the_same_on_two_processes(settings: list[str]) -> None:
+    require_same(example("qwen_vl", *settings))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESET_LAYOUTS)
 def test_a_preset_is_the_same_on_two_processes(name: str) -> None:
     require_same(preset(name, PRESET_LAYOUTS[name]))

@@ -26,8 +26,9 @@ from mt_data.datasets.text_files import Encode, bare_encoder
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
-ENCODER_TOKENS, IMAGES = "encoder_tokens", "images"
+ENCODER_TOKENS, IMAGES, IMAGE_GRIDS = "encoder_tokens", "images", "image_grids"
 """Names in a model's `conditioned_by`."""
+COLOURS = ("image_mean", "image_std")
 WHOLE = Grid(1, 1)
 """Of an image that is not cut."""
 
@@ -63,7 +64,8 @@ class PromptEncoder:
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
-            return self.with_images(prompt, [WHOLE] * len(inputs[IMAGES])), inputs
+            grids = inputs[IMAGE_GRIDS].tolist() if IMAGE_GRIDS in inputs else [WHOLE] * len(inputs[IMAGES])
+            return self.with_images(prompt, [Grid(*grid) for grid in grids]), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -103,6 +105,8 @@ class PromptEncoder:
         """Ids of a text with images, which were cut by these grids (`views_of`). Each "<image>" stands for one of the
         images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
         them, once. Raises ConfigError for another number of marks."""
+        if self.image_tokens.in_templates is not None:
+            prompt = prompt.replace(self.image_tokens.in_templates, MARK)
         marks = prompt.count(MARK)
         if marks not in (0, len(grids)):
             raise ConfigError(
@@ -116,6 +120,15 @@ class PromptEncoder:
             ids += np.where(image == IMAGE, self.model.image_token_index, image).tolist()
             ids += within(piece)
         return ids
+
+    def image_inputs(self, images: Sequence[ImageViews]) -> Mapping[str, Tensor]:
+        """What the model takes of a prompt's images; nothing without images."""
+        if not images:
+            return {}
+        views = {IMAGES: all_views(images)}
+        if IMAGE_GRIDS not in self.conditioned_by:
+            return views
+        return {**views, IMAGE_GRIDS: torch.tensor([image.grid for image in images])}
 
 
 def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]]:
@@ -133,9 +146,9 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
 
 def image_data(config: Config) -> ImageTextDataConfig:
-    """How a model's images are read: as in training, where that was on images with texts; with the colours of another
-    data set of images, each as one view; of a checkpoint without a data set of images, as its family's published models
-    do."""
+    """How a model's images are read: as in training, where that was on images with texts; with the sizes and colours of
+    another data set of images, each as one view; of a checkpoint without a data set of images, as published models of
+    its family do."""
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):
@@ -143,8 +156,8 @@ def image_data(config: Config) -> ImageTextDataConfig:
     if not isinstance(data, ImageDataConfig):
         return ImageTextDataConfig.model_validate(model.image_data_keys)
     sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}
-    colours = {"image_mean": data.image_mean, "image_std": data.image_std}
-    return ImageTextDataConfig.model_validate(sizes | colours)
+    own = {key: getattr(data, key) for key in (*sizes, *COLOURS) if hasattr(data, key)}
+    return ImageTextDataConfig.model_validate(sizes | own)
 
 
 def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[ImageViews]:

@@ -41,4 +41,5 @@ IMAGE_TILES = MegatronMap(
     unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these know by "
     "name, and which id stands for an image only their tokenizer says"
 )
+QWEN_VL = MegatronMap(unsupported="Megatron-Core has no vision transformer with windows and rotary positions")
 HEADS = MegatronMap(unsupported="Megatron-Core has no heads that choose a class or a text")

@@ -23,6 +23,7 @@ from mt_models import (
     olmoe,
     qwen,
     qwen_moe,
+    qwen_vl,
     retro,
     smolvlm,
     t5,
@@ -51,6 +52,7 @@ FAMILIES = (
     llava.SPEC,
     smolvlm.SPEC,
     internvl.SPEC,
+    qwen_vl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -6,7 +6,7 @@ is the one that mt's own families use. What is asked of it stands in `Family`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from mt_core.config.loading import config_from_dict
@@ -26,6 +26,8 @@ class Family(Protocol):
     family: str
     model_types: Mapping[str, Any]
     architectures: Mapping[str, str]
+    preprocessor: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None
+    """preprocessor_config.json from the model's configuration and the keys of [data]; None: the family has none."""
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model] from config.json."""

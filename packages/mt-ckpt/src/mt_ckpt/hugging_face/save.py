@@ -14,12 +14,13 @@ from mt_ckpt.convert.model import model_config
 from mt_ckpt.convert.options import refuse_layout
 from mt_ckpt.convert.resumable import work_key
 from mt_ckpt.convert.targets import output_folder
-from mt_ckpt.hugging_face.family import family_named
+from mt_ckpt.hugging_face.family import Family, family_named
 from mt_ckpt.hugging_face.outputs import Outputs
 from mt_ckpt.hugging_face.reader import CONFIG
 from mt_ckpt.hugging_face.tokenizer import (
     DECODER_START,
     GENERATION,
+    PREPROCESSOR,
     files_to_write,
     generation_defaults,
     special_ids,
@@ -42,7 +43,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     """
     made = _plan(source, options, host)
     shards = made.files.files
-    small = _small_files(source, made.config, made.tensors, shards, host)
+    small = {**made.preprocessor, **_small_files(source, made.config, made.tensors, shards, host)}
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
     with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
         write_files(folder, made.files, source)
@@ -58,9 +59,10 @@ def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHo
 
 @dataclass(frozen=True)
 class _Plan:
-    """config: the contents of config.json."""
+    """config: the contents of config.json. preprocessor: the file of that name, of a family that has one."""
 
     config: dict[str, Any]
+    preprocessor: Mapping[str, bytes]
     tensors: Outputs
     files: SafetensorsFiles
 
@@ -73,7 +75,13 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     tensors = Outputs(source, family, config.model)
     shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
     files = SafetensorsFiles({name: align(shard) for name, shard in shards.items()}, tensors.values, tensors.made_of)
-    return _Plan(external, tensors, files)
+    return _Plan(external, _preprocessor(source, family, config.model), tensors, files)
+
+
+def _preprocessor(source: CheckpointReader, family: Family, model: Any) -> dict[str, bytes]:
+    if family.preprocessor is None:
+        return {}
+    return {PREPROCESSOR: _json(family.preprocessor(model, source.metadata["config"].get("data") or {}))}
 
 
 def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:

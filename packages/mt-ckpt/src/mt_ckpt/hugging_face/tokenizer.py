@@ -1,4 +1,4 @@
-"""Tokenizer files beside a model's weights: which there are, and which tokenizer of mt reads them."""
+"""Files of tokenizers and processors beside a model's weights, and which tokenizer of mt reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+PREPROCESSOR = "preprocessor_config.json"
+"""By which processors make images for the model."""
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -18,6 +20,7 @@ FILES = (
     "vocab.txt",
     "tokenizer.model",
     "spiece.model",
+    PREPROCESSOR,
 )
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

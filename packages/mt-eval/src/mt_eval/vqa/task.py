@@ -25,7 +25,7 @@ from mt_data.datasets.text_files import bare_encoder
 from mt_data.preprocess.readers import expand_globs
 from mt_eval.tasks import Sample, weighted_mean
 from mt_eval.vqa.answers import exact_match, vqa_accuracy
-from mt_infer.prompts import IMAGES, all_views, image_data, read_images
+from mt_infer.prompts import PromptEncoder, image_data, read_images
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -111,21 +111,21 @@ class VisualQuestions:
 
     def _request(self, record: ImageText, generator: TextGenerator) -> Request:
         try:
-            tokens, inputs = self._prompt(record)
+            tokens, inputs = self._prompt(record, generator.prompts)
         except DataError as error:
             return Request(record, error=str(error))
         if (needed := len(tokens) + (self.sampling.max_tokens or 0)) > generator.longest:
             return Request(record, error=f"{needed} positions, and the model has {generator.longest}")
         return Request(record, tokens, inputs)
 
-    def _prompt(self, record: ImageText) -> tuple[list[int], dict[str, Tensor]]:
+    def _prompt(self, record: ImageText, prompts: PromptEncoder) -> tuple[list[int], Mapping[str, Tensor]]:
         """The tokens before the answer, with the image token once for each feature, and the images' views."""
         text = self.encoder.prompt(record)
         images = read_images(record.images, self.data)
         grids = [image.grid for image in images]
         tokens, _ = self.image_tokens.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
         ids = np.where(tokens == IMAGE, self.data.image_token_index, tokens).tolist()
-        return ids, {IMAGES: all_views(images)} if images else {}
+        return ids, prompts.image_inputs(images)
 
 
 @dataclass(frozen=True)

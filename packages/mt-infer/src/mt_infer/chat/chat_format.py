@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,32 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
         """The template's text. Raises DataError as `text`."""
-        form = as_parts if self._takes_parts else as_text
-        formed = [{**message, "content": form(message.get("content"))} for message in messages]
-        values = {**options, **self._special, "messages": formed, "tools": None if tools is None else [*tools]}
+        formed = [{**message, "content": self._form(message.get("content"))} for message in messages]
+        return self._rendered(formed, tools, **options)
+
+    def _form(self, content: Content) -> Content:
+        """As the template takes it: parts, or a text in which MARK stands for an image."""
+        takes_parts = self._takes_parts or (has_image(content) and self._writes_images)
+        return as_parts(content) if takes_parts else as_text(content)
+
+    @cached_property
+    def _writes_images(self) -> bool:
+        """Whether a template that takes texts takes parts too, and writes something for an image among them."""
+        text = {"type": "text", "text": PROBE}
+        try:
+            without, within = (
+                self._rendered([{"role": "user", "content": parts}], None, add_generation_prompt=False)
+                for parts in ([text], [{"type": "image"}, text])
+            )
+        except DataError:
+            return False
+        # Templates for texts alone write a list as Python does.
+        return PROBE in without and "'type'" not in within and len(within) > len(without)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+    ) -> str:
+        values = {**options, **self._special, "messages": [*messages], "tools": None if tools is None else [*tools]}
         return self._process.render(values)
 
     def _find_end(self) -> None:
@@ -95,6 +119,10 @@ class ChatFormat:
                 return written
         self._takes_parts = False
         return ""
+
+
+def has_image(content: Content) -> bool:
+    return not isinstance(content, str | None) and any(part["type"] == "image" for part in content)
 
 
 def as_parts(content: Content) -> list[Mapping[str, Any]]:

@@ -179,7 +179,7 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
 def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
     """Raises ConfigError for images that the model does not take."""
     from mt_data.datasets.images.image_file import ImageFile
-    from mt_infer.prompts import IMAGES, all_views, deal_images, image_data, read_images
+    from mt_infer.prompts import deal_images, image_data, read_images
 
     if not images:
         return [Request(text, text, {}) for text in texts]
@@ -190,7 +190,7 @@ def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) ->
     for text, own in zip(texts, deal_images(texts, images), strict=True):
         read = read_images([ImageFile(path) for path in own], data)
         ids = generator.prompts.with_images(text, [image.grid for image in read]) if own else text
-        found.append(Request(text, ids, {IMAGES: all_views(read)} if own else {}))
+        found.append(Request(text, ids, generator.prompts.image_inputs(read)))
     return found
 
 

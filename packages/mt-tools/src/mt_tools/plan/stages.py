@@ -239,18 +239,25 @@ def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[
         if one.name != "segment_ids" or config.data.reset_attention_mask
     }
     if "images" in batch and "tokens" in batch:
-        batch["tokens"] = tokens_with_image(config, ctx.cp.size)
+        batch |= text_with_image(config, batch, ctx.cp.size)
     return batch
 
 
-def tokens_with_image(config: Config, parts: int) -> Tensor:
-    """One of equal parts of texts with an image: tokens with values, since the model searches for image tokens. Raises
-    ConfigError for an image that cannot be divided."""
+def text_with_image(config: Config, batch: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """Fields of one of equal parts of texts with an image, the largest one in dynamic resolution. Tokens and grids have
+    values, since the model searches for image tokens. Raises ConfigError for an image that cannot be divided."""
+    rows, length = batch["tokens"].shape
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
     features: int = config.model.image_seq_length  # type: ignore[attr-defined]
+    found: dict[str, Tensor] = {"tokens": tokens}
+    if getattr(config.data, "dynamic_resolution", False):
+        cells: int = config.data.most_cells  # type: ignore[attr-defined]
+        views = (rows, cells, *batch["images"].shape[-3:])
+        found |= {"images": torch.empty(views, device="meta"), "image_grids": torch.tensor([[[1, cells]]] * rows)}
+        features *= cells
     must_divide("parallel.context_parallel_size", parts, "the positions of an image", features)
-    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length // parts, dtype=torch.int64)
     tokens[:, : features // parts] = config.model.image_token_index  # type: ignore[attr-defined]
-    return tokens
+    return found
 
 
 def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:

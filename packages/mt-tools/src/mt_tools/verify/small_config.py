@@ -184,12 +184,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
         tree["data"] = {"dataset_type": "mock", "split": FEW_DOCUMENTS, **kept}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif {"images", "tokens"} <= {field.name for field in spec.sample}:
-        sizes = {key: data[key] for key in ("img_h", "img_w")} | {
-            "image_token_index": tree["model"]["image_token_index"]
-        }
-        family: Any = host.models.get(config.model.family, key="model.family").config_type.load()
-        features = family.model_validate(tree["model"]).image_seq_length
-        tree["data"] = {"dataset_type": FAKE_IMAGE_TEXTS, **sizes, "image_seq_length": features}
+        tree["data"] = _fake_images(tree, length, config.model.family, host)
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:
         tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
@@ -197,6 +192,18 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     for key in ("max_position_embeddings", "max_sequence_length"):
         if tree["model"].get(key):
             tree["model"][key] = max(length, 32)
+
+
+def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> dict[str, Any]:
+    """Keys of the data set of fake images with texts. Images of sizes of their own fill a half of a sample at most."""
+    config: Any = host.models.get(family, key="model.family").config_type.load()
+    wanted = config.model_validate(tree["model"]).image_data_keys
+    names = ("img_h", "img_w", "image_token_index", "image_seq_length", "dynamic_resolution")
+    keys = {"dataset_type": FAKE_IMAGE_TEXTS} | {name: wanted[name] for name in names if name in wanted}
+    if keys.get("dynamic_resolution"):
+        pixels = keys["img_h"] * keys["img_w"]
+        keys |= {"min_pixels": pixels, "max_pixels": length // 2 * pixels}
+    return keys
 
 
 def _undivided(size: int) -> int:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.images.config import ImageTextKeys
+from mt_data.datasets.images.dynamic_resolution import DynamicResolution, padded_grids
 from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.sample import EncodedText, SampleShape
 from mt_data.datasets.images.shapes import EPOCH, draw
+from mt_data.datasets.images.tiles import Grid, grids
+from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import Encode, bare_encoder
+
+MAX_PROPORTION = 3
+"""Of images in dynamic resolution: the longer side in units of the shorter."""
 
 
 class CaptionedShapesDataConfig(ImageTextKeys):
-    """Made-up images of one shape each, and a text that says which: "a red circle at the top left"."""
+    """Made-up images of one shape each, and a text that says which: "a red circle at the top left". In dynamic
+    resolution each has a size of its own."""
 
     dataset_type: str = "captioned_shapes"
 
@@ -37,10 +45,34 @@ class CaptionedShapesDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of captioned shapes, of which there are {len(self)}")
-        picture = draw(self.config.img_h, self.config.img_w, seed=self.seed, split=self.split, index=index)
+        grid = self._grid(index)
+        height, width = grid.rows * self.config.img_h, grid.columns * self.config.img_w
+        picture = draw(height, width, seed=self.seed, split=self.split, index=index)
         caption = [*self.encode(picture.caption), self.eod]
-        text = self.shape.image + EncodedText(caption, [True] * len(caption))
-        return {**self.shape.arrays(text), "images": as_input(picture.pixels, self.config)}
+        image = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
+        sample = self.shape.arrays(image + EncodedText(caption, [True] * len(caption)))
+        if not self.config.dynamic_resolution:
+            return {**sample, "images": as_input(picture.pixels, self.config)}
+        return {**sample, "images": self._cells(picture.pixels, grid), "image_grids": padded_grids([grid], 1)}
+
+    def _cells(self, pixels: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
+        """[most_cells, 3, img_h, img_w], the rest is 0."""
+        images = np.zeros((self.config.most_cells, 3, self.config.img_h, self.config.img_w), np.float32)
+        views = DynamicResolution.of(self.config).views(pixels, grid)
+        images[: len(views)] = [as_input(view, self.config) for view in views]
+        return images
+
+    def _grid(self, index: int) -> Grid:
+        """The size of picture `index`, in cells."""
+        if not self.config.dynamic_resolution:
+            return Grid(1, 1)
+        random = np.random.RandomState([self.seed % 2**32, SPLITS.index(self.split), index, 1])
+        sizes = [
+            grid
+            for grid in grids(self.config.most_cells)
+            if grid.tiles >= self.config.fewest_cells and max(grid) <= MAX_PROPORTION * min(grid)
+        ]
+        return sizes[random.randint(len(sizes))]
 
     def describe(self, index: int) -> str:
         return f"fake picture {index} of the {self.split} split with seed {self.seed}"

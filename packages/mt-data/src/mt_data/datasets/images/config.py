@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from mt_core.config.schema import DataConfig
+from mt_core.config.schema import DataConfig, used_when
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
-ImageMarkers = Literal["none", "idefics3", "internvl"]
+ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl"]
 
 
 class ImageDataConfig(DataConfig):
@@ -46,3 +46,28 @@ class ImageTextKeys(ImageDataConfig):
     """The id that stands for an image in the text; the model's."""
     image_seq_length: PositiveInt
     """How many times it stands there: once for each feature that the model makes of an image."""
+    dynamic_resolution: bool = False
+    """Images keep their proportions: each is resized to whole cells of img_h by img_w pixels, which are its views."""
+    min_pixels: PositiveInt = used_when(56 * 56, dynamic_resolution=True)
+    """An image with fewer pixels is made larger."""
+    max_pixels: PositiveInt = used_when(1280 * 28 * 28, dynamic_resolution=True)
+    """An image with more pixels is made smaller."""
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> ImageTextKeys:
+        if self.dynamic_resolution and not max(self.min_pixels, self.img_h * self.img_w) <= self.max_pixels:
+            raise ValueError(
+                f"data.max_pixels={self.max_pixels} has to be at least data.min_pixels={self.min_pixels}, and the "
+                f"{self.img_h * self.img_w} pixels of a cell"
+            )
+        return self
+
+    @property
+    def most_cells(self) -> int:
+        """Of an image in dynamic resolution that fits into a sample."""
+        return min(self.max_pixels // (self.img_h * self.img_w), self.seq_length)
+
+    @property
+    def fewest_cells(self) -> int:
+        """Of an image in dynamic resolution."""
+        return max(-(-self.min_pixels // (self.img_h * self.img_w)), 1)

@@ -25,7 +25,7 @@ from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.progress import index_progress
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same files give other arrays than before."""
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
 SHOWN = 10
@@ -41,7 +41,7 @@ class EncodedRecords:
     a record (its tokens but the last one), where its last image ends, the place of the first token that counts apart
     from the very first (the length of the record when there is none), and the views of its images.
     tokens int32 (IMAGE once for each image), counted bool [all tokens]; bounds int64 [records + 1]; number int64, file
-    int32 [records]: the place of each. grid uint8 [images, 2]: rows and columns of tiles; image_bounds int64
+    int32 [records]: the place of each. grid uint16 [images, 2]: rows and columns of tiles; image_bounds int64
     [records + 1]. An image is a file below its record's folder, or a member of its record's shard: name_bounds int64
     [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
     file). unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each
@@ -54,7 +54,7 @@ class EncodedRecords:
     file: NDArray[np.int32]
     number: NDArray[np.int64]
     image_bounds: NDArray[np.int64]
-    grid: NDArray[np.uint8]
+    grid: NDArray[np.uint16]
     names: NDArray[np.uint8]
     name_bounds: NDArray[np.int64]
     offset: NDArray[np.int64]
@@ -206,7 +206,7 @@ class _Gathered:
             "file": file.astype(np.int32),
             "number": number.copy(),
             "image_bounds": bounds_of(self.images_of),
-            "grid": np.array(self.grids, np.uint8).reshape(-1, 2),
+            "grid": np.array(self.grids, np.uint16).reshape(-1, 2),
             "names": np.frombuffer(b"".join(self.names), np.uint8),
             "name_bounds": bounds_of(map(len, self.names)),
             "positions": positions.copy(),

@@ -19,6 +19,7 @@ from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.images.config import ImageMarkers, ImageTextKeys, Resample, Resize
+from mt_data.datasets.images.dynamic_resolution import DynamicResolution, padded_grids
 from mt_data.datasets.images.encoded import (
     ENCODED_IMAGE,
     EncodedRecords,
@@ -49,20 +50,20 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     dataset_type: str = "image_text"
     image_folder: str | None = None
     """Folder at which the paths of images in JSON lines begin. Default: that of the file of JSON lines."""
-    resize: Resize = used_when("crop", image_longest_edge=None)
+    resize: Resize = used_when("crop", image_longest_edge=None, dynamic_resolution=False)
     """crop takes the middle of an image in the wanted proportions; squash takes all of it and changes them."""
     resample: Resample = "bicubic"
     """The filter by which the sizes of images are changed."""
-    max_num_tiles: PositiveInt = used_when(1, image_longest_edge=None)
+    max_num_tiles: PositiveInt = used_when(1, image_longest_edge=None, dynamic_resolution=False)
     """An image is cut into at most so many tiles of img_h by img_w, in a grid near its proportions."""
-    use_thumbnail: bool = used_when(False, image_longest_edge=None)
+    use_thumbnail: bool = used_when(False, image_longest_edge=None, dynamic_resolution=False)
     """An image that is cut is also given as a whole, behind its tiles, which max_num_tiles does not count."""
-    image_longest_edge: Annotated[int, Field(gt=0, le=4096)] | None = None
+    image_longest_edge: Annotated[int, Field(gt=0, le=4096)] | None = used_when(None, dynamic_resolution=False)
     """Cut an image as Idefics3 does: its longer side becomes so many pixels, both sides are stretched to whole tiles
     of img_h by img_w, and the whole image follows its tiles. Default: the grid of max_num_tiles."""
     image_markers: ImageMarkers = "none"
-    """Texts around the views of an image: idefics3 has one before each tile with its row and column, internvl one
-    before the first and one behind the last."""
+    """Texts around the views of an image: idefics3 has one before each tile with its row and column, internvl and
+    qwen2_vl have one before the first and one behind the last."""
     packing: bool = False
     """Several records in a sample, which do not see one another; false puts one in each."""
     max_images: PositiveInt | None = used_when(None, packing=False)
@@ -82,6 +83,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
 
     @property
     def tiling(self) -> Tiling:
+        if self.dynamic_resolution:
+            return DynamicResolution.of(self, self.resample)
         size: Any = {"img_h": self.img_h, "img_w": self.img_w, "resample": self.resample}
         if self.image_longest_edge is not None:
             return LongestEdgeTiling(**size, longest_edge=self.image_longest_edge)
@@ -143,6 +146,9 @@ class ImageTextDataset:
             start = self.shape.write(sample, start, tokens, counted & is_whole, segment)
             images[view : view + len(pixels)] = pixels
             view += len(pixels)
+        if self.config.dynamic_resolution:
+            grids = [grid for record in members for _, grid in self.records.images(record)]
+            sample["image_grids"] = padded_grids(grids, max(self.max_images // self.config.fewest_cells, 1))
         return {**sample, "images": images}
 
     def fingerprint(self) -> str:
@@ -223,7 +229,7 @@ def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     """Views of a sample, at most."""
     if config.packing:
         return shape.length // shape.image_length
-    return config.max_images or config.tiling.max_views
+    return config.max_images or min(config.tiling.max_views, shape.length // shape.image_length)
 
 
 def select(

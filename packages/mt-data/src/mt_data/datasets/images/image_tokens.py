@@ -46,11 +46,19 @@ def idefics3_markers(grid: Grid, views: int) -> str:
     return "\n".join([*rows, f"\n{whole}"])
 
 
+def qwen2_vl_markers(grid: Grid, views: int) -> str:
+    """Those of Qwen2-VL: one pair around all cells of an image."""
+    return f"<|vision_start|>{VIEW * views}<|vision_end|>"
+
+
 MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "none": no_markers,
     "idefics3": idefics3_markers,
     "internvl": internvl_markers,
+    "qwen2_vl": qwen2_vl_markers,
 }
+IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+"""What the chat templates of the published models write for an image, where that is not "<image>"."""
 
 
 class ImageTokens:
@@ -59,6 +67,7 @@ class ImageTokens:
     def __init__(self, tiling: Tiling, features: int, markers: ImageMarkers, encode: Encode) -> None:
         self.tiling, self.features = tiling, features
         self.markers, self.encode = MARKERS[markers], encode
+        self.in_templates = IN_TEMPLATES.get(markers)
         self.of = lru_cache(maxsize=256)(self._of)
 
     def _of(self, grid: Grid) -> NDArray[np.int32]:

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from mt_core.specs import DatasetSpec, Lazy, SampleField
 
+
+def image_grids(images: str) -> SampleField:
+    doc = "rows and columns of views of each image; the rest is 0. Absent unless data.dynamic_resolution is set"
+    return SampleField("image_grids", "int64", f"[{images}, 2]", doc)
+
+
 IMAGE = SampleField("images", "float32", "[3, img_h, img_w]", "red, green and blue, (value / 255 - mean) / std")
 IMAGE_CLASS_SAMPLE = (
     IMAGE,
@@ -22,6 +28,7 @@ IMAGE_TEXT_SAMPLE = (
 )
 IMAGE_TEXTS_SAMPLE = (
     *IMAGE_TEXT_SAMPLE[:-1],
+    image_grids("max_images"),
     SampleField(
         "images",
         "float32",
@@ -62,7 +69,7 @@ IMAGE_DATASETS = (
         "captioned_shapes",
         "captioned_shapes",
         "CaptionedShapes",
-        IMAGE_TEXT_SAMPLE,
+        (*IMAGE_TEXT_SAMPLE, image_grids("1")),
         "Made-up images, and texts that describe them",
     ),
     _spec(

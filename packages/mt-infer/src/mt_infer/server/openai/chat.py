@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mt_data.datasets.images.tiles import Grid
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
-from mt_infer.prompts import IMAGES, ImageViews, all_views, image_data, views_of
+from mt_infer.prompts import ImageViews, image_data, views_of
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
@@ -125,7 +125,7 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     images = await _images(service, model, urls) if urls else []
     prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
     sampling = _sampling(service, model, body, prompt)
-    inputs = {IMAGES: all_views(images)} if images else {}
+    inputs = model.require_generator().prompts.image_inputs(images)
     job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         return EventStream(_pieces(service, job))

@@ -1,0 +1,138 @@
+"""The vision transformer of Qwen2.5-VL (Technical Report, 2025, section 2.1.1), and the merger behind it.
+
+Shapes: V cells (merged patches) of all images of a batch, m the side of a cell in patches, P = V m m patches, C
+colours, p the side of a patch in pixels, T frames of a patch, H hidden. The patches of all images are one row
+[1, P, H]; only attention separates them. Sequence parallelism is not used here: every rank has all patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from mt_core.nn.activations import activate
+from mt_core.nn.attention import AttentionCore
+from mt_core.nn.cache import Cache
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
+from mt_models.qwen_vl.patch_groups import Grid, PatchGroups, image_groups, patch_positions, window_groups
+from mt_models.qwen_vl.rotary import AxialAngles
+
+ROTARY_BASE = 10000.0
+
+
+class FramePatchEmbedding(LayoutModule):
+    """Patches of stills: images [V, C, m p, m p] -> [1, P, H].
+
+    The weight is that of a convolution over T frames, [H, C, T, p, p]. All frames of a still are equal, so that it is
+    applied once, summed over them.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: QwenVisionConfig, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.side = config.patch_dim
+        kernel = (config.hidden_size, config.num_channels, config.temporal_patch_size, self.side, self.side)
+        self.declare("weight", ParameterLayout(kernel, normal(config.init_method_std)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = images.to(self.weight.dtype).unfold(2, self.side, self.side).unfold(3, self.side, self.side)
+        patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [V, m, m, C p p]
+        return linear(patches.flatten(0, 2)[None], self.weight.sum(2).flatten(1), None)
+
+
+class PatchAttention(SelfAttention):
+    """Attention among the patches of a group: [1, P, H] -> [1, P, H]."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, groups: PatchGroups, angles: RotaryAngles, cache: Cache | None = None
+    ) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
+        out = self.attend(groups.split(q), groups.split(k), groups.split(v), groups.pattern)
+        return self.linear_proj(groups.join(out).flatten(2))
+
+
+class PatchLayers(nn.Module):
+    """The layers, and the norm behind the last."""
+
+    def __init__(self, config: QwenVisionConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        ctx = environment.parallel
+        self.recompute = environment.recompute
+        self.full = frozenset(config.full_attention_layers)
+        core = attention_core(config, environment)
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                config,
+                core,
+                environment.feed_forward("dense", config, number),
+                ctx,
+                PatchAttention(config, core, ctx),
+            )
+            for number in range(config.num_layers)
+        )
+        self.final_layernorm = build_norm("RMSNorm", config.hidden_size, config.norm_epsilon, ctx)
+
+    def forward(self, x: Tensor, windows: PatchGroups, images: PatchGroups, angles: RotaryAngles) -> Tensor:
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, images if number in self.full else windows, angles)
+
+        return self.final_layernorm(self.recompute.run(list(enumerate(self.layers)), x, call))
+
+
+class QwenVisionTower(nn.Module):
+    """images [V, C, m p, m p], cell by cell, and the grids of the images -> [V, m m, H], normalized."""
+
+    def __init__(self, config: QwenVisionConfig, environment: ModelEnvironment) -> None:
+        super().__init__()
+        self.config = config
+        environment = replace(environment, parallel=replace(environment.parallel, sequence_parallel=False))
+        self.conv1 = FramePatchEmbedding(config, environment.parallel)
+        self.decoder = PatchLayers(config, environment)
+        # One half of the pairs of channels turns with the row of a patch, the other with its column.
+        self.frequencies = inverse_frequencies(config.head_dim // 2, ROTARY_BASE)
+
+    def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
+        merged, side = self.config.merged_patches, self.config.spatial_merge_size
+        windows = window_groups(grids, self.config.window_side, merged, images.device)
+        whole = image_groups(grids, merged, images.device)
+        angles = AxialAngles(patch_positions(grids, side).to(images.device), (self.frequencies, self.frequencies))
+        return self.decoder(self.conv1(images), windows, whole, angles).view(len(images), merged, -1)
+
+
+class PatchMerger(nn.Module):
+    """linear_fc2(gelu(linear_fc1(the patches of a cell side by side))): [V, m m, H] -> [V, width of the decoder]."""
+
+    def __init__(self, config: QwenVLConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        ctx = replace(ctx, sequence_parallel=False)
+        width, init = (
+            config.vision_model.hidden_size * config.vision_model.merged_patches,
+            config.decoder.init_method_std,
+        )
+        self.linear_fc1 = ColumnParallelLinear(width, width, ctx, bias=True, init=normal(init))
+        self.linear_fc2 = RowParallelLinear(width, config.decoder.hidden_size, ctx, bias=True, init=normal(init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(activate("gelu", self.linear_fc1(x.flatten(1)[None])))[0]
+
+
+def attention_core(config: QwenVisionConfig, environment: ModelEnvironment) -> AttentionCore:
+    return environment.attention(
+        config.attention_backend,
+        num_heads=config.num_attention_heads,
+        num_query_groups=config.num_attention_heads,
+        head_dim=config.head_dim,
+        causal=False,
+    )
