@@ -198,8 +198,8 @@ def test_an_index_that_faiss_refuses_is_replaced_by_another(project, tmp_path) -
     project = copied(project, tmp_path)
     shutil.rmtree(project / "index")
     with pytest.raises(ConfigError, match=r"faiss cannot make the index PQ5 of .* choose another --index"):
-        train_index(project, HashedNgrams(), factory="PQ5")
-    train_index(project, HashedNgrams(), factory="Flat")
+        train_index(project, HashedNgrams(), factory="PQ5", block_rows=16)
+    train_index(project, HashedNgrams(), factory="Flat", block_rows=16)
     assert add_to_index(project, HashedNgrams()).added is not None
 
 
