@@ -193,6 +193,16 @@ def test_two_ranks_write_the_same_bytes(texts, tmp_path) -> None:
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
+def test_an_index_that_faiss_refuses_is_replaced_by_another(project, tmp_path) -> None:
+    pytest.importorskip("faiss")
+    project = copied(project, tmp_path)
+    shutil.rmtree(project / "index")
+    with pytest.raises(ConfigError, match=r"faiss cannot make the index PQ5 of .* choose another --index"):
+        train_index(project, HashedNgrams(), factory="PQ5", block_rows=16)
+    train_index(project, HashedNgrams(), factory="Flat", block_rows=16)
+    assert add_to_index(project, HashedNgrams()).added is not None
+
+
 def damage(project: Path, pattern: str) -> Path:
     path = next(project.glob(pattern))
     data = bytearray(path.read_bytes())

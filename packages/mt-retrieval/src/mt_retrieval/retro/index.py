@@ -162,10 +162,10 @@ def require_of_index(manifest: IndexManifest, database: ChunkDatabase, embedder:
 
 
 def _begin(project: Path, manifest: IndexManifest) -> None:
-    """Make the folder, or check that what is in it belongs to the same job, whose embedder may have moved."""
+    """Make the folder, or check that an index in it belongs to the same job, whose embedder may have moved."""
     path = index_folder(project) / MANIFEST
-    if path.exists():
-        stored = read_record(path, IndexManifest)
+    stored = read_record(path, IndexManifest) if path.exists() else None
+    if stored is not None and (stored.empty or stored.fingerprint):
         require_same_job(path.parent, stored.job, manifest.job)
         manifest = stored.model_copy(update={"embedder": manifest.embedder})
     write_record(path, manifest)
