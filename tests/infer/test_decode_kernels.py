@@ -14,6 +14,7 @@ from mt_infer.decoding.paged_attention import PageTable, plain_paged_attention
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import choose
 
+pytestmark = pytest.mark.slow
 PAGE, LENGTHS = 4, (1, 110, 67)
 SCORES = PagedScores(0.3)
 SLOPES, SINKS = torch.linspace(0.01, 0.3, 6), torch.linspace(-1.0, 2.0, 6)
@@ -145,7 +146,6 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spills(tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
     from tests.core.nn.kernels.test_compilation import bytes_of_stack, compile_for_hopper
