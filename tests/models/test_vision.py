@@ -263,7 +263,7 @@ SMALL = {"family": "vision", "num_layers": 1, "hidden_size": 32, "num_attention_
             {"train": {"loss": "cross_entropy"}},
             r'train.loss=cross_entropy is for predicted words.*train.loss="classification"',
         ),
-        ({"vision_model_type": "radio"}, {}, r"vision_model_type.*'clip' or 'siglip'"),
+        ({"vision_model_type": "radio"}, {}, r"vision_model_type.*'clip', 'siglip' or 'internvit'"),
     ],
 )
 def test_impossible_configurations_name_the_legal_values(host, keys, sections, words) -> None:
