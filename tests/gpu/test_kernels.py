@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.core.nn.kernels import test_row_kernels as formulas
 from tests.core.nn.kernels.comparison import assert_agrees
-from tests.core.nn.kernels.interpreter import implementation, with_residual
+from tests.core.nn.kernels.interpreter import fused, implementation
 from tests.core.nn.kernels.test_adamw import lists, main_weights
 from tests.core.nn.kernels.test_losses import losses_of
 from torch import Tensor
@@ -54,8 +54,8 @@ def test_norms_with_a_residual_stream(dtype: torch.dtype, shape: tuple[int, ...]
     shapes = (shape, shape, shape[-1:], shape[-1:])
     x, branch, weight, bias = (on_gpu(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes))
     for addend in (branch, None):
-        assert_agrees(with_residual("rms_norm"), formulas.add_rms_norm, x, addend, weight, 1e-5, False)
-        assert_agrees(with_residual("layer_norm"), formulas.add_layer_norm, x, addend, weight, bias, 1e-5, False)
+        assert_agrees(fused("rms_norm"), formulas.add_rms_norm, x, addend, weight, 1e-5, False)
+        assert_agrees(fused("layer_norm"), formulas.add_layer_norm, x, addend, weight, bias, 1e-5, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,6 +65,17 @@ def test_rotary(dtype: torch.dtype, interleaved: bool, heads: int, groups: int, 
     q, k = on_gpu(2, 129, heads, head_dim, dtype=dtype), on_gpu(2, 129, groups, head_dim, dtype=dtype)
     angles = on_gpu(1, 129, 1, half, dtype=torch.float32).detach()
     assert_agrees(implementation("rotary", "triton"), formulas.rotary, q, k, angles.cos(), angles.sin(), interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("per_group", "groups", "head_dim", "half"), [(4, 8, 128, 64), (1, 12, 64, 16), (3, 1, 10, 3)])
+def test_rotary_of_qkv(
+    dtype: torch.dtype, interleaved: bool, per_group: int, groups: int, head_dim: int, half: int
+) -> None:
+    qkv = on_gpu(2, 129, groups, per_group + 2, head_dim, dtype=dtype)
+    angles = on_gpu(1, 129, 1, half, dtype=torch.float32).detach()
+    assert_agrees(fused("rotary"), formulas.turned_parts, qkv, angles.cos(), angles.sin(), interleaved)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,8 +29,8 @@ def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:
     return {i.name: i for i in KERNELS[kernel]}[name].function.load()
 
 
-def with_residual(kernel: KernelName) -> Callable[..., Any]:
-    """Triton's form of a norm that adds a branch to the residual stream first."""
-    form = {i.name: i for i in KERNELS[kernel]}["triton"].with_residual
+def fused(kernel: KernelName) -> Callable[..., Any]:
+    """Triton's form of a kernel with the operations around it; see the catalogue."""
+    form = {i.name: i for i in KERNELS[kernel]}["triton"].fused
     assert form is not None
     return form.load()

@@ -33,6 +33,7 @@ NORM = {
     "dx": HALF,
 }
 STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE, "eps": "fp32"}
+ROTARY_OF_QKV = {"qkv": HALF, "q": HALF, "k": HALF, "v": HALF, "cos": SINGLE, "sin": SINGLE}
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
 LOSS = {"logits": HALF, "gradient": HALF, "columns": ADDRESSES, "result": SINGLE, "lse": SINGLE, "factor": SINGLE}
@@ -64,6 +65,9 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     for interleaved in (False, True):
         heads = {"Q_HEADS": 32, "K_HEADS": 8, "HALF": 64, "REST": 0}
         yield "rotary", "_rotary", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
+        for backward in (False, True):
+            whole = {"BACKWARD": backward, "INTERLEAVED": interleaved, **heads, "WIDTH": 128}
+            yield "rotary", "_rotary_of_qkv", ROTARY_OF_QKV, whole, 4
     yield "cross_entropy", "_cross_entropy_statistics", LOSS, {"DEPTH": 4, "BLOCK": 2048}, 8
     yield "cross_entropy", "_cross_entropy_gradient", LOSS, {"BLOCK": 4096}, 8
     half, single = triton.language.bfloat16, triton.language.float32

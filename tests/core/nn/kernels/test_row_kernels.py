@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from tests.core.nn.kernels.comparison import assert_agrees, random
-from tests.core.nn.kernels.interpreter import implementation, run_interpreted, with_residual
+from tests.core.nn.kernels.interpreter import fused, implementation, run_interpreted
 from torch import Tensor
 
 from mt_core.nn.kernels.request import KernelName
@@ -116,11 +116,11 @@ def check_norms_with_residual(rank: int, world: int) -> None:
             random(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, shape[-1:], shape[-1:]))
         )
         for addend in (branch, None):
-            assert_agrees(with_residual("rms_norm"), add_rms_norm, x, addend, weight, 1e-5, addend is None)
-            assert_agrees(with_residual("layer_norm"), add_layer_norm, x, addend, weight, bias, 1e-3, addend is None)
+            assert_agrees(fused("rms_norm"), add_rms_norm, x, addend, weight, 1e-5, addend is None)
+            assert_agrees(fused("layer_norm"), add_layer_norm, x, addend, weight, bias, 1e-3, addend is None)
     # A stream in fp32 keeps its dtype, and each operand gets a gradient in its own.
     x, branch, weight = random(4, 16), random(4, 16, dtype=torch.bfloat16, seed=1), random(16, seed=2)
-    total, normed = with_residual("rms_norm")(x, branch, weight, 1e-5)
+    total, normed = fused("rms_norm")(x, branch, weight, 1e-5)
     normed.sum().backward()  # the stream is not used: its gradient is None
     assert (total.dtype, normed.dtype) == (torch.float32, torch.float32)
     assert x.grad is not None
@@ -190,6 +190,29 @@ def check_rotary_of_views(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_rotary_of_strided_views(name: str) -> None:
     run_interpreted(check_rotary_of_views, name)
+
+
+def turned_parts(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    return *rotary(q.flatten(2, 3), k.squeeze(3), cos, sin, interleaved), v.squeeze(3)
+
+
+def check_rotary_of_qkv(rank: int, world: int) -> None:
+    for groups, per_group, head_dim, half, batch in (
+        (1, 3, 10, 3, 1),
+        (2, 2, 8, 4, 2),
+        (3, 11, 4, 1, 1),
+        (33, 1, 2, 1, 1),
+    ):
+        qkv = random(2, 5, groups, per_group + 2, head_dim)
+        angles = random(batch, 5, 1, half).detach()
+        for interleaved in (False, True):
+            assert_agrees(fused("rotary"), turned_parts, qkv, angles.cos(), angles.sin(), interleaved)
+
+
+def test_rotary_of_qkv_in_one_pass() -> None:
+    """Queries, keys and values of groups, all in tensors of their own."""
+    run_interpreted(check_rotary_of_qkv)
 
 
 def check_activations(rank: int, world: int, name: str) -> None:

@@ -16,10 +16,10 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 
 
 class Norm(LayoutModule):
-    """A norm over the last dimension. add_kernel: its kernel's form `with_residual`, if that has one."""
+    """A norm over the last dimension. add_kernel: its kernel's form `fused`, if that has one."""
 
     kernel: Callable[..., Tensor]
-    add_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
+    add_kernel: Callable[..., tuple[Tensor, ...]] | None = None
 
     def operands(self) -> tuple[Any, ...]:
         """What the kernels take after their tensors of activations."""
@@ -33,7 +33,8 @@ class Norm(LayoutModule):
         branch: (x, the norm of x), to be used in place of x where x is needed again.
         """
         if self.add_kernel is not None:
-            return self.add_kernel(x, branch, *self.operands())
+            x, normed = self.add_kernel(x, branch, *self.operands())
+            return x, normed
         x = x if branch is None else x + branch
         return x, self(x)
 
@@ -53,7 +54,7 @@ class LayerNorm(Norm):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("layer_norm", width=len(self.weight), plain=plain_layer_norm)
-        self.add_kernel = kernels.pick_with_residual("layer_norm", width=len(self.weight))
+        self.add_kernel = kernels.pick_fused("layer_norm", width=len(self.weight))
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.bias, self.eps
@@ -72,7 +73,7 @@ class RMSNorm(Norm):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("rms_norm", width=len(self.weight), plain=plain_rms_norm)
-        self.add_kernel = kernels.pick_with_residual("rms_norm", width=len(self.weight))
+        self.add_kernel = kernels.pick_fused("rms_norm", width=len(self.weight))
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.eps

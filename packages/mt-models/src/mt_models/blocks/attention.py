@@ -79,6 +79,7 @@ class SelfAttention(nn.Module):
         self.dropout = AttentionDropout(config.attention_dropout, ctx)
         self.rotary_interleaved = config.rotary_interleaved
         self.turn: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
+        self.split_and_turn: Callable[..., tuple[Tensor, ...]] | None = None
         self.rotary_features = rotary_features(config)
         self.tp = ctx.tp
         self.ranks_per_group = max(ctx.tp.size // config.query_groups, 1)
@@ -108,13 +109,17 @@ class SelfAttention(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         if self.rotary_features is not None:
             self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
+            if self._turns_what_it_splits:
+                self.split_and_turn = kernels.pick_fused("rotary", *self.rotary_features, width=self.head_dim)
+
+    @property
+    def _turns_what_it_splits(self) -> bool:
+        """Whether nothing is computed between the split of qkv and the positions, by a subclass either."""
+        own = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
+        return own and self.q_layernorm is None and self.ranks_per_group == 1
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
-        q, k, v = self.project(x)
-        q, k = self.normalize(q, k)
-        if angles is not None:
-            turn = angles.within(self.window)
-            q, k = self.turn(q, k, turn.cos, turn.sin, self.rotary_interleaved)
+        q, k, v = self.project_and_turn(x, None if angles is None else angles.within(self.window))
         within = pattern.within(self.window)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,13 +144,27 @@ class SelfAttention(nn.Module):
         """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads."""
         return self.core(q, k, v, pattern, self.dropout.begin())
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""
+    def project_and_turn(self, x: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, with the norms of heads and with positions."""
+        if self.split_and_turn is not None and angles is not None:
+            q, k, v = self.split_and_turn(self.groups_of_rows(x), angles.cos, angles.sin, self.rotary_interleaved)
+            return q, k, v
+        q, k, v = self.project(x)
+        q, k = self.normalize(q, k)
+        if angles is not None:
+            q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
+        return q, k, v
+
+    def groups_of_rows(self, x: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, G, N / G + 2, D]: of each group its queries, its key and its value."""
         rows = self.linear_qkv(x)
         if self.ranks_per_group > 1:
             rows = self._group_of_rank(rows)
-        qkv = rows.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
-        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=3)
+        return rows.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""
+        q, k, v = self.groups_of_rows(x).split((self.heads_per_group, 1, 1), dim=3)
         if self.ranks_per_group > 1:
             q = q.chunk(self.ranks_per_group, 3)[self.tp.rank % self.ranks_per_group]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)

@@ -35,7 +35,7 @@ class ZeroCenteredRMSNorm(Norm):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.kernel = kernels.pick("rms_norm", "zero_centered", width=len(self.weight))
-        self.add_kernel = kernels.pick_with_residual("rms_norm", "zero_centered", width=len(self.weight))
+        self.add_kernel = kernels.pick_fused("rms_norm", "zero_centered", width=len(self.weight))
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.eps, True

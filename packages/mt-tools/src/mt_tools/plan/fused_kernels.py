@@ -3,7 +3,7 @@
 | kernel | saved besides the parameters |
 | --- | --- |
 | rms_norm, layer_norm | the input; one or two statistics per row |
-| rotary | the cosines and sines, which all layers share |
+| rotary | the cosines and sines, which all layers share; q, k and v are copied out of their product |
 | activation | the input |
 | bias_dropout_add | a seed |
 | cross_entropy | the logits; one number per position (as the reference does) |
@@ -47,8 +47,11 @@ class ConfiguredKernels(Kernels):
         in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
         return in_torch.pick(kernel, *features, width=width, plain=plain)
 
-    def pick_with_residual(self, kernel: KernelName, *features: Feature, width: int = 0) -> None:
-        """The sum is planned apart: the same tensors are saved."""
+    def pick_fused(
+        self, kernel: KernelName, *features: Feature, width: int = 0
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Of rotary, which frees its input. The sum of a norm is planned apart: the same tensors are saved."""
+        return rotary_of_qkv if kernel == "rotary" and self._is_fused(kernel, width) else None
 
     def _is_fused(self, kernel: KernelName, width: int) -> bool:
         wanted = self.wanted.get(kernel, AUTO)
@@ -79,6 +82,20 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return grads[0].new_empty(grads[0].shape), grads[1].new_empty(grads[1].shape), None, None
+
+
+class _RotaryOfQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = qkv.shape
+        *positions, groups, rows, width = qkv.shape
+        q = qkv.new_empty((*positions, groups * (rows - 2), width))
+        return q, qkv.new_empty((*positions, groups, width)), qkv.new_empty((*positions, groups, width))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_empty(ctx.shape), None, None
 
 
 class _Activation(torch.autograd.Function):
@@ -119,6 +136,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
     return turned
+
+
+def rotary_of_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    parts: tuple[Tensor, Tensor, Tensor] = _RotaryOfQKV.apply(qkv, cos, sin)
+    return parts
 
 
 def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:

@@ -24,14 +24,16 @@ from mt_core.specs import Lazy
 class Implementation:
     """function: imported when chosen; all implementations of a kernel take and return the same.
 
-    with_residual: of a norm, (x, branch, ...) -> (x + branch, the norm of it) in one pass, which gives the gradient of
-    x and branch in one pass too. Without a branch (None): (x, the norm of x).
+    fused: the kernel with the operations around it in one pass, backward too.
+    - Of a norm, (x, branch, ...) -> (x + branch, the norm of it); without a branch (None): (x, the norm of x).
+    - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved) -> q [B, S, N, D], k and v [B, S, G, D], with q
+      and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's linear_qkv.
     """
 
     name: str
     supports: Supports
     function: Lazy[Callable[..., Any]]
-    with_residual: Lazy[Callable[..., Any]] | None = None
+    fused: Lazy[Callable[..., Any]] | None = None
 
 
 def _torch(reference: str) -> Implementation:
@@ -43,8 +45,8 @@ def _triton(reference: str, supports: Supports = supports_triton) -> Implementat
 
 
 def _triton_norm(name: str) -> Implementation:
-    with_residual: Lazy[Callable[..., Any]] = Lazy(f"mt_core.nn.kernels.triton_kernels.{name}:add_{name}")
-    return replace(_triton(f"{name}:{name}", supports_triton_rows), with_residual=with_residual)
+    fused: Lazy[Callable[..., Any]] = Lazy(f"mt_core.nn.kernels.triton_kernels.{name}:add_{name}")
+    return replace(_triton(f"{name}:{name}", supports_triton_rows), fused=fused)
 
 
 def _external(package: str, function: str, supports: Supports) -> Implementation:
@@ -68,7 +70,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "rotary": (
         _torch("rotary:rotary"),
-        _triton("rotary:rotary"),
+        replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary:rotary_of_qkv")),
         _external("apex", "rotary", needs_apex("interleaved", "batched_angles")),
         _external("liger", "rotary", needs_liger("interleaved", "partial")),
     ),

@@ -102,11 +102,11 @@ class Kernels:
             return plain
         return choice.load()
 
-    def pick_with_residual(
+    def pick_fused(
         self, kernel: KernelName, *features: Feature, width: int = 0
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The form `with_residual` of what `pick` gives for the same use of a norm; None: it has no such form."""
-        form = self._choose(kernel, features, width).implementation.with_residual
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        """The form `fused` of what `pick` gives for the same use; None: it has no such form."""
+        form = self._choose(kernel, features, width).implementation.fused
         return None if form is None else form.load()
 
     def _choose(self, kernel: KernelName, features: Iterable[Feature], width: int) -> Choice:

@@ -277,7 +277,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 def add_layer_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(x + branch in x's dtype, layer_norm of that); see `with_residual` in the catalogue."""
+    """(x + branch in x's dtype, layer_norm of that); see `fused` in the catalogue."""
     outputs: tuple[Tensor, Tensor] = _AddLayerNorm.apply(
         x, branch, weight.contiguous(), bias.contiguous(), eps, zero_centered
     )

@@ -196,6 +196,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 def add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(x + branch in x's dtype, rms_norm of that); see `with_residual` in the catalogue."""
+    """(x + branch in x's dtype, rms_norm of that); see `fused` in the catalogue."""
     outputs: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, branch, weight.contiguous(), eps, zero_centered)
     return outputs
