@@ -56,6 +56,7 @@ from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
 from mt_core.train.checkpoint.state import OPTIMIZER, WITHOUT_OPTIMIZER, Checkpointed, merged_over_stages
+from mt_core.train.cuda_graphs.capture import use_capture_stream
 from mt_core.train.cuda_graphs.rules import build_graphs
 from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.cuda_graphs.steps import StepGraphs
@@ -172,6 +173,8 @@ class Engine:
         host = host or load_plugins()
         config, tokenizer, device = _resolved(loaded.config, host)
         ctx = build.build_context(config, device)
+        if config.train.cuda_graphs != "none" and device.type == "cuda":
+            use_capture_stream(device)
         stages = build_stages(config, ctx, host)
         own_stages = stages.own if stages is not None else None
         kernels = configured_kernels(config, ctx)

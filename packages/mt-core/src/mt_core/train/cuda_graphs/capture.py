@@ -35,11 +35,22 @@ class Recorder(Protocol):
         ...
 
 
-class CudaRecorder:
-    """torch.cuda.CUDAGraph on a side stream; capture is not allowed on the default stream."""
+def use_capture_stream(device: torch.device) -> None:
+    """Make a new stream the current one of this thread, for all work from now on; capture is not allowed on the
+    default stream.
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+    Called before hooks on gradients are registered. The nodes of autograd that these keep belong to the stream of their
+    creation; a backward pass on another one would wait for it, which ends a capture, and would not wait for gradients
+    that are undefined (those of weights with a main gradient).
+    """
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+class CudaRecorder:
+    """torch.cuda.CUDAGraph. stream: of the captures, not the default one; default: a new one."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream or torch.cuda.Stream()
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

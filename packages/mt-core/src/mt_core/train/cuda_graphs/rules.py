@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import PostStepHook, ReportsGraphObjection
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.master_weights import MasterWeights
@@ -39,7 +41,7 @@ def build_graphs(
     reason = reason_against(model, config, ctx) or (reason_against_step(config, optimizer) if scope == "step" else None)
     if reason is not None:
         raise ConfigError(f"train.cuda_graphs={scope} cannot be: {reason}; or train.cuda_graphs=none")
-    recorder = CudaRecorder()
+    recorder = CudaRecorder(torch.cuda.current_stream(ctx.device))  # that of `use_capture_stream`
     if scope == "step":
         return StepGraphs(model, weights, recorder, steps)
     return BlockGraphs([LayerRun(layers, recorder, steps) for layers in rows_of_layers(model, stages)])
@@ -124,6 +126,9 @@ def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
                 f"model.{key}={getattr(config.model, key)} is seeded by the host at each place and micro-batch, and a "
                 "graph would drop the same elements each time; set it to 0"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout) and module.rate > 0.0:
+            yield f"{name} drops elements with a seed of the host (rate {module.rate}); set that rate to 0"
 
 
 def rows_of_layers(model: nn.Module, stages: Sequence[Stage] | None) -> list[list[nn.Module]]:
