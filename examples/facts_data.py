@@ -44,8 +44,7 @@ def main(folder: Path) -> None:
     names, codes = words(ascii_uppercase, FACTS), words(ascii_lowercase, FACTS)
     facts = list(zip(names, codes, strict=True))
     entries = [f"Entry of {name} in the list: {code}." for name, code in facts]
-    # A character more, the label of the last one.
-    sentences = [*(f"Code of {name} is: {code}. And next " for name, code in facts), "C"]
+    sentences = [f"Code of {name} is: {code}. And next " for name, code in facts]
     write_lines(folder / "database.jsonl", ({"text": entry} for entry in entries))
     write_lines(folder / "corpus.jsonl", ({"text": sentence} for sentence in sentences))
     write_lines(folder / "train.jsonl", questions(range(FACTS - HELD_OUT), names, codes, entries))

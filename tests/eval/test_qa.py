@@ -1,4 +1,4 @@
-"""docs/retro.md and docs/instruct-retro.md: facts that stand only in a database lower perplexity and answer questions, and only those."""
+"""docs/retro.md and docs/instruct-retro.md: facts that stand only in a database lower perplexity and answer questions."""
 
 from __future__ import annotations
 
@@ -143,10 +143,11 @@ def test_prompts_are_those_of_training_and_passages_may_be_retrieved(folder: Pat
     generator = TextGenerator.load("runs/instruct", device="cpu")
     config, host = generator.config, load_plugins()
     dataset = build_datasets(config, generator.tokenizer, "valid", host)["valid"]
-    bare = [json.loads(line) | {"passages": []} for line in Path("facts/test.jsonl").read_text().splitlines()[:8]]
-    Path("bare.jsonl").write_text("".join(json.dumps(record) + "\n" for record in bare))
+    bare = [json.loads(line) for line in Path("facts/test.jsonl").read_text().splitlines()[:8]]
+    # As DPR's files of Natural Questions.
+    Path("bare.csv").write_text("".join(f"{record['question']}\t{record['answers']}\n" for record in bare))
     greedy = SamplingParameters(temperature=0.0, max_tokens=8)
-    task = QuestionAnswering(["bare.jsonl"], generator, keys={}, sampling=greedy, retriever=Library(folder), top_k=1)
+    task = QuestionAnswering(["bare.csv"], generator, keys={}, sampling=greedy, retriever=Library(folder), top_k=1)
     measured = list(task.samples(generator, 0))
     places = {dataset.describe(index).partition(", ")[2]: index for index in range(len(dataset))}
     for sample, record in zip(measured, bare, strict=True):
