@@ -1,4 +1,4 @@
-"""docs/retro.md and docs/instruct-retro.md: facts that stand only in a database lower perplexity and answer questions."""
+"""docs/retro.md and docs/instruct-retro.md: facts that only a database has lower perplexity and answer questions."""
 
 from __future__ import annotations
 
