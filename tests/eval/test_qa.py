@@ -23,7 +23,7 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
 RETRO, INSTRUCT = "docs/retro.md", "docs/instruct-retro.md"
-QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1"]
+QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 BOUND = 8 * math.log(26) / 32
 """Loss of a token of the text without a database: of 32, four letters of a name and four of a code are random."""
 MADE_BY = ("mt data preprocess", "mt retro build facts", "mt train")

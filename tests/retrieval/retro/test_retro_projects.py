@@ -412,7 +412,7 @@ def test_neighbours_of_something_else_are_refused(host, texts, project, other, o
 def test_damage_is_found_where_it_is_read(host, texts, project, tmp_path, pattern: str, cure: str) -> None:
     project = damage(copied(project, tmp_path), pattern)
     named = [f"data.retro_project_dir={project}", f"data.data_path={texts[1]}"]
-    with pytest.raises(DataError, match=rf"npy is damaged: bytes 0 to .* manifest.json records; .*{cure} again"):
+    with pytest.raises(DataError, match=rf"npy is damaged: bytes 0 to .*manifest.json records; .*{cure} again"):
         dataset(host, *named)[0]
     assert "neighbor_tokens" in dataset(host, *named, "data.verify_checksums=false")[0]
 
