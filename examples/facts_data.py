@@ -1,7 +1,8 @@
-"""A corpus whose facts stand only in the database, for docs/instruct-retro.md: python examples/facts_data.py FOLDER
+"""A corpus whose facts stand only in a database, for docs/retro.md: python examples/facts_data.py FOLDER
 
-A fact is a name with a code, both random: "Code of KRAV is: wodu. And next ". Its first 16 characters, a chunk, have
-the name, and the next 16 the code. No code of a name of the validation text is in the training text.
+A fact is a name with a code, both random: "Code of KRAV is: wodu. And next " in the text, and in the database "Entry of
+KRAV in the list: wodu.". The first 16 characters of each, a chunk, have the name, and the next 16 the code. No name or
+code of the last tenth, which is for validation, is in the rest of the text.
 """
 
 from __future__ import annotations
@@ -9,13 +10,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-
-import numpy as np
-
-from mt_data.indexed import IndexedDatasetWriter
 
 FACTS, HELD_OUT = 4000, 400
 
@@ -28,49 +25,30 @@ def words(letters: str, count: int) -> list[str]:
     return list(found)
 
 
-def sentences(names: Sequence[str], codes: Sequence[str]) -> list[str]:
-    return [f"Code of {name} is: {code}. And next " for name, code in zip(names, codes, strict=True)]
+def write_lines(path: Path, records: Iterable[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def write_tokens(prefix: Path, texts: Sequence[str]) -> None:
-    """Bytes; each text is a document."""
-    with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
-        for text in texts:
-            writer.add_sequence(np.frombuffer(text.encode(), np.uint8).astype(np.uint16))
-            writer.end_document()
-        writer.finish()
-
-
-def neighbors(facts: Sequence[int]) -> np.ndarray:
-    """[chunks of the text, 1]: of the chunk with name i that of the database with name facts[i], of a chunk with a code
-    none."""
-    rows = np.full((2 * FACTS, 1), -1, np.int64)
-    rows[::2, 0] = 2 * np.array(facts)
-    return rows
-
-
-def write_questions(path: Path, numbers: range, names: Sequence[str], codes: Sequence[str]) -> None:
+def questions(
+    numbers: range, names: Sequence[str], codes: Sequence[str], entries: Sequence[str]
+) -> Iterator[dict[str, object]]:
     """With two passages: the right one, and one of another name."""
-    facts = sentences(names, codes)
-    with path.open("w") as file:
-        for number in numbers:
-            passages = [facts[number], facts[random.randrange(FACTS)]]
-            question = f"What is the code of {names[number]}?"
-            file.write(json.dumps({"question": question, "answers": [codes[number]], "passages": passages}) + "\n")
+    for number in numbers:
+        passages = [entries[number], random.choice(entries)]
+        yield {"question": f"What is the code of {names[number]}?", "answers": [codes[number]], "passages": passages}
 
 
 def main(folder: Path) -> None:
     random.seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     names, codes = words(ascii_uppercase, FACTS), words(ascii_lowercase, FACTS)
-    facts = sentences(names, codes)
-    write_tokens(folder / "database", facts)
-    # A token more, the label of the last one.
-    write_tokens(folder / "text", [*facts, "C"])
-    np.save(folder / "neighbors.npy", neighbors(range(FACTS)))
-    np.save(folder / "random.npy", neighbors(random.choices(range(FACTS), k=FACTS)))
-    write_questions(folder / "train.jsonl", range(FACTS - HELD_OUT), names, codes)
-    write_questions(folder / "test.jsonl", range(FACTS - HELD_OUT, FACTS), names, codes)
+    facts = list(zip(names, codes, strict=True))
+    entries = [f"Entry of {name} in the list: {code}." for name, code in facts]
+    sentences = [f"Code of {name} is: {code}. And next " for name, code in facts]
+    write_lines(folder / "database.jsonl", ({"text": entry} for entry in entries))
+    write_lines(folder / "corpus.jsonl", ({"text": sentence} for sentence in sentences))
+    write_lines(folder / "train.jsonl", questions(range(FACTS - HELD_OUT), names, codes, entries))
+    write_lines(folder / "test.jsonl", questions(range(FACTS - HELD_OUT, FACTS), names, codes, entries))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,15 @@ WIDTH, HEIGHT, MARGIN = 480, 300, 45
 COLOURS = ("#0b6e99", "#c4561a", "#4d8b31", "#7a4fa3")
 
 
-def losses(run: Path) -> dict[int, float]:
-    """Step -> loss."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return {line["iteration"]: line["valid_loss"] for line in lines if line["kind"] == "valid"}
+def curves_of(run: Path) -> dict[str, dict[int, float]]:
+    """Name of a loss -> step -> loss."""
+    curves: dict[str, dict[int, float]] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        for key, loss in line.items():
+            if line["kind"] == "valid" and key.startswith("valid_loss"):
+                name = key.removeprefix("valid_loss").replace("_", " ")
+                curves.setdefault(run.name + name, {})[line["iteration"]] = loss
+    return curves
 
 
 def text(x: float, y: float, words: str, colour: str = "#333", anchor: str = "middle") -> str:
@@ -56,12 +61,12 @@ class Axes:
 
 
 def draw(picture: Path, runs: Sequence[Path]) -> None:
-    curves = [losses(run) for run in runs]
-    axes = Axes(curves)
+    curves = {name: curve for run in runs for name, curve in curves_of(run).items()}
+    axes = Axes(list(curves.values()))
     drawn = axes.draw()
-    for number, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        drawn += axes.curve(run.name, curve, number)
-        print(f"{run}: {curve[max(curve)]:.4f} after {max(curve)} steps")
+    for number, (name, curve) in enumerate(curves.items()):
+        drawn += axes.curve(name, curve, number)
+        print(f"{name}: {curve[max(curve)]:.4f} after {max(curve)} steps")
     size = f'width="{WIDTH}" height="{HEIGHT}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
     picture.write_text("\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *drawn, "</svg>"]) + "\n")

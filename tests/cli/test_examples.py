@@ -32,7 +32,7 @@ FAMILIES = {
     *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
     *("bert", "t5", "biencoder", "vision", "llava", "smolvlm", "internvl", "qwen_vl"),
 }
-NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "retro-project", "shapes"}
+NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes"}
 NEEDS_FILES |= {"facts-gpt", "facts-retro", "facts-sft"}
 """Trained in tests/models/test_bert_training.py, tests/retrieval and tests/eval, on data made by the commands of their
 pages."""

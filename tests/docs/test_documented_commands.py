@@ -57,7 +57,7 @@ PAGES_RUN_ELSEWHERE = {
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
     "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",
-    "docs/retro.md": "tests/retrieval/retro runs each step on a smaller text; the whole page takes minutes",
+    "docs/retro.md": "tests/eval/test_qa.py",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
 }
 
@@ -65,7 +65,7 @@ NOT_CONFIGURED = {
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
-    r"facts-(retro|sft)": "starts from a run of its page; tests/eval/test_qa.py trains all of them",
+    r"facts-(retro|sft)": "starts from a run of docs/retro.md; tests/eval/test_qa.py trains all of them",
     r"preset retro-tiny": "starts from a GPT of four layers; tests/models/test_partial_load.py has smaller ones",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
 }

@@ -1,4 +1,4 @@
-"""docs/instruct-retro.md: facts that stand only in a database lower perplexity and answer questions, and only those."""
+"""docs/retro.md and docs/instruct-retro.md: facts that only a database has lower perplexity and answer questions."""
 
 from __future__ import annotations
 
@@ -22,29 +22,34 @@ from mt_eval.qa.task import QuestionAnswering
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
-PAGE = "docs/instruct-retro.md"
-QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1"]
+RETRO, INSTRUCT = "docs/retro.md", "docs/instruct-retro.md"
+QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 BOUND = 8 * math.log(26) / 32
 """Loss of a token of the text without a database: of 32, four letters of a name and four of a code are random."""
+MADE_BY = ("mt data preprocess", "mt retro build facts", "mt train")
 slow = pytest.mark.slow
 
 
-def words(beginning: str) -> list[str]:
-    """The words after `mt` of the page's command that begins so."""
-    return next(one.words for one in mt_commands() if one.block.page == PAGE and one.text.startswith(beginning))
+def words(page: str, *beginnings: str) -> list[list[str]]:
+    """The words after `mt` of the page's commands that begin with one of these."""
+    return [one.words for one in mt_commands() if one.block.page == page and one.text.startswith(beginnings)]
+
+
+def snippets(page: str) -> list[str]:
+    return [block.text for block in blocks() if block.page == page and block.language == "python"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """The page's data and runs."""
+    """Data and runs of both pages."""
     folder = tmp_path_factory.mktemp("facts")
     (folder / "examples").symlink_to(ROOT / "examples")
     with chdir(folder):
         script: dict[str, Any] = {"__name__": "facts_data"}
         exec(compile((ROOT / "examples/facts_data.py").read_text(), "facts_data.py", "exec"), script)
         script["main"](Path("facts"))
-        for recipe in ("gpt", "retro", "sft"):
-            assert main.run([*words(f"mt train examples/facts-{recipe}"), *QUIET]) == 0
+        for command in [*words(RETRO, *MADE_BY), *words(INSTRUCT, "mt train")]:
+            assert main.run([*command, *(QUIET if command[0] == "train" else [])]) == 0
         yield folder
 
 
@@ -57,13 +62,18 @@ def measured(capsys, command: Sequence[str], *options: str) -> dict[str, dict[st
 
 @slow
 def test_neighbours_lower_the_perplexity_of_facts_that_only_the_database_has(folder: Path, capsys) -> None:
-    """Below what is possible without them; random neighbours and none stay above. The losses of the engine are those of
-    validation during training."""
-    command = words("mt eval ppl")
+    """Below what is possible without them; neighbours of other chunks and none stay above. The losses of the engine are
+    those of validation during training."""
+    share_found, random_neighbors, _ = snippets(RETRO)
+    capsys.readouterr()
+    exec(share_found)
+    assert capsys.readouterr().out == "1.0\n"
+    exec(random_neighbors)
+    of_gpt, command, of_others = words(RETRO, "mt eval ppl")
     found = measured(capsys, command, "--limit", "64")
-    (other,) = measured(
-        capsys, command[:-1], "--limit", "64", "--set", "data.retro_neighbors_path=facts/random.npy"
-    ).values()
+    (plain,) = measured(capsys, of_gpt, "--limit", "64").values()
+    (other,) = measured(capsys, of_others, "--limit", "64").values()
+    assert BOUND - 0.01 < plain["loss"] < 1.1 * BOUND
     assert found["valid"]["loss"] < 0.7 * BOUND
     assert found["valid without neighbors"]["loss"] > BOUND - 0.01
     assert other["loss"] > BOUND - 0.01
@@ -76,19 +86,19 @@ def test_neighbours_lower_the_perplexity_of_facts_that_only_the_database_has(fol
 
 @slow
 def test_questions_are_answered_with_passages_and_not_without(folder: Path, capsys) -> None:
-    command = words("mt eval qa")
-    found = measured(capsys, command, "--limit", "100")
+    command = words(INSTRUCT, "mt eval qa runs/instruct --data facts")[0]
+    found = measured(capsys, command, "--limit", "60")
     assert found["qa"]["exact_match"] == found["qa"]["f1"] == found["qa"]["f1_of_first"] > 0.9
     assert found["qa without passages"]["exact_match"] < 0.05
     # A killed run goes on where it was.
     samples = folder / "qa.samples.jsonl"
     lines = samples.read_text().splitlines(keepends=True)
-    samples.write_text("".join(lines[:50]) + lines[50][:20])
-    assert measured(capsys, command, "--limit", "100") == found
+    samples.write_text("".join(lines[:30]) + lines[30][:20])
+    assert measured(capsys, command, "--limit", "60") == found
     assert samples.read_text() == "".join(lines)
     # Any decoder answers, with passages in its prompt.
     of_gpt = ["eval", "qa", "runs/gpt", "--data", "facts/test.jsonl", "--max-tokens", "4"]
-    plain = measured(capsys, of_gpt, "--limit", "3")
+    plain = measured(capsys, of_gpt, "--limit", "2")
     assert plain["qa"]["exact_match"] == 0
 
 
@@ -96,15 +106,15 @@ def test_questions_are_answered_with_passages_and_not_without(folder: Path, caps
 def test_a_line_of_mt_generate_brings_passages(folder: Path) -> None:
     record = {
         "prompt": "User: What is the code of MINE?\n\nAssistant:",
-        "passages": ["Code of MINE is: gold. And next "],
+        "passages": ["Entry of MINE in the list: gold."],
     }
-    page = [line for block in blocks() if block.page == PAGE for line in block.text.splitlines()]
+    page = [line for block in blocks() if block.page == INSTRUCT for line in block.text.splitlines()]
     assert f"printf '%s\\n' '{json.dumps(record)}' > mine.jsonl" in page
-    other = {**record, "passages": ["Code of MINE is: jade. And next "]}
+    other = {**record, "passages": ["Entry of MINE in the list: jade."]}
     chunks = {"prompt": "Code of MINE is:", "neighbors": [other["passages"]], "max_tokens": 6}
     wrong = [{**record, "passages": "one"}, {**chunks, "passages": []}]
     (folder / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (record, other, chunks, *wrong)))
-    assert main.run(words("mt generate")) == 0
+    assert main.run(words(INSTRUCT, "mt generate")[0]) == 0
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [one["completions"][0]["text"] for one in answers[:3]] == [" gold", " jade", " jade"]
     assert '"passages" must be a list' in answers[3]["error"]
@@ -133,10 +143,11 @@ def test_prompts_are_those_of_training_and_passages_may_be_retrieved(folder: Pat
     generator = TextGenerator.load("runs/instruct", device="cpu")
     config, host = generator.config, load_plugins()
     dataset = build_datasets(config, generator.tokenizer, "valid", host)["valid"]
-    bare = [json.loads(line) | {"passages": []} for line in Path("facts/test.jsonl").read_text().splitlines()[:8]]
-    Path("bare.jsonl").write_text("".join(json.dumps(record) + "\n" for record in bare))
+    bare = [json.loads(line) for line in Path("facts/test.jsonl").read_text().splitlines()[:8]]
+    # As DPR's files of Natural Questions.
+    Path("bare.csv").write_text("".join(f"{record['question']}\t{record['answers']}\n" for record in bare))
     greedy = SamplingParameters(temperature=0.0, max_tokens=8)
-    task = QuestionAnswering(["bare.jsonl"], generator, keys={}, sampling=greedy, retriever=Library(folder), top_k=1)
+    task = QuestionAnswering(["bare.csv"], generator, keys={}, sampling=greedy, retriever=Library(folder), top_k=1)
     measured = list(task.samples(generator, 0))
     places = {dataset.describe(index).partition(", ")[2]: index for index in range(len(dataset))}
     for sample, record in zip(measured, bare, strict=True):

@@ -12,11 +12,11 @@ from tests.retrieval.conftest import Trained
 from tests.retrieval.corpus import PASSAGES, TRAINED
 
 from mt_core.errors import DataError
+from mt_data.questions import Question, read_questions
 from mt_retrieval.answers import has_answer
 from mt_retrieval.dpr.files import read_training_questions
 from mt_retrieval.evaluation import measure_recall
 from mt_retrieval.evidence.tsv import TSVEvidence
-from mt_retrieval.questions import Question, read_questions
 from mt_retrieval.retriever import Retriever
 
 

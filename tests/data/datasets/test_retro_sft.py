@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,18 @@ def test_what_cannot_be_used_is_named(host, tmp_path: Path, record, options, wor
     with pytest.raises(MtError) as caught:
         samples(host, lines(tmp_path / "qa.jsonl", record), *options)
     assert words in " ".join(str(caught.value).split())
+
+
+def test_tab_separated_questions(host, tmp_path: Path) -> None:
+    path = tmp_path / "nq-train.qa.csv.gz"
+    path.write_bytes(gzip.compress(b"Q1\t['one', 'eins']\nwithout answers\nQ2\t[\"two\"]\n"))
+    found = samples(host, path, "data.on_error=skip")
+    assert [text_of(sample["tokens"]).lstrip("|") for sample in found] == [
+        "User: Q1\n\nAssistant: one",
+        "User: Q2\n\nAssistant: two",
+    ]
+    with pytest.raises(MtError, match="line 2 has 1 fields; it must have two"):
+        samples(host, path)
 
 
 def test_records_that_cannot_be_used_are_left_out_on_request(host, tmp_path: Path) -> None:

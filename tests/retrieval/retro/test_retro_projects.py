@@ -56,7 +56,7 @@ def test_a_text_without_a_manifest_has_the_named_tokenizer(texts, project, tmp_p
     prefix = unrecorded(tmp_path, texts)
     named = {"tokenizer_type": "NullTokenizer", "tokenizer_entries": {"vocab_size": EOD + 1}}
     build_database(tmp_path, [texts[0], prefix], **OPTIONS, **named)
-    assert open_database(tmp_path).rows.tolist() == open_database(project).rows.tolist()
+    assert open_database(tmp_path).rows[:].tolist() == open_database(project).rows[:].tolist()
     assert database_tokenizer(tmp_path).decode([3, 7]) == "3 7"
 
 
@@ -70,7 +70,7 @@ def test_documents_are_cut_and_held_out_contents_left_out(tmp_path: Path, dedupl
     if deduplicate:
         del expected[3]
     database = open_database(tmp_path)
-    assert database.rows.tolist() == expected
+    assert database.rows[:].tolist() == expected
     counts = manifest.counts
     assert (counts.cut, counts.held_out, counts.also_held_out, counts.blank) == (11, 3, 1, 0)
     assert (counts.duplicates, counts.kept) == (int(deduplicate), len(expected))
@@ -153,7 +153,7 @@ def test_neighbours_are_the_nearest_of_other_documents(texts, project, tmp_path,
             own = {(number, document) for document in owners[first : first + sample].tolist()}
             query = tokens[chunk * CHUNK : (chunk + 1) * CHUNK].astype(np.int64)
             vector = embedder.vectors([query], lambda count: None)[0].astype(np.float64)
-            allowed = [row for row, (t, d, *_) in enumerate(database.rows.tolist()) if (t, d) not in own]
+            allowed = [row for row, (t, d, *_) in enumerate(database.rows[:].tolist()) if (t, d) not in own]
             distances = ((table - vector) ** 2).sum(1)
             assert set(found[chunk].tolist()) <= set(allowed)
             np.testing.assert_allclose(distances[found[chunk]], np.sort(distances[allowed])[:3], atol=1e-3)
@@ -227,12 +227,13 @@ def test_a_whole_project_is_verified(project) -> None:
 
 def replaced_with_its_record(project: Path) -> Path:
     """Neighbours that nobody found, under the right hash."""
-    from mt_data.records import StoredFile, write_array, write_record
+    from mt_data.records import blocked_file, write_array, write_record
 
     folder = next(project.glob("query/a_*"))
     array = np.load(folder / "neighbors.npy")[::-1].copy()
-    stored: StoredFile = write_array(folder, "neighbors.npy", array)
-    write_record(folder / "manifest.json", read_neighbors(folder).model_copy(update={"neighbors": stored}))
+    write_array(folder, "neighbors.npy", array)
+    stored = {"neighbors": blocked_file(folder / "neighbors.npy")}
+    write_record(folder / "manifest.json", read_neighbors(folder).model_copy(update=stored))
     return project
 
 
@@ -343,8 +344,8 @@ def test_samples_have_neighbours_within_their_documents_and_splits_are_of_docume
         for chunk in range(SAMPLE // CHUNK):
             for rank in range(2):
                 number = numbers[item * SAMPLE // CHUNK + chunk, rank]
-                text, document, first, _ = database.rows[number].tolist()
-                chunks = {(t, d, f): length for t, d, f, length in database.rows.tolist()}
+                text, document, first, _ = database.rows[:][number].tolist()
+                chunks = {(t, d, f): length for t, d, f, length in database.rows[:].tolist()}
                 length = chunks[text, document, first] + chunks.get((text, document, first + CHUNK), 0)
                 expected = database.texts[text].read(document)[first : first + length].tolist()
                 assert sample["neighbor_tokens"][chunk, rank][: len(expected)].tolist() == expected
@@ -403,6 +404,17 @@ def test_neighbours_of_something_else_are_refused(host, texts, project, other, o
         named[f"{text}_neighbors"] = next(project.glob(f"query/{text}_*"))
     with pytest.raises(error, match=words):
         dataset(host, *options.format(**named).split())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "cure"), [("db/chunks.npy", "build the database"), ("query/b_*/*.npy", "run mt retro query")]
+)
+def test_damage_is_found_where_it_is_read(host, texts, project, tmp_path, pattern: str, cure: str) -> None:
+    project = damage(copied(project, tmp_path), pattern)
+    named = [f"data.retro_project_dir={project}", f"data.data_path={texts[1]}"]
+    with pytest.raises(DataError, match=rf"npy is damaged: bytes 0 to .*manifest.json records; .*{cure} again"):
+        dataset(host, *named)[0]
+    assert "neighbor_tokens" in dataset(host, *named, "data.verify_checksums=false")[0]
 
 
 @pytest.fixture(scope="module")

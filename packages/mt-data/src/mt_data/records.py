@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mt_core.errors import DataError
 from mt_core.paths import write_whole
+from mt_data.indexed.blocks import BlockChecksummer, BlockChecksums
+
+PIECE = 2**20
+"""Bytes that are read at a time."""
 
 
 class Record(BaseModel):
@@ -34,6 +38,12 @@ class Origin(Record):
 class StoredFile(Record):
     name: str
     sha256: str
+
+
+class BlockedFile(StoredFile):
+    """A file that is read in parts, each of which can be checked alone."""
+
+    blocks: BlockChecksums
 
 
 def read_record(path: Path, kind: type[R]) -> R:
@@ -73,6 +83,16 @@ def write_array(folder: Path, name: str, array: np.ndarray) -> StoredFile:
     data = buffer.getvalue()
     write_whole(folder / name, data)
     return StoredFile(name=name, sha256=sha256(data).hexdigest())
+
+
+def blocked_file(path: Path) -> BlockedFile:
+    """The record of a file that has been written."""
+    digest, blocks = sha256(), BlockChecksummer()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            blocks.update(memoryview(piece))
+    return BlockedFile(name=path.name, sha256=digest.hexdigest(), blocks=blocks.record())
 
 
 def is_unchanged(folder: Path, stored: StoredFile | None) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
+from mt_data.questions import Question
 from mt_retrieval.answers import Match, has_answer
 from mt_retrieval.evidence.passages import Evidence
 from mt_retrieval.evidence.tsv import TSVEvidence
@@ -19,7 +20,6 @@ from mt_retrieval.index.exact import read_matrix
 from mt_retrieval.index.opening import open_index
 from mt_retrieval.index.search import Index, SearchResult
 from mt_retrieval.provenance import computation, versions
-from mt_retrieval.questions import Question
 from mt_retrieval.retriever import Retriever, find_in_batches, recorded, require_evidence
 
 OnProgress = Callable[[int, int], None]

@@ -23,6 +23,7 @@ from mt_data.indexed.storage import Bytes
 BLOCK_BYTES = 1 << 16
 """A sample of 4096 ids of two bytes takes 8 KiB, so a random read costs some blocks more than it needs, once."""
 CHECKSUM = np.dtype("<u4")
+CURE = "copy or write the data set again. mt data verify finds all damage"
 
 
 class BlockChecksums(BaseModel):
@@ -79,11 +80,14 @@ class BlockChecksummer:
 class CheckedBlocks:
     """A file whose blocks are compared with their checksums at their first use.
 
-    expected: gives the recorded checksums, None when there are none; called once, at the first read.
+    expected: gives the recorded checksums, None when there are none; called once, at the first read. cure: what to do
+    about damage.
     """
 
-    def __init__(self, source: Bytes, manifest: str, expected: Callable[[], BlockChecksums | None]) -> None:
-        self.path, self.size = source.path, source.size
+    def __init__(
+        self, source: Bytes, manifest: str, expected: Callable[[], BlockChecksums | None], cure: str = CURE
+    ) -> None:
+        self.path, self.size, self.cure = source.path, source.size, cure
         self._source = source
         self._manifest = manifest
         self._load = expected
@@ -135,6 +139,6 @@ class CheckedBlocks:
         begin = block * self._block_bytes
         return DataError(
             f"{self.path} is damaged: bytes {begin} to {min(begin + self._block_bytes, self.size) - 1} do not have the "
-            f"checksum that {self._manifest} records; copy or write the data set again. mt data verify finds all "
-            "damage; data.verify_checksums=false reads on without comparing"
+            f"checksum that {self._manifest} records; {self.cure}; data.verify_checksums=false reads on without "
+            "comparing"
         )

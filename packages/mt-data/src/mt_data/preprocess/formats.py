@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader, RawIOBase
+from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, TextIO, cast
 
 from mt_core.errors import DataError
 from mt_core.paths import is_remote
@@ -75,6 +75,19 @@ def open_stream(path: Path, found: InputFormat) -> Iterator[BinaryIO]:
     """
     with open_with_raw(path, found) as (stream, _):
         yield stream
+
+
+@contextmanager
+def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """A text file, compressed by its ending .gz or .zst. newline: as of `open`.
+
+    Raises DataError, also while it is read, for a file that cannot be read, is damaged or cut short, or is no UTF-8.
+    """
+    try:
+        with open_stream(path, detect_format(path, "text-lines")) as stream:
+            yield TextIOWrapper(stream, encoding="utf-8", newline=newline)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no UTF-8: {error}") from error
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def qa(
         list[str],
         typer.Option(
             metavar="FILE",
-            help="Questions in JSON lines or a JSON array; patterns too. Repeatable.",
+            help="Questions in JSON lines, a JSON array or tab-separated lines; patterns too. Repeatable.",
             show_default=False,
         ),
     ],

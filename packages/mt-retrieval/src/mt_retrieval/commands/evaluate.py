@@ -43,8 +43,8 @@ def evaluate(
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt retrieve evaluate")
     if question_embeddings is not None and checkpoint is not None:
         raise ConfigError("--question-embeddings are in place of --checkpoint; give one of them")
+    from mt_data.questions import read_questions
     from mt_retrieval.evaluation import measure_recall
-    from mt_retrieval.questions import read_questions
 
     asked, wanted = read_questions(questions), sorted(set(top_k or (1, 5, 20, 100)))
     searcher = _opened(index, question_embeddings, checkpoint, evidence, search_parameters, device)

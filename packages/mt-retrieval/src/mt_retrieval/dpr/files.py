@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_retrieval.compressed_text import open_text
+from mt_data.preprocess.formats import open_text
 
 NEGATIVES = ("hard_negative_ctxs", "negative_ctxs")
 

@@ -21,6 +21,7 @@ def build_project(
     prefixes: Sequence[str],
     embedder: str,
     *,
+    texts: Sequence[str] | None = None,
     seq_length: int | None,
     index: str = EXACT,
     train_rows: int | None = None,
@@ -34,8 +35,8 @@ def build_project(
     database: Mapping[str, Any] = MappingProxyType({}),
     bars: Bars = no_bars,
 ) -> list[NeighborsManifest]:
-    """The database of indexed datasets, its index, and the neighbours of every chunk of each of them, for
-    data.retro_project_dir. Collective. Killed, the same call continues.
+    """The database of indexed datasets, its index, and the neighbours of every chunk of `texts`, by
+    default the same, for data.retro_project_dir. Collective. Killed, the same call continues.
 
     embedder: "hashed-ngrams", or a run directory or checkpoint of a BERT or a biencoder. database: further arguments
     of `build_database`. The others are those of `open_embedder`, `train_index` and `find_neighbors`, which name the
@@ -60,5 +61,5 @@ def build_project(
             block_rows=block_rows,
             bars=bars,
         )
-        for prefix in prefixes
+        for prefix in texts or prefixes
     ]

@@ -28,7 +28,7 @@ from mt_data.datasets.retro.project import (
 from mt_data.datasets.retro.stream import TokenSource
 from mt_data.datasets.splits import parse_split
 from mt_data.indexed.dataset import IndexedDataset
-from mt_data.records import read_record, write_array, write_record
+from mt_data.records import blocked_file, read_record, write_array, write_record
 from mt_data.tokenizers.recorded import recorded_tokenizer
 from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, no_bars, ranges, write_blocks
 from mt_retrieval.retro.chunks import BLANK, ChunkCutter
@@ -84,8 +84,9 @@ def build_database(
         with bars("merging blocks") as update:
             table, counts = searched(blocks.read(update), deduplicate)
         _require_chunks(counts, job)
-        chunks = write_array(folder, CHUNKS, table)
-        write_record(folder / MANIFEST, manifest.model_copy(update={"counts": counts, "chunks": chunks}))
+        write_array(folder, CHUNKS, table)
+        complete = {"counts": counts, "chunks": blocked_file(folder / CHUNKS)}
+        write_record(folder / MANIFEST, manifest.model_copy(update=complete))
     wait_for_all()
     return read_database(folder)
 

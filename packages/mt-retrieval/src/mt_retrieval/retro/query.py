@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from mt_data.datasets.retro.project import (
 )
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.indexed.dataset import IndexedDataset
-from mt_data.records import StoredFile, is_unchanged, read_record, write_record
+from mt_data.records import blocked_file, is_unchanged, read_record, write_record
 from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, no_bars, ranges, write_blocks
 from mt_retrieval.retro.database import open_database
 from mt_retrieval.retro.embedder import ChunkEmbedder
@@ -114,7 +113,7 @@ class NeighborQuery:
 
     def _is_own(self, found: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.bool_]:
         """found: [n, k] chunks of the database -> whether each is of one of the documents own [n, 2] of the text."""
-        rows = self.database.rows[np.maximum(found, 0)].astype(np.int64)
+        rows = self.database.rows[:][np.maximum(found, 0)].astype(np.int64)
         number = self.database.number_of(self.job.text.fingerprint)
         documents = rows[..., 1]
         within = (own[:, :1] <= documents) & (documents <= own[:, 1:])
@@ -185,9 +184,7 @@ def _join(folder: Path, blocks: Blocks) -> None:
     for number, rows in enumerate(parts):
         joined[rows.start : rows.stop] = blocks.read(number)
     joined.flush()
-    with temporary.open("rb") as file:
-        digest = file_digest(file, "sha256").hexdigest()
     temporary.replace(folder / NEIGHBORS)
-    stored = StoredFile(name=NEIGHBORS, sha256=digest)
+    stored = blocked_file(folder / NEIGHBORS)
     write_record(folder / MANIFEST, manifest.model_copy(update={"neighbors": stored}))
     blocks.remove(len(parts))

@@ -69,7 +69,7 @@ class RetroDataConfig(NeighborKeys):
     mmap_bin_files: bool = True
     """Map the arrays of `.idx` into memory, which the processes of a machine then share; false reads them."""
     verify_checksums: bool = True
-    """Compare each block of `.bin` at its first use, and each `.idx` as it is opened, with the checksums in its
-    manifest."""
+    """Compare each block of `.bin`, and of the database's and the neighbours' `.npy`, at its first use, and each `.idx`
+    as it is opened, with the checksums in its manifest."""
     accept_tokenizer_mismatch: bool = False
     """Go on with token files whose manifest names another tokenizer than the configured one."""

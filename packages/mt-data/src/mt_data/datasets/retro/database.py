@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.retro.project import CHUNKS, DatabaseManifest
+from mt_data.datasets.retro.checked_rows import CheckedRows, Rows
+from mt_data.datasets.retro.project import CHUNKS, MANIFEST, DatabaseManifest
 from mt_data.datasets.retro.stream import TokenSource, TokenStream
 
 
@@ -58,16 +59,17 @@ class ChunkDatabase:
 
     name: str
     manifest: DatabaseManifest
-    rows: NDArray[np.uint32]
+    rows: Rows
     texts: Sequence[TokenSource]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def neighbor(self, number: int, length: int) -> NDArray[np.int64]:
-        text, document, first, _ = self.rows[number].tolist()
+        rows = self.rows[number : number - (-length // self.manifest.job.chunk_length)].tolist()
+        text, document, first, _ = rows[0]
         end = first
-        for row in self.rows[number : number - (-length // self.manifest.job.chunk_length)].tolist():
+        for row in rows:
             if row[:3] != [text, document, end]:
                 break
             end += row[3]
@@ -75,7 +77,7 @@ class ChunkDatabase:
 
     def tokens(self, number: int) -> NDArray[np.int64]:
         """Of the chunk alone."""
-        text, document, first, length = self.rows[number].tolist()
+        text, document, first, length = self.rows[number : number + 1].tolist()[0]
         return self.texts[text].read(document, first, length).astype(np.int64)
 
     def number_of(self, fingerprint: str) -> int | None:
@@ -84,9 +86,11 @@ class ChunkDatabase:
         return numbers.get(fingerprint)
 
 
-def open_chunks(folder: Path, manifest: DatabaseManifest, texts: Sequence[TokenSource]) -> ChunkDatabase:
+def open_chunks(
+    folder: Path, manifest: DatabaseManifest, texts: Sequence[TokenSource], *, verify_checksums: bool = True
+) -> ChunkDatabase:
     """Raises DataError for texts with another content than was cut into chunks, and for a file that is not the array of
-    the manifest."""
+    the manifest. verify_checksums: compare each block of the array at its first use."""
     for source, prefix, text in zip(texts, manifest.prefixes, manifest.job.texts, strict=True):
         if source.fingerprint() != text.fingerprint:
             raise DataError(
@@ -101,4 +105,7 @@ def open_chunks(folder: Path, manifest: DatabaseManifest, texts: Sequence[TokenS
     kept = manifest.counts.kept if manifest.counts else 0
     if rows.dtype != np.uint32 or rows.shape != (kept, 4):
         raise DataError(f"{path} holds {rows.dtype} {list(rows.shape)}, and its manifest says uint32 {[kept, 4]}")
+    if verify_checksums:
+        assert manifest.chunks is not None
+        rows = CheckedRows(rows, 4, manifest.chunks, folder / MANIFEST, "copy or build the database again")
     return ChunkDatabase(str(folder), manifest, rows, texts)

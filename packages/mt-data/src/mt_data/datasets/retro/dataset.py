@@ -12,6 +12,7 @@ from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest
 from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.fingerprints import combined
+from mt_data.datasets.retro.checked_rows import Rows
 from mt_data.datasets.retro.config import NeighborKeys
 from mt_data.datasets.retro.database import Database
 from mt_data.datasets.retro.stream import TokenStream
@@ -26,7 +27,7 @@ class Retrieval:
     more than the largest id of the tokenizer. fingerprint: of neighbours and database, None where it is not known.
     """
 
-    numbers: NDArray[np.integer]
+    numbers: Rows
     database: Database
     chunk_length: int
     retrieved_length: int

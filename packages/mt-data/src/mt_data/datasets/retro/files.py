@@ -12,6 +12,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import open_tokens
+from mt_data.datasets.retro.checked_rows import CheckedRows, Rows
 from mt_data.datasets.retro.config import RetroDataConfig
 from mt_data.datasets.retro.database import ChunkDatabase, Database, StreamDatabase, open_chunks
 from mt_data.datasets.retro.dataset import Retrieval, RetroDataset, items_of, retro_dataset
@@ -20,6 +21,7 @@ from mt_data.datasets.retro.project_paths import with_project_paths
 from mt_data.datasets.retro.stream import TokenStream
 from mt_data.datasets.samples import SampleRules
 from mt_data.datasets.splits import parse_split
+from mt_data.records import BlockedFile
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -40,7 +42,7 @@ def build_retro_files(config: RetroDataConfig, tokenizer: Tokenizer, request: Sp
         return None
     chunks = len(text) // config.retro_chunk_length
     file = neighbors_file(config, request.sequence_length, text, database)
-    numbers = open_neighbors(file.path, chunks, config.retro_num_neighbors)
+    numbers = open_neighbors(file, chunks, config.retro_num_neighbors, config.verify_checksums)
     rules = SampleRules.of(config, tokenizer)
     retrieval = Retrieval(
         numbers, database, config.retro_chunk_length, config.retrieved_length, rules.vocab_size, file.fingerprint
@@ -57,7 +59,8 @@ def open_database(config: RetroDataConfig, tokenizer: Tokenizer, text: TokenStre
     manifest = read_database(folder)
     _require_chunk_length(folder, manifest.job.chunk_length, config)
     streams = [_open(prefix, config, tokenizer) for prefix in manifest.prefixes]
-    return open_chunks(folder, manifest, [stream.source for stream in streams])
+    sources = [stream.source for stream in streams]
+    return open_chunks(folder, manifest, sources, verify_checksums=config.verify_checksums)
 
 
 def items_of_split(
@@ -88,10 +91,11 @@ def items_of_split(
 
 
 class NeighborsFile(NamedTuple):
-    """fingerprint: of the neighbours and the database; None where no manifest has it."""
+    """fingerprint: of the neighbours and the database. stored: the record of the file. None without a manifest."""
 
     path: Path
-    fingerprint: str | None
+    fingerprint: str | None = None
+    stored: BlockedFile | None = None
 
 
 def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, database: Database) -> NeighborsFile:
@@ -102,7 +106,7 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
     """
     folder = Path(str(config.retro_neighbors_path))
     if not folder.joinpath(MANIFEST).is_file():
-        return NeighborsFile(folder, None)
+        return NeighborsFile(folder)
     manifest = read_neighbors(folder)
     job, found = manifest.job, text.source.fingerprint()
     _require_chunk_length(folder, job.chunk_length, config)
@@ -127,11 +131,16 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
             f"sample, and data.seq_length={length} does not divide them; run mt retro query with --seq-length {length}"
         )
     assert manifest.neighbors is not None
-    return NeighborsFile(folder / NEIGHBORS, combined([manifest.neighbors.sha256, job.database]))
+    fingerprint = combined([manifest.neighbors.sha256, job.database])
+    return NeighborsFile(folder / NEIGHBORS, fingerprint, manifest.neighbors)
 
 
-def open_neighbors(path: Path, chunks: int, neighbors: int) -> NDArray[np.integer]:
-    """[chunks, neighbors] of the file, mapped into memory. Raises DataError for a file of another shape or type."""
+def open_neighbors(file: NeighborsFile, chunks: int, neighbors: int, verify_checksums: bool) -> Rows:
+    """[chunks, neighbors] of the file, mapped into memory. Raises DataError for a file of another shape or type.
+
+    verify_checksums: compare each block with its record at its first use, where there is one.
+    """
+    path = file.path
     try:
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -151,7 +160,11 @@ def open_neighbors(path: Path, chunks: int, neighbors: int) -> NDArray[np.intege
             f"data.retro_neighbors_path={path} has {numbers.shape[1]} neighbours of each chunk, fewer than "
             f"data.retro_num_neighbors={neighbors}"
         )
-    return numbers[:, :neighbors]
+    if verify_checksums and file.stored is not None:
+        cure = "copy it, or remove the folder and run mt retro query again"
+        return CheckedRows(numbers, neighbors, file.stored, path.with_name(MANIFEST), cure)
+    first: NDArray[np.integer] = numbers[:, :neighbors]
+    return first
 
 
 def _require_chunk_length(folder: Path, length: int, config: RetroDataConfig) -> None:

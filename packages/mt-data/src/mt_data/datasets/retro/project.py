@@ -14,7 +14,7 @@ from pydantic import Field
 from mt_core.errors import DataError
 from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.splits import parse_split
-from mt_data.records import Record, StoredFile, read_record
+from mt_data.records import BlockedFile, Record, read_record
 
 MANIFEST = "manifest.json"
 CHUNKS, NEIGHBORS = "chunks.npy", "neighbors.npy"
@@ -71,7 +71,7 @@ class DatabaseManifest(Record):
     prefixes: tuple[str, ...]
     tokenizer: dict[str, Any] = Field(default_factory=dict)
     counts: ChunkCounts | None = None
-    chunks: StoredFile | None = None
+    chunks: BlockedFile | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +107,7 @@ class NeighborsManifest(Record):
     version: Literal[1] = 1
     job: NeighborsJob
     prefix: str
-    neighbors: StoredFile | None = None
+    neighbors: BlockedFile | None = None
 
 
 def database_folder(project: Path) -> Path:

@@ -8,12 +8,14 @@
 | `messages` | in place of question and answers: a conversation, whose last message is the answer |
 | `passages`, `ctxs` or `bert_pretrain_corpus_neighbours` | each a text, or `{"title": ..., "text": ...}` |
 | `sub-paragraphs` or `sub_paragraph` | the one passage of Megatron's files: a text, or `[title, text]` |
+
+A tab-separated file (.tsv, .csv) has questions and answers, as those of Natural Questions (mt_data.questions).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
@@ -21,15 +23,16 @@ from typing import Any
 
 from mt_core.errors import DataError
 from mt_data.datasets.sft.conversations import Conversation, Message, check_messages
-from mt_data.preprocess.formats import detect_format, open_stream
+from mt_data.preprocess.formats import COMPRESSIONS, detect_format, open_stream
 from mt_data.preprocess.readers import MalformedRecord, Record, iter_records, json_kind
+from mt_data.questions import OnUnusable, iter_questions, raise_unusable
 
 ANSWERS = ("answers", "answer", "longform_answer")
 SEVERAL, SINGLE = ("passages", "ctxs", "bert_pretrain_corpus_neighbours"), ("sub-paragraphs", "sub_paragraph")
 """Keys of passages; the first one that a record has counts."""
 MULTIPLE_CHOICE = "multi_choice_qa"
-OnUnusable = Callable[[int, DataError], None]
-"""Called with the number of a record that cannot be used, and why; reading continues unless the call raises."""
+TAB_SEPARATED = (".tsv", ".csv")
+"""Endings; DPR's files of Natural Questions are named .csv."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,11 @@ class QARecord:
         return Conversation(list(messages), None, self.file, self.line)
 
 
-def raise_unusable(number: int, error: DataError) -> None:
-    """The default: the first unusable record ends the reading."""
-    raise error
-
-
 def read_qa_records(path: Path, on_unusable: OnUnusable = raise_unusable) -> Iterator[QARecord]:
-    """The records of JSON lines, a JSON array or Parquet, in order. Raises DataError for a file that cannot be read."""
+    """The records of JSON lines, a JSON array, Parquet or tab-separated questions, in order.
+
+    Raises DataError for a file that cannot be read.
+    """
     for record in _records(path, on_unusable):
         try:
             yield qa_record(record)
@@ -148,9 +149,20 @@ def _records(path: Path, on_unusable: OnUnusable) -> Iterator[Record]:
     def malformed(error: MalformedRecord) -> None:
         on_unusable(error.line, error)
 
+    if _is_tab_separated(path):
+        return _of_questions(path, on_unusable)
     if _is_array(path):
         return _of_array(path, on_unusable)
     return iter_records(path, on_malformed=malformed)
+
+
+def _is_tab_separated(path: Path) -> bool:
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix in TAB_SEPARATED
+
+
+def _of_questions(path: Path, on_unusable: OnUnusable) -> Iterator[Record]:
+    for line, question in iter_questions(path, on_unusable):
+        yield Record({"question": question.text, "answers": list(question.answers)}, str(path), line)
 
 
 def _is_array(path: Path) -> bool:

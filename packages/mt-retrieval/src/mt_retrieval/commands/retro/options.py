@@ -46,6 +46,14 @@ INDEX = Annotated[
     str, typer.Option("--index", help="exact (NumPy), or faiss's description, such as OPQ32_64,IVF65536_HNSW8,PQ32.")
 ]
 TRAIN_ROWS = Annotated[int | None, typer.Option(min=1, help="Chunks to train the index on. Default: all.")]
+TEXT = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        help="Prefix of .bin and .idx whose chunks have neighbours. Repeatable. Default: those of the database.",
+        show_default=False,
+    ),
+]
 SEQ_LENGTH = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens of a sample of training: neighbours are of none of its documents."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +16,7 @@ from mt_retrieval.commands.retro.options import (
     PROJECT,
     SAME_EMBEDDER,
     SEQ_LENGTH,
+    TEXT,
     bars,
     embedder_of_index,
     excluded_length,
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 def query(
     context: typer.Context,
     project: PROJECT,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Prefix of .bin and .idx. Repeatable. Default: those of the database.", show_default=False),
-    ] = None,
+    text: TEXT = None,
     seq_length: SEQ_LENGTH = None,
     exclude: EXCLUDE = "sample",
     num_neighbors: NUM_NEIGHBORS = defaults.NUM_NEIGHBORS,

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ast
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from mt_core.errors import DataError
-from mt_retrieval.compressed_text import open_text
+from mt_data.preprocess.formats import open_text
+
+OnUnusable = Callable[[int, DataError], None]
+"""Called with the number of a record that cannot be used, and why; reading continues unless the call raises."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,32 @@ class Question:
     answers: tuple[str, ...]
 
 
+def raise_unusable(number: int, error: DataError) -> None:
+    """The default: the first unusable record ends the reading."""
+    raise error
+
+
 def read_questions(path: Path) -> list[Question]:
     """Raises DataError for a file that cannot be read, has no questions, or a line that is none."""
+    return [question for _, question in iter_questions(path)]
+
+
+def iter_questions(path: Path, on_unusable: OnUnusable = raise_unusable) -> Iterator[tuple[int, Question]]:
+    """Questions with their lines, from 1. Raises DataError for a file that cannot be read or has no lines."""
+    lines = 0
     try:
         with open_text(path, newline="") as file:
-            questions = [_question(fields, f"{path}, line {number}") for number, fields in _records(file)]
+            for lines, fields in _records(file):
+                try:
+                    question = _question(fields, f"{path}, line {lines}")
+                except DataError as error:
+                    on_unusable(lines, error)
+                else:
+                    yield lines, question
     except csv.Error as error:
         raise DataError(f"the questions {path} cannot be read: {error}") from error
-    if not questions:
+    if not lines:
         raise DataError(f"{path} has no questions; a line is a question, a tab, and a list of answers")
-    return questions
 
 
 def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:
