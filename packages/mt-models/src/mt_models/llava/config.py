@@ -124,6 +124,9 @@ class VisionLanguageConfig(ModelConfig):
             "img_w": self.vision_model.img_w,
             "image_token_index": self.image_token_index,
             "image_seq_length": self.image_seq_length,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": "bicubic",
         }
 
 
@@ -189,9 +192,9 @@ class LlavaConfig(VisionLanguageConfig):
 
     @property
     def image_data_keys(self) -> dict[str, Any]:
-        """With the colours that the tower's kind was trained with."""
+        """One view, with the colours that the tower's kind was trained with."""
         of_clip = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if self.vision_model.has_class_token else {}
-        return super().image_data_keys | of_clip
+        return super().image_data_keys | {"resize": "crop"} | of_clip
 
 
 def check_llava(config: Config) -> None:

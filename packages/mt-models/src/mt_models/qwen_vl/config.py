@@ -133,6 +133,7 @@ class QwenVLConfig(VisionLanguageConfig):
             "image_std": CLIP_STD,
             "image_token_index": self.image_token_index,
             "image_seq_length": self.image_seq_length,
+            "resample": "bicubic",
             "image_markers": "qwen2_vl",
             "dynamic_resolution": True,
             "min_pixels": 4 * side**2,
