@@ -12,7 +12,7 @@ from mt_core.config_map import require_known
 from mt_core.errors import ConfigError
 from mt_models.llava.config import VisionLanguageConfig
 
-RESAMPLE = {3: "bicubic", 1: "lanczos"}
+RESAMPLE = {"3": "bicubic", "1": "lanczos"}
 """Pillow's numbers of filters -> data.resample."""
 FIXED: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
 """Fields that every processor has."""
@@ -34,7 +34,7 @@ def trained_keys(
 
 def written_processor(image_processor: str, processor: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that every processor has. image_processor, processor: names of classes."""
-    numbers = {name: number for number, name in RESAMPLE.items()}
+    numbers = {name: int(number) for number, name in RESAMPLE.items()}
     return {
         "image_processor_type": image_processor,
         "processor_class": processor,
@@ -57,7 +57,7 @@ def read_processor(
     keys = {"dataset_type": "image_text", "chat_template": "tokenizer", **config.image_data_keys}
     keys |= {key: list(external[key]) for key in COLOURS if external.get(key) is not None}
     if external.get("resample") is not None:
-        keys["resample"] = RESAMPLE[require_known("preprocessor_config.json: resample", external["resample"], RESAMPLE)]
+        keys["resample"] = RESAMPLE[require_known("resample", str(external["resample"]), RESAMPLE)]
     return keys
 
 
