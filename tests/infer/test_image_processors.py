@@ -133,7 +133,7 @@ def test_the_values_of_a_published_folder_make_the_images(family: str, tmp_path:
 @pytest.mark.parametrize(
     ("family", "fields", "words"),
     [
-        ("llava", {"resample": 2}, "resample=2 is not supported; it can be 3 or 1"),
+        ("llava", {"resample": 2}, "resample='2' is not supported; it can be 3, 1"),
         ("llava", {"size": {"shortest_edge": 8}}, "size={'shortest_edge': 8} does not fit.* 11 by 11 pixels"),
         ("llava", {"do_center_crop": True, "crop_size": 7}, "crop_size=7 does not fit"),
         ("llava", {"do_pad": True}, "do_pad=True does not fit the model; it can be False"),

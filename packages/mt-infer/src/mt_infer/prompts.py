@@ -159,8 +159,8 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
 def image_data(config: Config) -> ImageTextDataConfig:
     """How a model's images are read: as in training, where that was on images with texts; with the sizes and colours of
-    another data set of images, each as one view; as the processor of a Hugging Face folder does; of a checkpoint without
-    either, as published models of its family do."""
+    another data set of images, each as one view; as the processor of a Hugging Face folder does; of a checkpoint
+    without any of these, as published models of its family do."""
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):
