@@ -237,7 +237,7 @@ def tower_map(config: VisionEncoderConfig) -> NameMap:
 def layer_rules(
     config: VisionEncoderConfig, layer: str, attention: str, names: Iterable[tuple[str, str]]
 ) -> list[Rule]:
-    """layer, attention: what their names of a layer, and of its attention, begin with. names: ours in a layer, theirs."""
+    """layer, attention: what their names of a layer, and of its attention, begin with. names: ours and theirs in it."""
     heads = config.num_attention_heads
     rules: list[Rule] = [
         GroupedQKV(
