@@ -29,6 +29,6 @@ def test_processors_find_the_sizes_of_the_model(host, make_model, tmp_path: Path
 
 def test_a_run_has_the_colours_and_sizes_of_its_data(host) -> None:
     model = config_from_dict({"model": QWEN_VL, "train": {"train_iters": 1}}, host).model
-    data = {"dynamic_resolution": True, "max_pixels": 1024, "image_std": [0.5] * 3}
-    written = family_named("qwen_vl", host).preprocessor(model, data)
+    data = {"dynamic_resolution": True, "max_pixels": 1024, "image_std": [0.5] * 3, "image_mean": [0.4] * 3}
+    written = family_named("qwen_vl", host).preprocessor.write(model, data)
     assert (written["max_pixels"], written["min_pixels"], written["image_std"]) == (1024, 64, [0.5] * 3)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.image_file import ImageFile
@@ -131,6 +132,17 @@ class PromptEncoder:
         return {**views, IMAGE_GRIDS: torch.tensor([image.grid for image in images])}
 
 
+def takes_no_images(family: str) -> str:
+    """An error message for images given to a model of this family, with the families that take some."""
+    with_images = [spec.name for spec in load_plugins().models if has_image_token(spec.config_type.load())]
+    return f"model.family={family} takes no images; models of these families do: {', '.join(sorted(with_images))}"
+
+
+def has_image_token(model: type[Any]) -> bool:
+    """model: a type of configurations."""
+    return "image_token_index" in model.model_fields
+
+
 def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]]:
     """The images of each text: as many as it has marks, in order; all of them for a text that is the only one.
 
@@ -147,8 +159,8 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
 def image_data(config: Config) -> ImageTextDataConfig:
     """How a model's images are read: as in training, where that was on images with texts; with the sizes and colours of
-    another data set of images, each as one view; of a checkpoint without a data set of images, as published models of
-    its family do."""
+    another data set of images, each as one view; as the processor of a Hugging Face folder does; of a checkpoint
+    without any of these, as published models of its family do."""
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):

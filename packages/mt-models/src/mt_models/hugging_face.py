@@ -23,6 +23,19 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Preprocessor:
+    """The contents of preprocessor_config.json, by which processors make images for a model.
+
+    write: from the model's configuration and the keys of its [data].
+    read: the keys of [data] that make the same images, from the model's configuration and the contents; raises
+    ConfigError for what the model or mt cannot do.
+    """
+
+    write: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+    read: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class HuggingFaceFamily:
     """How a family is mapped to Hugging Face's format.
 
@@ -32,8 +45,7 @@ class HuggingFaceFamily:
     copies: tensors that repeat another one in the external state (tied embeddings), name -> the one it repeats.
     spelling: the name that the name map uses for a tensor, from its name in any version.
     architectures: model_type -> the Python class that other programs look for in config.json.
-    preprocessor: the contents of preprocessor_config.json, by which processors make images for a model of this
-    configuration, from it and the keys of its [data]; None where the family writes none.
+    preprocessor: how images are made for a model of this configuration; None where the family takes none.
     """
 
     family: str
@@ -43,7 +55,7 @@ class HuggingFaceFamily:
     copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
     spelling: Callable[[Any, str], str] = lambda config, name: name
     architectures: Mapping[str, str] = field(default_factory=dict)
-    preprocessor: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    preprocessor: Preprocessor | None = None
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model], `family` included, from the contents of config.json.

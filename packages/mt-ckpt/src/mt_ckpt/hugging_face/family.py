@@ -20,14 +20,31 @@ PLAUSIBLE_LAYERS = 10_000
 """More layers are believed when the checkpoint has as many tensors."""
 
 
+class Preprocessor(Protocol):
+    """How images are made for a model: preprocessor_config.json, and the keys of [data] that do the same."""
+
+    @property
+    def write(self) -> Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]:
+        """The file from the model's configuration and the keys of [data]."""
+        ...
+
+    @property
+    def read(self) -> Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]:
+        """The keys of [data] from the model's configuration and the file."""
+        ...
+
+
 class Family(Protocol):
     """How a model family stands in Hugging Face's format."""
 
     family: str
     model_types: Mapping[str, Any]
     architectures: Mapping[str, str]
-    preprocessor: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None
-    """preprocessor_config.json from the model's configuration and the keys of [data]; None: the family has none."""
+
+    @property
+    def preprocessor(self) -> Preprocessor | None:
+        """None: the family takes no images."""
+        ...
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model] from config.json."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mt_ckpt.hugging_face.family import Family, identify, require_names
 from mt_ckpt.hugging_face.shapes import infer
 from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles
-from mt_ckpt.hugging_face.tokenizer import read_tokenizer_files, tokenizer_config
+from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo
 from mt_ckpt.torch_files import TorchFile
 from mt_core.errors import CheckpointError, did_you_mean
@@ -43,14 +43,20 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     tensors = _open_tensors(path)
     family, config = identify(external, tensors.infos, host)
     files = read_tokenizer_files(path, external)
-    metadata = {
-        "iteration": 0,
-        "config": {
-            "model": config.model.model_dump(mode="json"),
-            "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
-        },
+    sections = {
+        "model": config.model.model_dump(mode="json"),
+        "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
+        **_image_data(family, config.model, files),
     }
-    return HuggingFaceReader(tensors, family, config.model, metadata, files)
+    return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files)
+
+
+def _image_data(family: Family, model: Any, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The section [data] that makes images as the folder's processor does."""
+    external = image_processor(files)
+    if family.preprocessor is None or external is None:
+        return {}
+    return {"data": dict(family.preprocessor.read(model, external))}
 
 
 class HuggingFaceReader:

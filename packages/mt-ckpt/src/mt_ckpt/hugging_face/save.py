@@ -81,7 +81,7 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
 def _preprocessor(source: CheckpointReader, family: Family, model: Any) -> dict[str, bytes]:
     if family.preprocessor is None:
         return {}
-    return {PREPROCESSOR: _json(family.preprocessor(model, source.metadata["config"].get("data") or {}))}
+    return {PREPROCESSOR: _json(family.preprocessor.write(model, source.metadata["config"].get("data") or {}))}
 
 
 def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:

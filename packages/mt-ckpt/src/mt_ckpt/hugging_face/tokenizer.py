@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PREPROCESSOR = "preprocessor_config.json"
-"""By which processors make images for the model."""
+from mt_core.errors import CheckpointError
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""By which processors make images for the model; the second, of newer versions, has the content of the first as
+`image_processor`."""
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,6 +24,7 @@ FILES = (
     "tokenizer.model",
     "spiece.model",
     PREPROCESSOR,
+    PROCESSOR,
 )
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -38,6 +42,27 @@ def read_tokenizer_files(path: Path, external: Mapping[str, Any]) -> dict[str, b
     if "spiece.model" in files:  # mt's name for every SentencePiece model
         files.setdefault("tokenizer.model", files["spiece.model"])
     return files
+
+
+def image_processor(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
+    """How images are made for the model, if the files say it.
+
+    Raises CheckpointError for a file that is no JSON object.
+    """
+    within = _json_object(files, PROCESSOR).get("image_processor")
+    if isinstance(within, Mapping):
+        return within
+    return _json_object(files, PREPROCESSOR) if PREPROCESSOR in files else None
+
+
+def _json_object(files: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{name} holds {type(content).__name__}; it has to be a JSON object")
+    return content
 
 
 def generation_defaults(ids: Mapping[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ from mt_data.datasets.text_files import bare_encoder
 from mt_data.preprocess.readers import expand_globs
 from mt_eval.tasks import Sample, weighted_mean
 from mt_eval.vqa.answers import exact_match, vqa_accuracy
-from mt_infer.prompts import PromptEncoder, image_data, read_images
+from mt_infer.prompts import PromptEncoder, has_image_token, image_data, read_images, takes_no_images
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -55,8 +55,8 @@ class VisualQuestions:
         sampling: SamplingParameters,
         limit: int | None = None,
     ) -> None:
-        if not hasattr(config.model, "image_token_index"):
-            raise ConfigError(f"model.family={config.model.family} takes no images; a model of model.family=llava does")
+        if not has_image_token(type(config.model)):
+            raise ConfigError(takes_no_images(config.model.family))
         self.patterns, self.sampling, self.limit = list(patterns), sampling, limit
         self.data = ImageTextDataConfig.model_validate(image_data(config).model_dump() | dict(keys))
         self.records = list(islice(self._read(), limit))

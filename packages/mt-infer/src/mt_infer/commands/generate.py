@@ -179,13 +179,12 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
 def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
     """Raises ConfigError for images that the model does not take."""
     from mt_data.datasets.images.image_file import ImageFile
-    from mt_infer.prompts import deal_images, image_data, read_images
+    from mt_infer.prompts import deal_images, image_data, read_images, takes_no_images
 
     if not images:
         return [Request(text, text, {}) for text in texts]
     if not generator.prompts.takes_images:
-        family = generator.config.model.family
-        raise ConfigError(f"--image: model.family={family} takes no images; a model of model.family=llava does")
+        raise ConfigError(f"--image: {takes_no_images(generator.config.model.family)}")
     data, found = image_data(generator.config), []
     for text, own in zip(texts, deal_images(texts, images), strict=True):
         read = read_images([ImageFile(path) for path in own], data)

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import Config, PositiveInt
-from mt_models.llava.config import ProjectionActivation, VisionLanguageConfig, check_parts, check_squares
+from mt_core.config.schema import Config
+from mt_models.llava.config import PixelShuffleConfig, ProjectionActivation, check_parts, check_squares
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_NUM_TILES = 12
 """Of an image, in the published models."""
 
 
-class InternVLConfig(VisionLanguageConfig):
+class InternVLConfig(PixelShuffleConfig):
     """An InternViT tower, squares of its patches, a norm and two matrices, a decoder (Chen et al., *How Far Are We to
     GPT-4V?*, 2024; InternVL3: Zhu et al., 2025)."""
 
-    scale_factor: PositiveInt = 2
-    """Side of the square of patches that becomes one feature."""
     projection_activation: ProjectionActivation = "gelu"
     """Between the matrices of the projection."""
 
     @property
-    def image_seq_length(self) -> int:
-        return self.vision_model.num_patches // self.scale_factor**2
-
-    @property
-    def feature_width(self) -> int:
-        """Of what the projection reads."""
-        return self.vision_model.hidden_size * self.scale_factor**2
+    def projection_weights(self) -> int:
+        hidden = self.decoder.hidden_size
+        return int(self.feature_width * hidden + hidden**2)
 
     @property
     def image_data_keys(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.internvl.config import InternVLConfig
 from mt_models.llava import hugging_face as llava
+from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
 from mt_models.vision import internvit_hugging_face as internvit
 from mt_models.vision.hugging_face import with_bias
 
@@ -119,6 +120,30 @@ def spelling(config: InternVLConfig, name: str) -> str:
     return llava.published_spelling(name)
 
 
+# -- images ------------------------------------------------------------------------------------------
+
+
+def write_preprocessor(config: InternVLConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    keys = trained_keys(config, data, {"max_num_tiles": 1})
+    return {
+        **written_processor("GotOcr2ImageProcessor", "InternVLProcessor", keys),
+        "crop_to_patches": True,
+        "min_patches": 1,
+        "max_patches": keys["max_num_tiles"],
+        "size": {"height": keys["img_h"], "width": keys["img_w"]},
+    }
+
+
+def read_preprocessor(config: InternVLConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+    """crop_to_patches is not read: InternVLProcessor cuts images whatever a file has there.
+
+    Raises ConfigError for tiles of another size than the tower's, and for a least number of them.
+    """
+    keys = read_processor(config, external, {"min_patches": 1})
+    require_size(config, "size", external.get("size"))
+    return keys | {"max_num_tiles": external.get("max_patches") or keys["max_num_tiles"]}
+
+
 HUGGING_FACE = HuggingFaceFamily(
     "internvl",
     {"internvl": INTERNVL},
@@ -126,4 +151,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     spelling=spelling,
     architectures={"internvl": "InternVLForConditionalGeneration"},
+    preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
 )

@@ -14,9 +14,8 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.internvl.config import InternVLConfig
-from mt_models.llava.model import VisionLanguageModel
 from mt_models.llava.projection import ProjectionMLP
-from mt_models.vision.model import VisionTower
+from mt_models.llava.vision_language import FixedSizeImageModel
 from mt_models.vision.pixel_shuffle import pixel_shuffle
 
 NORM_EPSILON = 1e-5
@@ -40,23 +39,13 @@ class InternVLProjection(nn.Module):
         return projected
 
 
-class InternVLModel(VisionLanguageModel):
-    """Features are the tower's last state without the class token, through the projection."""
+class InternVLModel(FixedSizeImageModel):
+    """Features are the tower's last state without the class token."""
 
     config: InternVLConfig
 
     def build_projection(self, ctx: ParallelContext) -> nn.Module:
         return InternVLProjection(self.config, ctx)
-
-    def features(self, images: Tensor) -> Tensor:
-        assert self.vision_model is not None
-        assert self.vision_projection is not None
-        patches = self.vision_model.hidden_states(images)[:, self.config.vision_model.has_class_token :]
-        projected: Tensor = self.vision_projection(patches)
-        return projected
-
-    def unread_modules(self, tower: VisionTower) -> list[nn.Module]:
-        return tower.pooling()
 
 
 def build_internvl(config: InternVLConfig, environment: ModelEnvironment) -> InternVLModel:

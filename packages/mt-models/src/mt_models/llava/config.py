@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.messages import validation_message
-from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, used_when
+from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, used_when
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_images
@@ -107,6 +107,16 @@ class VisionLanguageConfig(ModelConfig):
         raise NotImplementedError
 
     @property
+    def tower_layers(self) -> int:
+        """Layers of the tower that features pass through."""
+        return self.vision_model.num_layers
+
+    @property
+    def projection_weights(self) -> int:
+        """Elements of the projection's matrices."""
+        raise NotImplementedError
+
+    @property
     def image_data_keys(self) -> dict[str, Any]:
         """Keys of the data set image_text, for images as published models of the family take them."""
         return {
@@ -114,7 +124,26 @@ class VisionLanguageConfig(ModelConfig):
             "img_w": self.vision_model.img_w,
             "image_token_index": self.image_token_index,
             "image_seq_length": self.image_seq_length,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": "bicubic",
         }
+
+
+class PixelShuffleConfig(VisionLanguageConfig):
+    """Squares of patches, side by side, become features (Chen et al., *How Far Are We to GPT-4V?*, 2024)."""
+
+    scale_factor: PositiveInt = 2
+    """Side of the square of patches that becomes one feature."""
+
+    @property
+    def image_seq_length(self) -> int:
+        return self.vision_model.num_patches // self.scale_factor**2
+
+    @property
+    def feature_width(self) -> int:
+        """Of what the projection reads."""
+        return self.vision_model.hidden_size * self.scale_factor**2
 
 
 class LlavaConfig(VisionLanguageConfig):
@@ -144,6 +173,15 @@ class LlavaConfig(VisionLanguageConfig):
         return len(self.vision_feature_layers) * self.vision_model.hidden_size
 
     @property
+    def tower_layers(self) -> int:
+        return max(self.feature_states)
+
+    @property
+    def projection_weights(self) -> int:
+        hidden = self.decoder.hidden_size
+        return int(self.feature_width * hidden + (hidden**2 if self.vision_projection_type == "mlp" else 0))
+
+    @property
     def drops_class_token(self) -> bool:
         return self.vision_feature_select_strategy == "default"
 
@@ -154,9 +192,9 @@ class LlavaConfig(VisionLanguageConfig):
 
     @property
     def image_data_keys(self) -> dict[str, Any]:
-        """With the colours that the tower's kind was trained with."""
+        """One view, with the colours that the tower's kind was trained with."""
         of_clip = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD} if self.vision_model.has_class_token else {}
-        return super().image_data_keys | of_clip
+        return super().image_data_keys | {"resize": "crop"} | of_clip
 
 
 def check_llava(config: Config) -> None:
@@ -172,7 +210,7 @@ def check_parts(model: VisionLanguageConfig, config: Config) -> None:
     check_encoder(model.vision_model, config, "model.vision_model")
     check_images(model.vision_model, config, "model.vision_model")
     _check_samples(model, config)
-    _check_decoder(model, config)
+    check_decoder(model, config)
 
 
 def check_squares(tower: VisionEncoderConfig, side: int) -> None:
@@ -202,17 +240,27 @@ def _check_features(model: LlavaConfig) -> None:
 
 
 def _check_samples(model: VisionLanguageConfig, config: Config) -> None:
-    meanings = {
-        "image_token_index": "model.image_token_index",
-        "image_seq_length": "the number of features that the tower gives for an image",
-    }
-    for key, meaning in meanings.items():
-        given, wanted = getattr(config.data, key, None), getattr(model, key)
-        if given is not None and given != wanted:
-            raise ConfigError(f"data.{key}={given} has to be {wanted}, {meaning}")
+    require_data(
+        config,
+        {
+            "image_token_index": (model.image_token_index, "model.image_token_index"),
+            "image_seq_length": (model.image_seq_length, "the number of features that the tower gives for an image"),
+        },
+    )
 
 
-def _check_decoder(model: VisionLanguageConfig, config: Config) -> None:
+def require_data(config: Config, wanted: Mapping[str, tuple[Any, str]]) -> None:
+    """Raise ConfigError for keys of [data] with other values, where the data set has the keys.
+
+    wanted: key -> the value, and what it is.
+    """
+    for key, (value, meaning) in wanted.items():
+        given = getattr(config.data, key, None)
+        if given is not None and given != value:
+            raise ConfigError(f"data.{key}={given} has to be {value}, {meaning}")
+
+
+def check_decoder(model: VisionLanguageConfig, config: Config) -> None:
     """Check by the rules of the part's family, whose messages name a [model] section."""
     try:
         load_plugins().check_config(config.model_copy(update={"model": model.decoder}))

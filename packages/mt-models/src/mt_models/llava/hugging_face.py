@@ -22,9 +22,10 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.decoders import decoder_maps, read_decoder
+from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
 from mt_models.vision import hugging_face as vision
 
 TOWER, PROJECTION, DECODER = "vision_tower.", "multi_modal_projector.", "language_model."
@@ -193,6 +194,31 @@ def published_spelling(name: str) -> str:
     return name.removeprefix(STEM)
 
 
+# -- images ------------------------------------------------------------------------------------------
+
+
+def write_preprocessor(config: LlavaConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    """CLIP's processor takes the middle of an image, SigLIP's all of it."""
+    keys = trained_keys(config, data)
+    sides = {"height": keys["img_h"], "width": keys["img_w"]}
+    if keys["resize"] == "squash":
+        return {**written_processor("SiglipImageProcessor", "LlavaProcessor", keys), "size": sides}
+    crop = {"do_center_crop": True, "size": {"shortest_edge": keys["img_h"]}, "crop_size": sides}
+    return {**written_processor("CLIPImageProcessor", "LlavaProcessor", keys), **crop}
+
+
+def read_preprocessor(config: LlavaConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for images of another size than the tower's, and for what no processor of CLIP's or SigLIP's
+    does."""
+    keys = read_processor(config, external, {"do_pad": False})
+    require_size(config, "size", external.get("size"))
+    if not external.get("do_center_crop"):
+        # SigLIP's file has no such field.
+        return keys | ({"resize": "squash"} if "size" in external else {})
+    require_size(config, "crop_size", external.get("crop_size"))
+    return keys | {"resize": "crop"}
+
+
 HUGGING_FACE = HuggingFaceFamily(
     "llava",
     {"llava": LLAVA},
@@ -200,4 +226,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     spelling=spelling,
     architectures={"llava": "LlavaForConditionalGeneration"},
+    preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
 )

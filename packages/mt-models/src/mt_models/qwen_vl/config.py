@@ -11,8 +11,17 @@ from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
 from mt_models.blocks.encoder_config import EncoderConfig
-from mt_models.llava.config import CLIP_MEAN, CLIP_STD, Part, VisionLanguageConfig, validated
-from mt_models.qwen.config import QwenConfig, check_qwen
+from mt_models.llava.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Part,
+    VisionLanguageConfig,
+    check_decoder,
+    require_data,
+    validated,
+)
+from mt_models.qwen.config import QwenConfig
+from mt_models.vision.config import check_tensor_parallel
 
 
 class QwenVisionConfig(EncoderConfig):
@@ -124,6 +133,7 @@ class QwenVLConfig(VisionLanguageConfig):
             "image_std": CLIP_STD,
             "image_token_index": self.image_token_index,
             "image_seq_length": self.image_seq_length,
+            "resample": "bicubic",
             "image_markers": "qwen2_vl",
             "dynamic_resolution": True,
             "min_pixels": 4 * side**2,
@@ -143,7 +153,7 @@ def check_qwen_vl(config: Config) -> None:
     _check_tower(model.vision_model, config)
     _check_sections(model.language_model)
     _check_samples(model, config)
-    _check_decoder(model, config)
+    check_decoder(model, config)
 
 
 def _check_tower(tower: QwenVisionConfig, config: Config) -> None:
@@ -166,10 +176,7 @@ def _check_tower(tower: QwenVisionConfig, config: Config) -> None:
             f"{section}.full_attention_layers={tower.full_attention_layers} has {beyond[0]}, and layers go from 0 to "
             f"{tower.num_layers - 1}"
         )
-    size = config.parallel.tensor_model_parallel_size
-    key = "parallel.tensor_model_parallel_size"
-    must_divide(key, size, f"{section}.num_attention_heads", tower.num_attention_heads)
-    must_divide(key, size, f"{section}.ffn_hidden_size", tower.ffn_size)
+    check_tensor_parallel(tower, config, section)
 
 
 def _check_sections(decoder: QwenVLDecoderConfig) -> None:
@@ -188,23 +195,14 @@ def _check_sections(decoder: QwenVLDecoderConfig) -> None:
 
 def _check_samples(model: QwenVLConfig, config: Config) -> None:
     side = model.vision_model.merged_side
-    meanings = {
-        "image_token_index": (model.image_token_index, "model.image_token_index"),
-        "dynamic_resolution": (True, "since model.family=qwen_vl takes images in their own proportions"),
-        "image_seq_length": (1, "the positions of a merged patch"),
-        "img_h": (side, "the side in pixels of patches that are merged"),
-        "img_w": (side, "the side in pixels of patches that are merged"),
-        "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
-    }
-    for key, (wanted, meaning) in meanings.items():
-        given = getattr(config.data, key, None)
-        if given is not None and given != wanted:
-            raise ConfigError(f"data.{key}={given} has to be {wanted}, {meaning}")
-
-
-def _check_decoder(model: QwenVLConfig, config: Config) -> None:
-    """Check by the rules of the family qwen, whose messages name a [model] section."""
-    try:
-        check_qwen(config.model_copy(update={"model": model.decoder}))
-    except ConfigError as error:
-        raise ConfigError(f"in model.language_model, which is [model] in what follows: {error}") from None
+    require_data(
+        config,
+        {
+            "image_token_index": (model.image_token_index, "model.image_token_index"),
+            "dynamic_resolution": (True, "since model.family=qwen_vl takes images in their own proportions"),
+            "image_seq_length": (1, "the positions of a merged patch"),
+            "img_h": (side, "the side in pixels of patches that are merged"),
+            "img_w": (side, "the side in pixels of patches that are merged"),
+            "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
+        },
+    )

@@ -16,7 +16,8 @@ from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import one_of, require_even_heads
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor, require_value, tied_output
+from mt_models.llava.image_processor import read_processor, trained_keys, written_processor
 from mt_models.qwen import hugging_face as qwen
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig, QwenVLDecoderConfig
 from mt_models.qwen_vl.vision import ROTARY_BASE
@@ -230,23 +231,37 @@ def spelling(config: QwenVLConfig, name: str) -> str:
 # -- images ------------------------------------------------------------------------------------------
 
 
-def preprocessor(config: QwenVLConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Colours and sizes of the images that the model was trained on, else those of the published models."""
-    keys = config.image_data_keys
-    keys |= {key: data[key] for key in keys if key in data and data.get("dynamic_resolution")}
+def patch_fields(config: QwenVLConfig) -> dict[str, Any]:
+    """How an image is cut into patches, which is the model's."""
     vision = config.vision_model
     return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-        "min_pixels": keys["min_pixels"],
-        "max_pixels": keys["max_pixels"],
         "patch_size": vision.patch_dim,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
-        "image_mean": keys["image_mean"],
-        "image_std": keys["image_std"],
     }
 
+
+def write_preprocessor(config: QwenVLConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    keys = trained_keys(config, data)
+    return {
+        **written_processor("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", keys),
+        **{key: keys[key] for key in PIXELS},
+        **patch_fields(config),
+    }
+
+
+def read_preprocessor(config: QwenVLConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for patches that are not the model's."""
+    keys = read_processor(config, external, patch_fields(config))
+    size = external.get("size") or {}
+    for key, edge in PIXELS.items():
+        given = external.get(key) or size.get(edge)
+        keys |= {key: given} if given is not None else {}
+    return keys
+
+
+PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Fields of published files, which are the keys of [data] -> those within `size` in newer ones."""
 
 HUGGING_FACE = HuggingFaceFamily(
     "qwen_vl",
@@ -255,5 +270,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     spelling=spelling,
     architectures={"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"},
-    preprocessor=preprocessor,
+    preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
 )

@@ -13,7 +13,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from mt_core.nn.activations import activate
-from mt_core.nn.attention import AttentionCore
 from mt_core.nn.cache import Cache
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
@@ -26,6 +25,7 @@ from mt_models.blocks.transformer import TransformerLayer
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
 from mt_models.qwen_vl.patch_groups import Grid, PatchGroups, image_groups, patch_positions, window_groups
 from mt_models.qwen_vl.rotary import AxialAngles
+from mt_models.vision.layers import attention_core
 
 ROTARY_BASE = 10000.0
 
@@ -126,13 +126,3 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(activate("gelu", self.linear_fc1(x.flatten(1)[None])))[0]
-
-
-def attention_core(config: QwenVisionConfig, environment: ModelEnvironment) -> AttentionCore:
-    return environment.attention(
-        config.attention_backend,
-        num_heads=config.num_attention_heads,
-        num_query_groups=config.num_attention_heads,
-        head_dim=config.head_dim,
-        causal=False,
-    )

@@ -7,13 +7,13 @@ from typing import Any
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, PositiveInt
 from mt_core.errors import ConfigError
-from mt_models.llava.config import VisionLanguageConfig, check_parts, check_squares
+from mt_models.llava.config import PixelShuffleConfig, check_parts, check_squares
 
 TILES_OF_EDGE = 4
 """Tiles along the longer side of an image, in the published models."""
 
 
-class SmolVLMConfig(VisionLanguageConfig):
+class SmolVLMConfig(PixelShuffleConfig):
     """A SigLIP tower, squares of its patches, one matrix, a decoder (Idefics3: Laurençon et al., 2024; SmolVLM:
     Marafioti et al., 2025)."""
 
@@ -21,8 +21,8 @@ class SmolVLMConfig(VisionLanguageConfig):
     """Side of the square of patches that becomes one feature."""
 
     @property
-    def image_seq_length(self) -> int:
-        return self.vision_model.num_patches // self.scale_factor**2
+    def projection_weights(self) -> int:
+        return int(self.feature_width * self.decoder.hidden_size)
 
     @property
     def image_data_keys(self) -> dict[str, Any]:

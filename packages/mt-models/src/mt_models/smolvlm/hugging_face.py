@@ -19,8 +19,9 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Same
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava import hugging_face as llava
+from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
 from mt_models.smolvlm.config import SmolVLMConfig
 from mt_models.vision import hugging_face as vision
 
@@ -145,6 +146,30 @@ def copies(config: SmolVLMConfig) -> Mapping[str, str]:
     return llava.tied_output(config, name_map(config), OUTPUT)
 
 
+# -- images ------------------------------------------------------------------------------------------
+
+
+def write_preprocessor(config: SmolVLMConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A longer side of one tile makes one view."""
+    side = config.vision_model.img_h
+    keys = trained_keys(config, data, {"image_longest_edge": side})
+    return {
+        **written_processor("Idefics3ImageProcessor", "Idefics3Processor", keys),
+        "do_image_splitting": True,
+        "do_pad": True,
+        "size": {"longest_edge": keys["image_longest_edge"]},
+        "max_image_size": {"longest_edge": side},
+    }
+
+
+def read_preprocessor(config: SmolVLMConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for tiles of another size than the tower's, and for images that are not cut."""
+    keys = read_processor(config, external, {"do_image_splitting": True})
+    require_size(config, "max_image_size", external.get("max_image_size"))
+    edge = (external.get("size") or {}).get("longest_edge")
+    return keys if edge is None else keys | {"image_longest_edge": edge}
+
+
 HUGGING_FACE = HuggingFaceFamily(
     "smolvlm",
     {"idefics3": IDEFICS3, "smolvlm": IDEFICS3},
@@ -152,4 +177,5 @@ HUGGING_FACE = HuggingFaceFamily(
     model_type_of=lambda config: "idefics3",
     copies=copies,
     architectures={"idefics3": "Idefics3ForConditionalGeneration"},
+    preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
 )

@@ -15,9 +15,8 @@ from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
-from mt_models.llava.model import VisionLanguageModel
+from mt_models.llava.vision_language import FixedSizeImageModel
 from mt_models.smolvlm.config import SmolVLMConfig
-from mt_models.vision.model import VisionTower
 from mt_models.vision.pixel_shuffle import pixel_shuffle
 
 
@@ -31,29 +30,20 @@ class SmolVLMProjection(nn.Module):
         decoder = config.decoder
         # The tower has whole sequences on every rank.
         whole = replace(ctx, sequence_parallel=False)
-        width, init = config.vision_model.hidden_size * self.factor**2, normal(decoder.init_method_std)
-        self.encoder = ColumnParallelLinear(width, decoder.hidden_size, whole, bias=False, init=init)
+        init = normal(decoder.init_method_std)
+        self.encoder = ColumnParallelLinear(config.feature_width, decoder.hidden_size, whole, bias=False, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
         return gather_copies(self.encoder(pixel_shuffle(x, self.grid, self.factor)), 2, self.tp)
 
 
-class SmolVLMModel(VisionLanguageModel):
-    """Features are the tower's normalized last state through the projection."""
+class SmolVLMModel(FixedSizeImageModel):
+    """Features are the tower's normalized last state."""
 
     config: SmolVLMConfig
 
     def build_projection(self, ctx: ParallelContext) -> nn.Module:
         return SmolVLMProjection(self.config, ctx)
-
-    def features(self, images: Tensor) -> Tensor:
-        assert self.vision_model is not None
-        assert self.vision_projection is not None
-        projected: Tensor = self.vision_projection(self.vision_model.hidden_states(images))
-        return projected
-
-    def unread_modules(self, tower: VisionTower) -> list[nn.Module]:
-        return tower.pooling()
 
 
 def build_smolvlm(config: SmolVLMConfig, environment: ModelEnvironment) -> SmolVLMModel:

@@ -122,6 +122,11 @@ def check_encoder(model: VisionEncoderConfig, config: Config, section: str) -> N
             f"{section}.patch_dim={model.patch_dim} is larger than an image of {section}.img_h={model.img_h} by "
             f"{section}.img_w={model.img_w}; use at most {min(model.img_h, model.img_w)}"
         )
+    check_tensor_parallel(model, config, section)
+
+
+def check_tensor_parallel(model: EncoderConfig, config: Config, section: str) -> None:
+    """Raise ConfigError when ranks do not divide the tower. section: as of `check_encoder`."""
     size = config.parallel.tensor_model_parallel_size
     key = "parallel.tensor_model_parallel_size"
     must_divide(key, size, f"{section}.num_attention_heads", model.num_attention_heads)

@@ -7,7 +7,7 @@ Since version 5 its own modules leave `vision_model.` out; `spelling` puts it ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -228,25 +228,28 @@ def tower_map(config: VisionEncoderConfig) -> NameMap:
     rules: list[Rule] = [
         Same(f"{OURS}conv1.weight", f"{THEIRS}embeddings.patch_embedding.weight"),
         Same(f"{OURS}position_embeddings.weight", f"{THEIRS}embeddings.position_embedding.weight"),
-        *layer_rules(config),
+        *layer_rules(config, THEIR_LAYER, "self_attn", LAYER),
         *(clip_rules(config) if config.vision_model_type == "clip" else siglip_rules(config)),
     ]
     return NameMap(rules, config.num_layers, ignored=[f"{THEIRS}embeddings.position_ids"])
 
 
-def layer_rules(config: VisionEncoderConfig) -> list[Rule]:
+def layer_rules(
+    config: VisionEncoderConfig, layer: str, attention: str, names: Iterable[tuple[str, str]]
+) -> list[Rule]:
+    """layer, attention: what their names of a layer, and of its attention, begin with. names: ours and theirs in it."""
     heads = config.num_attention_heads
     rules: list[Rule] = [
         GroupedQKV(
             f"{OUR_LAYER}self_attention.linear_qkv.{kind}",
-            tuple(f"{THEIR_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv"),
+            tuple(f"{layer}{attention}.{name}_proj.{kind}" for name in "qkv"),
             groups=heads,
             heads=heads,
         )
         for kind in ("weight", "bias")
     ]
-    for ours, theirs in LAYER:
-        rules += with_bias(f"{OUR_LAYER}{ours}", f"{THEIR_LAYER}{theirs}")
+    for ours, theirs in names:
+        rules += with_bias(f"{OUR_LAYER}{ours}", f"{layer}{theirs}")
     return rules
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
-from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
+from mt_core.name_map import NameMap, Rule, Same
 from mt_models.hugging_face import NOT_A_CHOICE
 from mt_models.vision.config import VisionEncoderConfig
 from mt_models.vision.hugging_face import (
@@ -23,6 +23,7 @@ from mt_models.vision.hugging_face import (
     TOWER_IGNORED,
     export_sizes,
     import_sizes,
+    layer_rules,
     tower_fields,
     with_bias,
 )
@@ -101,22 +102,11 @@ LAYER = (
 
 def tower_map(config: VisionEncoderConfig) -> NameMap:
     """Names within the tower; models with one add a prefix to theirs."""
-    heads = config.num_attention_heads
     rules: list[Rule] = [
         *with_bias(f"{OURS}conv1", "embeddings.patch_embeddings.projection"),
         Unsqueezed(f"{OURS}position_embeddings.weight", "embeddings.position_embeddings"),
         Unsqueezed(f"{OURS}class_token", "embeddings.cls_token", leading=2),
-        *(
-            GroupedQKV(
-                f"{OUR_LAYER}self_attention.linear_qkv.{kind}",
-                tuple(f"{THEIR_LAYER}attention.{name}_proj.{kind}" for name in "qkv"),
-                groups=heads,
-                heads=heads,
-            )
-            for kind in ("weight", "bias")
-        ),
         *(Same(f"{OUR_LAYER}ls{number}.weight", f"{THEIR_LAYER}lambda_{number}") for number in (1, 2)),
+        *layer_rules(config, THEIR_LAYER, "attention", LAYER),
     ]
-    for ours, theirs in LAYER:
-        rules += with_bias(f"{OUR_LAYER}{ours}", f"{THEIR_LAYER}{theirs}")
     return NameMap(rules, config.num_layers)

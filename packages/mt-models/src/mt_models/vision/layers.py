@@ -17,6 +17,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_pa
 from mt_core.nn.main_grad import with_main_gradient
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.encoder_config import EncoderConfig
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.vision.config import VisionEncoderConfig
@@ -56,7 +57,7 @@ class VisionLayers(nn.Module):
     def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
         super().__init__()
         self.recompute = environment.recompute
-        core = attention_core(config, environment)
+        core = attention_core(config, environment, config.attention_dropout)
         layer_type = ScaledLayer if config.vision_model_type == "internvit" else TransformerLayer
         self.layers = nn.ModuleList(
             layer_type(config, core, environment.feed_forward("dense", config, number), environment.parallel)
@@ -120,7 +121,7 @@ class AttentionPooling(LayoutModule):
         ctx = environment.parallel
         super().__init__(ctx)
         self.declare("probe", ParameterLayout((1, 1, config.hidden_size), normal(config.init_method_std)))
-        self.attention = PoolingAttention(config, attention_core(config, environment), ctx)
+        self.attention = PoolingAttention(config, attention_core(config, environment, config.attention_dropout), ctx)
         self.layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.mlp = environment.feed_forward("dense", config, config.num_layers)
 
@@ -158,12 +159,12 @@ class PoolingAttention(nn.Module):
         return out.unflatten(-1, (-1, weight.shape[1], self.head_dim))
 
 
-def attention_core(config: VisionEncoderConfig, environment: ModelEnvironment) -> AttentionCore:
+def attention_core(config: EncoderConfig, environment: ModelEnvironment, dropout: float = 0.0) -> AttentionCore:
     return environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.num_attention_heads,
         head_dim=config.head_dim,
-        dropout=config.attention_dropout,
+        dropout=dropout,
         causal=False,
     )

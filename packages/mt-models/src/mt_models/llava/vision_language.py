@@ -1,0 +1,317 @@
+"""What models of images and text have in common: image features replace the image tokens of a text.
+
+Shapes: B batch, S sequence, N images, F features of an image, H hidden of the decoder, V vocabulary (this rank's ids
+under tensor parallelism). Tower and projection have whole sequences on every rank even if sequence parallelism shards
+the decoder's; with pipeline parallelism they are parts of the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
+from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
+from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.model import Model, contract
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import Stage
+from mt_models.blocks.freeze import freeze
+from mt_models.llava.config import VisionLanguageConfig
+from mt_models.llava.splicing import spliced_words
+from mt_models.vision.model import VisionTower, build_tower
+
+
+class VisionLanguageModel(Model):
+    """tokens [B, S], images -> logits [B, S, V].
+
+    A family has a tower, a projection and a decoder, and computes features of a batch and of a request.
+    """
+
+    inputs: tuple[str, ...] = ("tokens", "images", "position_ids", "segment_ids")
+    continues_text: ClassVar[bool] = True
+    conditioned_by: ClassVar[tuple[str, ...]] = ("images",)
+    vision_model: Any
+    vision_projection: nn.Module | None
+    language_model: Any
+    """A decoder of any family."""
+
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        """config: a VisionLanguageConfig."""
+        super().__init__()
+        self.config = config
+        self.cp = environment.parallel.cp
+        self.vision_model = self.vision_projection = None
+        if environment.has_first:
+            self.vision_model = self.build_tower(environment)
+            self.vision_projection = self.build_projection(environment.parallel)
+        self.language_model = self.build_decoder(environment)
+        self._leave_untrained()
+
+    # -- what a family has of its own ----------------------------------------------------------------
+
+    def build_tower(self, environment: ModelEnvironment) -> nn.Module:
+        """From images to vectors of the tower's width."""
+        raise NotImplementedError
+
+    def build_projection(self, ctx: ParallelContext) -> nn.Module:
+        """From what the tower gives to vectors of the decoder's width."""
+        raise NotImplementedError
+
+    def build_decoder(self, environment: ModelEnvironment) -> nn.Module:
+        """The part that continues text. Raises ConfigError for a family that does not."""
+        return build_decoder(self.config, environment)
+
+    def unread_modules(self) -> list[nn.Module]:
+        """Modules of the tower that no feature passes through."""
+        return []
+
+    def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
+        """[image tokens of the batch, H]. places: [B, S], where image tokens are.
+
+        Raises DataError when images and image tokens are not as many.
+        """
+        raise NotImplementedError
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """Of a request: `features` [image tokens, H], of the first stage's ranks, and what positions depend on."""
+        raise NotImplementedError
+
+    def positions(self, places: Tensor, position_ids: Tensor | None, image_grids: Tensor | None) -> Tensor | None:
+        """What the decoder takes as positions. places: [B, S], where image tokens are."""
+        return position_ids
+
+    def cached_positions(self, cache: Cache) -> Tensor:
+        """As `positions`, of the new tokens of a cache."""
+        return cache.position_ids
+
+    # -- training ------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,
+        images: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        image_grids: Tensor | None = None,
+    ) -> Tensor:
+        """images, image_grids: as `features_of_batch` of the family takes them; None for a text without image tokens.
+
+        Raises DataError when images and image tokens are not as many.
+        """
+        words, positions, spliced = self._prepared(tokens, images, position_ids, image_grids)
+        with spliced:
+            logits: Tensor = self.language_model(words, positions, segment_ids)
+        return logits
+
+    def run_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        images: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        image_grids: Tensor | None = None,
+    ) -> Any:
+        """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
+        words, positions, spliced = self._prepared(tokens, images, position_ids, image_grids, is_first=stage.first)
+        with spliced:
+            return self.language_model.run_stage(stage, hidden, words, positions, segment_ids)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        if stage.first:
+            yield from (part for part in (self.vision_model, self.vision_projection) if part is not None)
+        yield from self.language_model.stage_modules(stage)
+
+    def _prepared(
+        self,
+        tokens: Tensor,
+        images: Tensor | None,
+        position_ids: Tensor | None,
+        image_grids: Tensor | None,
+        *,
+        is_first: bool = True,
+    ) -> tuple[Tensor, Tensor | None, AbstractContextManager[None]]:
+        """Ids that are all in the vocabulary, as the image token need not be; positions; and a context in which the
+        first stage splices features in."""
+        places = tokens == self.config.image_token_index
+        spliced = self._with_images(places, images, image_grids) if is_first else nullcontext()
+        return tokens.masked_fill(places, 0), self.positions(places, position_ids, image_grids), spliced
+
+    def _with_images(
+        self, places: Tensor, images: Tensor | None, image_grids: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """A context in which the features of images are spliced in at `places` [B, S], this rank's positions."""
+        if images is None:
+            self.require_tokens(places, 0)
+            return nullcontext()
+        whole = unshard_sequence(places.int(), SEQUENCE_DIM, self.cp).bool()
+        features = self.features_of_batch(whole, images, image_grids)
+        if self.cp.size > 1:
+            features = features.index_select(0, self._own_features(places, whole))
+        return self._spliced(places, features)
+
+    def _spliced(self, places: Tensor, features: Tensor) -> AbstractContextManager[None]:
+        return spliced_words(word_embeddings(self.language_model), places, features)
+
+    def _own_features(self, places: Tensor, whole: Tensor) -> Tensor:
+        """Numbers, counted over the batch, of the features at this rank's places.
+
+        places: of its positions. whole: of all positions of the sequences.
+        """
+        numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)
+        return shard_sequence(numbers, SEQUENCE_DIM, self.cp)[places]
+
+    def require_tokens(self, places: Tensor, features: int) -> None:
+        """Raises DataError unless there are as many image tokens as features. places: where image tokens are."""
+        if (found := int(places.sum())) != features:
+            raise DataError(
+                f"the text has {found} image tokens (id {self.config.image_token_index}), and its images have "
+                f"{features} features; write the image token once for each feature"
+            )
+
+    def _leave_untrained(self) -> None:
+        """The parts in model.freeze, and the modules of the tower that are never read, thus without gradients."""
+        unread = [] if self.vision_model is None else self.unread_modules()
+        for module in (*unread, *(getattr(self, part) for part in self.config.freeze)):
+            if module is not None:
+                freeze(module)
+
+    # -- generation ----------------------------------------------------------------------------------
+
+    def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Any:
+        """The features of a sequence's images replace its image tokens, whatever part of them is in this pass.
+
+        An image token that was generated is a word like any other: no feature belongs to it.
+        """
+        places = torch.zeros_like(cache.tokens, dtype=torch.bool)
+        features = list(self._take_features(cache, places)) if stage.first else []
+        words = cache.tokens.masked_fill(places, 0)
+        with self._spliced(places, torch.cat(features)) if features else nullcontext():
+            return self.language_model.run_stage(stage, hidden, words, self.cached_positions(cache), cache=cache)
+
+    def _take_features(self, cache: Cache, places: Tensor) -> Iterator[Tensor]:
+        """The features [F of the sequence, H] for new positions, sequence by sequence. Marks their places [1, T]."""
+        end = 0
+        for sequence in cache.sequences:
+            end += sequence.count
+            features = sequence.conditioning.get("features")
+            if features is None:
+                continue
+            before, new = (tokens == self.config.image_token_index for tokens in (sequence.past, sequence.new))
+            first = int(before.sum())
+            own = new & (first + new.cumsum(0) <= len(features))
+            if own.any():
+                places[0, end - sequence.count : end] = own.to(places.device)
+                yield features[first : first + int(own.sum())]
+
+    def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        try:
+            self.require_tokens(tokens == self.config.image_token_index, self.features_of_request(inputs))
+        except DataError as error:
+            raise ConfigError(f"images: {error}") from None
+
+    def features_of_request(self, inputs: Mapping[str, Tensor]) -> int:
+        """How many. Raises ConfigError for inputs that do not fit one another."""
+        return len(inputs.get("images", ())) * self.config.image_seq_length
+
+    def cached_layers(self) -> Iterator[KeepsState]:
+        return layers_with_state(self.language_model)
+
+    @property
+    def decoded_layers(self) -> int:
+        layers: int = self.language_model.decoded_layers
+        return layers
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Longest supported sequence, image tokens included; None without a limit."""
+        return contract(self.language_model).max_sequence_length
+
+
+class FixedSizeImageModel(VisionLanguageModel):
+    """Images of one size, each of which has F features: the last state of a tower of the family vision, normalized and
+    without the class token, through the projection."""
+
+    def build_tower(self, environment: ModelEnvironment) -> VisionTower:
+        return build_tower(self.config.vision_model, environment)
+
+    def unread_modules(self) -> list[nn.Module]:
+        return self.vision_model.pooling()
+
+    def features(self, images: Tensor) -> Tensor:
+        """[N, C, img_h, img_w] -> [N, F, H]: what replaces the image tokens."""
+        assert self.vision_projection is not None
+        features: Tensor = self.vision_projection(self.tower_states(images))
+        return features
+
+    def tower_states(self, images: Tensor) -> Tensor:
+        """What the projection reads."""
+        states: Tensor = self.vision_model.hidden_states(images)
+        return states[:, 1:] if self.config.vision_model.has_class_token else states
+
+    def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
+        """images [N, C, img_h, img_w], in the order of their image tokens in the batch, row by row; or [B, M, C, img_h,
+        img_w], of which a row takes as many as it has image tokens for: the others are padding."""
+        if images.ndim == 4:
+            self.require_tokens(places, len(images) * self.config.image_seq_length)
+            return self.features(images).flatten(0, 1)
+        real = self._real_images(places, images.shape[1])
+        images = images.flatten(0, 1)
+        if not len(real):
+            # A batch of texts alone: the features of a padding image are not used, and have gradients of zero.
+            return self.features(images[:1]).flatten(0, 1)[:0]
+        return self.features(images.index_select(0, real.to(images.device))).flatten(0, 1)
+
+    def _real_images(self, places: Tensor, capacity: int) -> Tensor:
+        """Numbers, counted over the batch of `capacity` images a row, of the images that have image tokens."""
+        counts, length = places.sum(1), self.config.image_seq_length
+        if (counts % length).any() or (counts > capacity * length).any():
+            raise DataError(
+                f"the rows of the batch have {counts.tolist()} image tokens (id {self.config.image_token_index}), "
+                f"and at most {capacity} images of {length} features each; write the image token once for each feature"
+            )
+        real = torch.arange(capacity, device=places.device) < (counts // length)[:, None]
+        return real.flatten().nonzero().squeeze(1)
+
+    def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
+        """images [N, C, img_h, img_w], in the order of their tokens -> features [N F, H], of the first stage's ranks"""
+        if "images" not in inputs or self.vision_model is None:
+            return {}
+        return {"features": self.features(inputs["images"]).flatten(0, 1)}
+
+
+def build_decoder(config: VisionLanguageConfig, environment: ModelEnvironment) -> nn.Module:
+    """The decoder of any family that continues text. Raises ConfigError for another."""
+    decoder = config.decoder
+    spec = environment.host.models.get(decoder.family, key="model.language_model.family")
+    # What the decoder's builder reads of the whole configuration, it reads for its own model.
+    own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
+    model = spec.build.load()(decoder, own)
+    if not contract(model).continues_text or (environment.has_first and not has_word_embeddings(model)):
+        raise ConfigError(
+            f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "
+            "does, such as llama, mistral, qwen, gemma or gpt"
+        )
+    return model
+
+
+def has_word_embeddings(model: nn.Module) -> bool:
+    """Whether there is a table of token embeddings, `embedding.word_embeddings` in every family that has one."""
+    return isinstance(getattr(getattr(model, "embedding", None), "word_embeddings", None), VocabParallelEmbedding)
+
+
+def word_embeddings(model: Any) -> VocabParallelEmbedding:
+    """Of a decoder that has some."""
+    table = model.embedding.word_embeddings
+    assert isinstance(table, VocabParallelEmbedding)
+    return table

@@ -1,0 +1,164 @@
+"""The image processor in a folder of `transformers`, with values that are not the family's: mt makes the same pixels
+and tokens, and what mt writes is read by the processor's class. And values that no model of mt takes are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.data.images.reference_processors import InternVLProcessor, idefics3_processor
+from tests.data.images.test_processors import assert_same_pixels
+from tests.infer.server.test_image_tiles import SIDE, reference_folder
+from tests.models.qwen_vl_reference import SIDE as CELL
+from tests.models.qwen_vl_reference import make_reference
+from tests.models.test_llava import TOWER, llava
+
+from mt_ckpt.hugging_face.family import family_named
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
+from mt_core.train.build import restore_tokenizer
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_eval.vqa.task import VisualQuestions
+from mt_infer.prompts import PromptEncoder, image_data, views_of
+from mt_infer.sampling.parameters import SamplingParameters
+
+transformers = pytest.importorskip("transformers")
+
+COLOURS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+TEXT = "see <image> and"
+BICUBIC, LANCZOS = 3, 1
+HOST = load_plugins()
+
+
+class Published(NamedTuple):
+    """images: of `transformers`. ids: of TEXT with an image, where the family's processor runs without torchvision."""
+
+    images: Any
+    pixels: np.ndarray
+    ids: list[int] | None = None
+
+
+def smolvlm(folder: Path, image: Image.Image) -> Published:
+    """The whole processor's file, processor_config.json."""
+    _, processor, _, _ = reference_folder("smolvlm", folder)
+    processor = idefics3_processor(processor.tokenizer, SIDE, 3 * SIDE, 4)
+    for key, value in {**COLOURS, "resample": BICUBIC}.items():
+        setattr(processor.image_processor, key, value)
+    processor.save_pretrained(folder)
+    found = processor(text=[TEXT], images=[[image]], return_tensors="np")
+    return Published(processor.image_processor, found["pixel_values"][0], found["input_ids"][0].tolist())
+
+
+def internvl(folder: Path, image: Image.Image) -> Published:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    _, processor, mark, _ = reference_folder("internvl", folder)
+    assert isinstance(processor, InternVLProcessor)
+    size = {"height": SIDE, "width": SIDE}
+    processor.images = GotOcr2ImageProcessorPil(
+        size=size, crop_to_patches=True, max_patches=3, resample=LANCZOS, **COLOURS
+    )
+    processor.images.save_pretrained(folder)
+    found = processor(text=[TEXT.replace("<image>", mark)], images=[[image]], return_tensors="np")
+    return Published(processor.images, found["pixel_values"], found["input_ids"][0].tolist())
+
+
+def qwen_vl(folder: Path, image: Image.Image) -> Published:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    make_reference().save_pretrained(folder)
+    sizes = {"shortest_edge": CELL**2, "longest_edge": 20 * CELL**2}
+    processor = Qwen2VLImageProcessorPil(patch_size=CELL // 2, size=sizes, resample=LANCZOS, **COLOURS)
+    processor.save_pretrained(folder)
+    patches = processor(images=[image], return_tensors="np")["pixel_values"].reshape(-1, 2, 2, 3, 2, 3, 3)
+    return Published(processor, patches[:, :, :, :, 0].transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, CELL, CELL))
+
+
+def llava_with(kind: str, folder: Path, image: Image.Image, **sizes: Any) -> Published:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    llava("CLIP", "Llama", {}, {}).save_pretrained(folder)
+    type_ = {"clip": CLIPImageProcessorPil, "siglip": SiglipImageProcessorPil}[kind]
+    processor = type_(resample=LANCZOS, **sizes, **COLOURS)
+    processor.save_pretrained(folder)
+    return Published(processor, processor(images=[image], return_tensors="np")["pixel_values"])
+
+
+EDGE = TOWER["image_size"]
+SQUARE = {"height": EDGE, "width": EDGE}
+FAMILIES = {
+    "smolvlm": smolvlm,
+    "internvl": internvl,
+    "qwen_vl": qwen_vl,
+    "llava, cropped": lambda folder, image: llava_with(
+        "clip", folder, image, size={"shortest_edge": EDGE}, crop_size=SQUARE
+    ),
+    "llava, squashed": lambda folder, image: llava_with("siglip", folder, image, size=SQUARE),
+}
+
+
+def encoder_of(folder: Path) -> tuple[Config, PromptEncoder]:
+    reader = open_checkpoint(folder, HOST)
+    config = config_from_dict(reader.metadata["config"], HOST)
+    return config, PromptEncoder(restore_tokenizer(config, reader.files(), HOST), config, ("images",))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_values_of_a_published_folder_make_the_images(family: str, tmp_path: Path) -> None:
+    image = Image.fromarray(np.random.RandomState(3).randint(0, 256, (23, 40, 3)).astype(np.uint8))
+    (tmp_path / "published").mkdir()
+    published = FAMILIES[family](tmp_path / "published", image)
+    config, encoder = encoder_of(tmp_path / "published")
+    (ours,) = views_of([np.asarray(image)], image_data(config))
+    assert_same_pixels(ours.pixels.numpy(), published.pixels, 1 / 255 / max(COLOURS["image_std"]))
+    if published.ids is not None:
+        assert encoder.with_images(TEXT, [ours.grid]) == published.ids
+
+    written = family_named(config.model.family, HOST).preprocessor.write(config.model, config.data.model_dump())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    again = type(published.images).from_pretrained(tmp_path)
+    assert written["image_processor_type"] == published.images.to_dict()["image_processor_type"]
+    expected, found = (one(images=[image], return_tensors="np")["pixel_values"] for one in (published.images, again))
+    assert np.array_equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("llava", {"resample": 2}, "resample='2' is not supported; it can be 3, 1"),
+        ("llava", {"size": {"shortest_edge": 8}}, "size={'shortest_edge': 8} does not fit.* 11 by 11 pixels"),
+        ("llava", {"do_center_crop": True, "crop_size": 7}, "crop_size=7 does not fit"),
+        ("llava", {"do_pad": True}, "do_pad=True does not fit the model; it can be False"),
+        ("llava", {"rescale_factor": 1.0}, "rescale_factor=1.0 does not fit"),
+        ("smolvlm", {"do_image_splitting": False}, "do_image_splitting=False"),
+        ("smolvlm", {"max_image_size": {"longest_edge": 5}}, "max_image_size.* 11 by 11"),
+        ("internvl", {"min_patches": 2}, "min_patches=2"),
+        ("internvl", {"size": {"height": 11, "width": 12}}, "size=.*11 by 11"),
+        ("qwen_vl", {"merge_size": 3}, "merge_size=3 does not fit the model; it can be 2"),
+    ],
+)
+def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[str, Any], words: str) -> None:
+    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    tower = shape if family == "qwen_vl" else {**shape, "img_h": 11, "img_w": 11}
+    decoder = {**shape, "family": "qwen", "vocab_size": 9} if family != "qwen_vl" else {**shape, "vocab_size": 9}
+    model_type = HOST.models.get(family, key="model.family").config_type.load()
+    tables = {"vision_model": tower, "language_model": decoder, "image_token_index": 8}
+    model = model_type.model_validate({"family": family, **tables})
+    with pytest.raises(ConfigError, match=words):
+        family_named(family, HOST).preprocessor.read(model, fields)
+
+
+def test_images_for_a_model_of_text_name_the_families_that_take_some(tmp_path: Path) -> None:
+    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    config = config_from_dict({"model": {"family": "llama", **shape}}, HOST)
+    words = "model.family=llama takes no images; models of these families do: internvl, llava, qwen_vl, smolvlm"
+    with pytest.raises(ConfigError, match=words):
+        VisualQuestions([], ByteLevelTokenizer(), config, keys={}, sampling=SamplingParameters())
