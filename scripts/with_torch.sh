@@ -7,7 +7,9 @@ cd "$(dirname "$0")/.."
 source scripts/smoke_tests.sh
 release="${1:?the release of torch, such as 2.11}"
 folder="$(realpath -m "${2:-.venv-torch-$release}")"
+# The interpreter of triton 3.6, which comes with torch 2.11, fails with numpy 2.4 and later.
+numpy="$([ "$release" = 2.11 ] && echo "numpy<2.4" || echo numpy)"
 
 [ -x "$folder/bin/python" ] || uv venv --quiet --python "${3:-3.12}" "$folder"
-VIRTUAL_ENV="$folder" uv pip install --quiet --group dev "torch==$release.*"
+VIRTUAL_ENV="$folder" uv pip install --quiet --group dev "torch==$release.*" "$numpy"
 smoke_tests "$folder/bin/python"

@@ -21,6 +21,6 @@ uvx --quiet pip download --quiet --no-deps --only-binary=:all: --python-version 
     --requirement "$bundle/wheels.txt" --dest "$bundle/wheels"
 rm -f "$bundle/wheels/.gitignore"
 cp pyproject.toml bench/decode.py "$bundle"
-cp -r tests/conftest.py tests/costs.py tests/core tests/gpu "$bundle/tests"
+cp -r tests/conftest.py tests/costs.py tests/core tests/gpu tests/moe "$bundle/tests"
 find "$bundle" -name __pycache__ -prune -exec rm -rf {} +
 du -sh "$bundle"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One of five parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# One of six parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
-# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 5. FOLDER: of part-PART.zip with all JSON files and logs;
+# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 6. FOLDER: of part-PART.zip with all JSON files and logs;
 #                                   default bench/gpu/results
 set -uo pipefail
 here="$(dirname "$(realpath "$0")")"
-part="${1:?the part, 1 to 5}"
+part="${1:?the part, 1 to 6}"
 folder="$(realpath -m "${2:-$here/results}")"
 results="$folder/part-$part"
 site="${TMPDIR:-/tmp}/mt-bench-site"
@@ -19,7 +19,8 @@ python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --tar
 export PYTHONPATH="$site" OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 cd "$here/bundle" || exit 2
 
-# measure NAME SECONDS COMMAND...: its output into NAME.log. The limit is also what is left of all the time.
+# measure NAME SECONDS COMMAND...: its output into NAME.log. The limit is also what is left of all the time: those of a
+# part, with 20 s for the installation, fit into it.
 measure() {
     local name="$1" limit="$2" left=$((seconds_in_all - SECONDS)) began=$SECONDS
     shift 2
@@ -48,55 +49,64 @@ decode() {
     measure "decode-$1" "$2" python3 decode.py --model "$1" --batch 1 --batch 8 --out "$results/decode-$1.json"
 }
 
+gpu_tests() {
+    local name="$1" limit="$2"
+    shift 2
+    measure "$name" "$limit" python3 -m pytest -q -o addopts= -p no:cacheprovider "$@"
+}
+
 compiled=(--set train.compile=blocks)
 graphs=(--set train.cuda_graphs=blocks)
 step_graph=(--set train.cuda_graphs=step)
-# A rehearsal on a CPU, which has no graphs and generates code for minutes.
-[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=() step_graph=(); }
+triton_experts=(--set model.moe.moe_grouped_gemm=triton)
+# A rehearsal on a CPU, which has neither graphs nor Triton and generates code for minutes.
+[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=() step_graph=() triton_experts=(); }
 
 case "$part" in
 1)
-    mt doctor 60 doctor
-    bench calibrate 60 calibrate
-    bench train-1.2b 120 train --preset 1.2b
-    bench train-8b 180 train --preset 8b
-    measure tests-gpu 300 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu
+    mt doctor 30 doctor
+    bench calibrate 50 calibrate
+    bench train-1.2b 70 train --preset 1.2b
+    bench train-8b 130 train --preset 8b
+    gpu_tests tests-gpu 260 --ignore tests/gpu/test_decoding.py tests/gpu
     ;;
 2)
     bench kernels 200 kernels --no-compile
-    bench attention 120 attention
-    bench train-124m 90 train --preset 124m
-    bench train-124m-graphs 90 train --preset 124m "${graphs[@]}"
-    bench train-124m-step-graph 90 train --preset 124m "${step_graph[@]}"
-    bench train-1.2b-graphs 120 train --preset 1.2b "${graphs[@]}"
-    [ ${#compiled[@]} = 0 ] || bench kernels-compile 200 kernels --only rms_norm --only layer_norm --only activation --only rotary
+    bench attention 110 attention
+    bench train-1.2b-graphs 70 train --preset 1.2b "${graphs[@]}"
+    [ ${#compiled[@]} = 0 ] || bench kernels-compile 140 kernels --only rms_norm --only layer_norm --only activation --only rotary
     ;;
 3)
-    bench train-1.2b-remainders 90 train --preset 1.2b --set optimizer.main_weights=remainders \
+    bench train-1.2b-remainders 70 train --preset 1.2b --set optimizer.main_weights=remainders \
         --set precision.accumulate_allreduce_grads_in_fp32=false
-    bench train-1.2b-compile 150 train --preset 1.2b "${compiled[@]}"
-    bench train-1.2b-fp8 150 train --preset 1.2b --precision fp8 "${compiled[@]}"
-    bench train-1.2b-fp8-eager 90 train --preset 1.2b --precision fp8
-    bench train-8b-fp8 210 train --preset 8b --precision fp8 "${compiled[@]}"
-    bench train-124m-compile 120 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
+    bench train-1.2b-compile 120 train --preset 1.2b "${compiled[@]}"
+    bench train-1.2b-fp8 120 train --preset 1.2b --precision fp8 "${compiled[@]}"
+    bench train-1.2b-fp8-eager 70 train --preset 1.2b --precision fp8
+    bench train-8b-fp8 170 train --preset 8b --precision fp8 "${compiled[@]}"
     ;;
 4)
     bench moe 120 moe
-    bench train-7b-a1b 150 train --preset 7b-a1b
-    bench train-3b 120 train --preset 3b
-    bench train-1.2b-again 90 train --preset 1.2b
-    bench train-8b-fp8-rowwise 240 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
-        "${compiled[@]}"
-    bench train-7b-a1b-triton 150 train --preset 7b-a1b --set model.moe.moe_grouped_gemm=triton "${graphs[@]}"
+    bench train-7b-a1b 120 train --preset 7b-a1b
+    bench train-7b-a1b-triton 120 train --preset 7b-a1b "${triton_experts[@]}" "${graphs[@]}"
+    bench train-3b 90 train --preset 3b
+    bench train-1.2b-again 70 train --preset 1.2b
     ;;
 5)
     decode 8b 150
     decode 583m 90
     decode 16b-moe 150
-    measure tests-gpu-decoding 120 python3 -m pytest -q -o addopts= -p no:cacheprovider tests/gpu/test_decoding.py
+    gpu_tests tests-gpu-decoding 120 tests/gpu/test_decoding.py
+    ;;
+6)
+    bench train-124m 60 train --preset 124m
+    bench train-124m-graphs 60 train --preset 124m "${graphs[@]}"
+    bench train-124m-step-graph 60 train --preset 124m "${step_graph[@]}"
+    bench train-124m-compile 110 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
+    bench train-8b-fp8-rowwise 170 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
+        "${compiled[@]}"
     ;;
 *)
-    echo "bench/gpu/run.sh $part: the part is 1, 2, 3, 4 or 5" >&2
+    echo "bench/gpu/run.sh $part: the part is 1 to 6" >&2
     exit 2
     ;;
 esac

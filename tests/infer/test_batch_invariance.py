@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ckpt.convert_cases import MODELS
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
 from mt_core.nn.batch_invariance import batch_invariant
+from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 from mt_infer.requests import TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
@@ -82,3 +84,20 @@ def least_memory(engine: InferenceEngine) -> float:
     per_position = sum(group.bytes_per_position for group in layout.groups)
     longest = limits.longest + limits.block_size
     return (longest * per_position + limits.slots * layout.bytes_per_sequence) / 2**30
+
+
+def reduced(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Sum and maximum over ranks of values whose sum depends on the order."""
+    values = [torch.tensor([1e8, 1.0, -1e8][(rank + shift) % world_size]) for shift in range(world_size)]
+    total, largest = torch.stack(values), torch.stack(values)
+    with batch_invariant():
+        dist.all_reduce(total)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [total, largest]
+
+
+def test_sums_over_ranks_are_in_their_order() -> None:
+    """1e8 + 1 - 1e8 is 0 in fp32, 1 - 1e8 + 1e8 as well, and -1e8 + 1e8 + 1 is 1."""
+    for total, largest in run_ranks(3, reduced):
+        assert total.tolist() == [0.0, 0.0, 1.0]
+        assert largest.tolist() == [1e8] * 3

@@ -82,6 +82,8 @@ REFUSED = [
     ("num_experts=4, moe_router_random_seed=1, moe_router_force_load_balancing=true", r"at most one of"),
     ('num_experts=4, moe_token_dispatcher_type="flex"', r"flex needs DeepEP .*not installed; use alltoall"),
     ('num_experts=4, moe_layer_freq="[1]*3"', r"has 3 entries; it needs one for each of the model\.num_layers=4"),
+    ("num_experts=4, moe_layer_freq=[0, 1]", r"has 2 entries; it needs one for each of the model\.num_layers=4"),
+    ("num_experts=4, moe_layer_freq=[0, 1, 1, 2]", r"has the entry 2; entries are 0 and 1"),
     ('num_experts=4, moe_layer_freq="__import__(1)"', r"has '_', which is no part of a pattern"),
 ]  # fmt: skip
 
@@ -154,8 +156,9 @@ def test_what_makes_the_host_wait_cannot_be_captured(host, keys, ranks, words) -
     assert objection is None if words is None else words in objection
 
 
-def test_the_pattern_says_which_layers_have_experts(host) -> None:
-    model = build(host, 'num_experts=4, moe_layer_freq="([0]*1+[1]*3)"')
+@pytest.mark.parametrize("freq", ['"([0]*1+[1]*3)"', "[0, 1, 1, 1]"])
+def test_the_pattern_says_which_layers_have_experts(host, freq) -> None:
+    model = build(host, f"num_experts=4, moe_layer_freq={freq}")
     kinds = [type(model.decoder.layers[number].mlp) for number in range(4)]
     assert kinds == [DenseFeedForward, MoeLayer, MoeLayer, MoeLayer]
     names = dict(model.named_parameters())

@@ -24,9 +24,9 @@ class MoeConfig(Section):
 
     num_experts: PositiveInt
     """Experts of a layer, over all ranks."""
-    moe_layer_freq: PositiveInt | str = 1
-    """Which layers have experts: n means every n-th, starting with layer 0; a pattern such as "([0]*1+[1]*23)" has a
-    1 for each layer with experts and a 0 for each dense one."""
+    moe_layer_freq: PositiveInt | str | list[NonNegativeInt] = 1
+    """Which layers have experts: n means every n-th, starting with layer 0; a list such as [0, 1, 1], or a pattern such
+    as "([0]*1+[1]*23)", has a 1 for each layer with experts and a 0 for each dense one."""
     moe_ffn_hidden_size: PositiveInt | None = None
     """Inner width of an expert. Default: that of the dense feed-forward."""
     moe_grouped_gemm: Literal["auto", "loop", "grouped", "triton"] = "auto"

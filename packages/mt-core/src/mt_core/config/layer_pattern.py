@@ -22,14 +22,14 @@ _LONGEST = 100_000
 Value = int | list[int]
 
 
-def layers_with_experts(freq: int | str, num_layers: int) -> list[bool]:
+def layers_with_experts(freq: int | str | Sequence[int], num_layers: int) -> list[bool]:
     """What model.moe.moe_layer_freq says of each layer: every freq-th from layer 0 on has experts, or those with a 1
-    in a pattern. Raises ConfigError."""
+    in a pattern or a list. Raises ConfigError."""
     if isinstance(freq, int) and freq < 1:
         raise ConfigError(f"{MOE_LAYER_FREQ}={freq}: every so many layers one has experts; it can be 1 or more")
     if isinstance(freq, int):
         return [layer % freq == 0 for layer in range(num_layers)]
-    return read_pattern(freq, num_layers, MOE_LAYER_FREQ)
+    return read_pattern(str(freq), num_layers, MOE_LAYER_FREQ)
 
 
 def read_pattern(text: str, num_layers: int, key: str) -> list[bool]:

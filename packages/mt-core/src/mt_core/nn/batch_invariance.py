@@ -263,7 +263,7 @@ def _shaped(pieces: list[Tensor], like: Tensor) -> Tensor:
 def _all_reduce(func: Any, tensors: list[Tensor], group: Any, operation: Any, *options: Any, **kwargs: Any) -> Any:
     """Sums in the order of the ranks; a ring adds each part of a tensor in another order."""
     members = dist.ProcessGroup.unbox(group)
-    is_sum = dist.ReduceOp.unbox(operation) == dist.ReduceOp.SUM
+    is_sum = operation.op() == dist.ReduceOp.SUM  # torch 2.11 has no ReduceOp.unbox
     if members.size() <= 2 or not is_sum or not tensors[0].is_floating_point():
         return func(tensors, group, operation, *options, **kwargs)
     outputs = [[torch.empty_like(tensor) for _ in range(members.size())] for tensor in tensors]

@@ -162,8 +162,8 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
     losses = moe.get("moe_router_load_balancing_type", [])
     # The global balance loss depends on the order of micro-batches, which the number of data-parallel ranks changes.
     moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
-    if isinstance(moe.get("moe_layer_freq"), str):
-        dense = 1 if re.search(r"(?<!\d)0(?!\d)", moe["moe_layer_freq"]) else 0
+    if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
+        dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0
         moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
 
 

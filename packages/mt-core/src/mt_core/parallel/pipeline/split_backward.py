@@ -37,11 +37,13 @@ class WeightBackward:
     arrived: dict[Node, Gradients]
     """For each start, the gradients of the node's outputs."""
     forks: set[Node]
+    edges: Sequence[GradientEdge]
+    """Of the outputs. They own the graph: with torch 2.11 nodes of autograd functions in Python do not."""
 
     def __call__(self) -> None:
         for group in self.groups:
             self._run(group)
-        self.groups, self.arrived = [], {}  # frees the graph
+        self.groups, self.arrived, self.edges = [], {}, ()  # frees the graph
 
     def _run(self, group: Branches) -> None:
         edges, gradients = [], []
@@ -88,7 +90,7 @@ def backward_of_inputs(
         for handle in handles:
             handle.remove()
     arrived.update(_of_outputs(edges, gradients, on_path))
-    return tuple(found), WeightBackward(groups, arrived, forks)
+    return tuple(found), WeightBackward(groups, arrived, forks, edges)
 
 
 def _noting(arrived: dict[Node, Gradients], node: Node) -> Any:
