@@ -24,22 +24,39 @@ class MainGrad:
     After `clear` the first gradient is written over what is there, so that zeros are neither written nor read.
     """
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, total: Tensor, whole: MainGrad | None = None) -> None:
+        """whole: that of which `total` is a view, which begins where it begins."""
         self._total = total
-        self._is_cleared = False
-        """Whether `_total` stands for zeros, whatever it holds."""
+        self._whole = whole
+        self._stands_for_zeros = False
         self._is_zeroed_at_once = False
+
+    @property
+    def _is_cleared(self) -> bool:
+        """Whether `_total` stands for zeros, whatever it holds."""
+        return (self._whole or self)._stands_for_zeros
 
     @property
     def total(self) -> Tensor:
         """To be added to; zeros are written if it was cleared."""
-        if self._is_cleared:
-            self._total.zero_()
-            self._is_cleared = False
-        return self._total
+        memory, is_cleared = self.take()
+        return memory.zero_() if is_cleared else memory
+
+    def take(self) -> tuple[Tensor, bool]:
+        """The memory of `total`, and whether all of it has to be written, without a look at what it holds. Else it is
+        added to."""
+        whole, is_cleared = self._whole or self, self._is_cleared
+        whole._stands_for_zeros = False
+        if is_cleared and self._total.numel() < whole._total.numel():
+            whole._total.view(-1)[self._total.numel() :].zero_()
+        return self._total, is_cleared
+
+    def view(self, view: Callable[[Tensor], Tensor]) -> MainGrad:
+        """Of the first rows, or of another shape. What is written to it is written to this one; others stay zero."""
+        return MainGrad(view(self._total), self._whole or self)
 
     def clear(self) -> None:
-        self._is_cleared = True
+        self._stands_for_zeros = True
         if self._is_zeroed_at_once:
             self.settle()
 
@@ -55,11 +72,11 @@ class MainGrad:
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
         """total += gradient, of any dtype."""
-        if self._is_cleared:
-            self._total.copy_(gradient)
-            self._is_cleared = False
+        total, is_cleared = self.take()
+        if is_cleared:
+            total.copy_(gradient)
         else:
-            self._total.add_(gradient)
+            total.add_(gradient)
 
     @torch.no_grad()
     def add_product(self, rows: Tensor, inputs: Tensor) -> None:
@@ -78,20 +95,20 @@ class MainGrad:
     @torch.no_grad()
     def set_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total = rows^T inputs, as add_product to zeros, which are neither written nor read."""
-        self._is_cleared = False
-        if self._total.is_cuda:
-            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=self._total)
+        total, _ = self.take()
+        if total.is_cuda:
+            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
-            torch.mm(rows.t().float(), inputs.float(), out=self._total)
+            torch.mm(rows.t().float(), inputs.float(), out=total)
 
     @torch.no_grad()
     def add_multiple(self, gradient: Tensor, factor: Tensor) -> None:
         """total += factor * gradient, of one that had to be made apart. gradient [out, in], factor [], both fp32."""
-        if self._is_cleared:
-            torch.mul(gradient, factor, out=self._total)
-            self._is_cleared = False
+        total, is_cleared = self.take()
+        if is_cleared:
+            torch.mul(gradient, factor, out=total)
         else:
-            self._total.addcmul_(gradient, factor)
+            total.addcmul_(gradient, factor)
 
     def matrices(self) -> Iterator[MainGrad]:
         """Of each matrix of total [E, out, in]."""
@@ -119,11 +136,11 @@ def main_gradient_of(weight: Tensor) -> MainGrad | None:
 def with_main_gradient(weight: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
     """view(weight), with view(total) as its main gradient if the weight has one.
 
-    view: gives some of a tensor's elements or another shape of it, in the same memory.
+    view: gives the first rows of a tensor or another shape of it, in the same memory.
     """
     part, main = view(weight), main_gradient_of(weight)
     if main is not None:
-        part.main_grad = MainGrad(view(main.total))  # type: ignore[attr-defined]
+        part.main_grad = main.view(view)  # type: ignore[attr-defined]
     return part
 
 
