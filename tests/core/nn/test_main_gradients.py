@@ -131,6 +131,33 @@ def test_the_first_gradient_of_a_step_is_written_over_what_was_there(kind) -> No
     assert not found["down.weight"].any()
 
 
+@pytest.mark.parametrize("make", [Fp32MasterWeights, lambda model: ParamAndGradBuffer(model, BF16, BufferOptions())])
+def test_main_gradients_that_are_zeroed_at_once_are_zeroed_by_one_operation(make) -> None:
+    pair = Pair(BF16)
+    weights = make(pair)
+    mains = [main_gradient_of(parameter) for parameter in pair.parameters()]
+    for main in mains[1:]:
+        main.zero_at_once()
+    run_passes(pair.up, 1)
+    pair.down(activations(0, OUT)).sum().backward()
+    with Operations() as operations:
+        weights.zero_grad()
+    assert operations.names == ["aten::_foreach_zero_"]
+    assert not any(main._total.any() for main in mains[1:])
+    assert mains[0]._is_cleared
+    assert mains[0]._total.any()
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def of_a_sum_of_losses(x: Tensor, weight: Tensor) -> Tensor:
     columns, ones = torch.zeros(len(x), dtype=torch.int64), torch.ones(len(x))
     return chunked_weighted_sum(x, weight, columns, ones, SINGLE, ROWS)[0]

@@ -8,11 +8,13 @@ attach a `MainGrad` to a weight; a layer that multiplies by the weight adds to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+
+from mt_core._torch_compat import zero_all_
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -21,7 +23,7 @@ class MainGrad:
     """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it clears and
     reduces it.
 
-    After `clear` the first gradient is written over what is there, so that zeros are neither written nor read.
+    After `clear_all` the first gradient is written over what is there, so that zeros are neither written nor read.
     """
 
     def __init__(self, total: Tensor, whole: MainGrad | None = None) -> None:
@@ -55,13 +57,8 @@ class MainGrad:
         """Of the first rows, or of another shape. What is written to it is written to this one; others stay zero."""
         return MainGrad(view(self._total), self._whole or self)
 
-    def clear(self) -> None:
-        self._stands_for_zeros = True
-        if self._is_zeroed_at_once:
-            self.settle()
-
     def zero_at_once(self) -> None:
-        """From now on `clear` writes zeros, as passes that are recorded once and repeated (CUDA graphs) always add."""
+        """From now on `clear_all` writes zeros, as passes that are recorded once and repeated (CUDA graphs) always add."""
         self._is_zeroed_at_once = True
         self.settle()
 
@@ -113,6 +110,15 @@ class MainGrad:
     def matrices(self) -> Iterator[MainGrad]:
         """Of each matrix of total [E, out, in]."""
         return (MainGrad(matrix) for matrix in self.total)
+
+
+def clear_all(mains: Collection[MainGrad]) -> None:
+    """Make each of them zero. Those that `zero_at_once` names are zeroed in as few kernels as the device allows."""
+    zeroed = [main._total for main in mains if main._is_zeroed_at_once]
+    if zeroed:
+        zero_all_(zeroed)
+    for main in mains:
+        main._stands_for_zeros = not main._is_zeroed_at_once
 
 
 def attach_main_grad(weight: nn.Parameter, total: Tensor) -> MainGrad | None:
