@@ -58,7 +58,7 @@ class MainGrad:
         return MainGrad(view(self._total), self._whole or self)
 
     def zero_at_once(self) -> None:
-        """From now on `clear_all` writes zeros, as passes that are recorded once and repeated (CUDA graphs) always add."""
+        """From now on `clear_all` writes zeros: passes that are recorded once and repeated (CUDA graphs) always add."""
         self._is_zeroed_at_once = True
         self.settle()
 
