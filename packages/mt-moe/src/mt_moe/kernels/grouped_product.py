@@ -23,7 +23,10 @@ BAND = tl.constexpr(8)
 """So many row tiles take their column tiles in turn, so that both operands stay in the L2 cache."""
 
 
-@triton.autotune(configs=[tile.config() for tile in ROWS], key=["mean_rows", "groups", "width", "depth"])
+@triton.autotune(
+    configs=[tile.config() for tile in ROWS],
+    key=["mean_rows", "groups", "width", "depth", "m_depth_stride", "GATHER", "SCATTER"],
+)
 @triton.jit
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     x, gather, matrices, out, scatter, ends, rows_in_all, mean_rows, groups, width, depth, x_stride,
