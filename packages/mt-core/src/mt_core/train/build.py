@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.launch.environment import read_environment
 from mt_core.nn.batch_invariance import require_batch_invariance
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
@@ -35,6 +36,7 @@ from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, LRSchedule
 from mt_core.parallel.communicators import CommunicatorOptions
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
+from mt_core.parallel.peer_access import peer_access_objection
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
@@ -91,6 +93,8 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
         },
         pipeline_backward_communicator=has_backward_communicator(parallel, device),
     )
+    if parallel.tp_comm_overlap:
+        require_peer_access(ctx.tp.ranks)
     if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:
         return ctx
     members = axis_members(ctx.world.size, sizes)["cp"]
@@ -109,6 +113,15 @@ def require_symmetric_memory(config: Config, device: torch.device) -> None:
         objection = symmetric_memory_objection()
     if objection is not None:
         raise ConfigError(f"parallel.tp_comm_overlap=true cannot be: {objection}; set it to false")
+
+
+def require_peer_access(ranks: Sequence[int]) -> None:
+    """Raises ConfigError where parallel.tp_comm_overlap cannot be over these ranks."""
+    objection = peer_access_objection(ranks, read_environment().local_world_size)
+    if objection is not None:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap=true cannot be over tensor-parallel ranks: {objection}; set it to false"
+        )
 
 
 def has_backward_communicator(parallel: ParallelConfig, device: torch.device) -> bool:
