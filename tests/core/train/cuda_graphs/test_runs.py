@@ -335,9 +335,14 @@ def test_experts_that_the_host_multiplies_one_by_one_are_refused(product, overri
 
 def test_a_capture_that_fails_restores_buffers() -> None:
     layer = nn.BatchNorm1d(2)
-    with pytest.raises(RuntimeError, match="out of memory"), unchanged_buffers([layer]):
-        layer(torch.ones(4, 2))
-        raise RuntimeError("out of memory")
+
+    def capture() -> None:
+        with unchanged_buffers([layer]):
+            layer(torch.ones(4, 2))
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture()
     assert not layer.running_mean.any()
 
 
