@@ -27,6 +27,7 @@ from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
@@ -228,6 +229,8 @@ def build_weights(
     """The master weights that the optimizer updates. Buckets are used only when there are ranks to reduce with."""
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    if parallel.nccl_ub:
+        require_registered_buffers(ctx)
     if parallel.use_torch_fsdp2:
         return FullyShardedWeights(model, ctx, _shard_options(config, host))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
@@ -246,6 +249,16 @@ def build_weights(
         user_buffers=parallel.nccl_ub,
     )
     return ParamAndGradBuffer(model, ctx, options, copies.axes)
+
+
+def require_registered_buffers(ctx: ParallelContext) -> None:
+    """Raises ConfigError where parallel.nccl_ub would be ignored."""
+    axes = [ctx.axis(shard) for shard, _ in SHARDS.values()]
+    if max(axis.size for axis in axes) == 1:
+        raise ConfigError(
+            "parallel.nccl_ub=true registers buffers with the communicator of data-parallel ranks (the axes shard and "
+            "expert_shard), and each of these has one rank; set it to false"
+        )
 
 
 def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
