@@ -152,7 +152,7 @@ def test_a_dispatcher_that_cannot_overlap_says_so() -> None:
 def test_what_makes_the_host_wait_cannot_be_captured(host, keys, ranks, words) -> None:
     config, alone = MoeConfig(num_experts=4, **keys), ParallelContext()
     several = ParallelContext(axes={"ep": Axis(ranks)})
-    objection = capture_objection(config, "grouped", build_dispatcher(config, alone, host), several)
+    objection = capture_objection(config, None, build_dispatcher(config, alone, host), several)
     assert objection is None if words is None else words in objection
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.core.nn.test_main_gradients import Zeroed
 from tests.moe.moe_cases import HIDDEN, Shape, build_layer, options, tokens_of
 
-from mt_core.nn.main_grad import attach_main_grad
+from mt_core.nn.main_grad import attach_main_grad, clear_all
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def differences() -> dict[str, float]:
-    return {**rows(), **permutations(), **products(), **permuting_products(), **sums(), **layers()}
+    return {**rows(), **permutations(), **products(), **permuting_products(), **sums(False), **sums(True), **layers()}
 
 
 def rows() -> dict[str, float]:
@@ -123,25 +124,32 @@ def permuting_products() -> dict[str, float]:
     return found
 
 
-def sums() -> dict[str, float]:
+def sums(cleared: bool) -> dict[str, float]:
     """Gradients of 16-bit experts, added to fp32: more than a tile each way, experts without rows, two passes. In fp16,
-    as Triton's interpreter cannot multiply bf16."""
+    as Triton's interpreter cannot multiply bf16. cleared: before the first pass, which leaves nothing to be zeroed."""
     from mt_moe.experts.triton import TritonProduct
 
     weight = torch.nn.Parameter(torch.randn(4, 130, 270).half())
-    total = torch.randn(4, 130, 270)
-    expected, before = total.double(), total.clone()
-    attach_main_grad(weight, total)
+    before = torch.zeros(4, 130, 270) if cleared else torch.randn(4, 130, 270)
+    expected, total = before.double(), before.clone()
+    main = attach_main_grad(weight, total)
+    if cleared:
+        clear_all([main])
+        total.fill_(float("nan"))
+    found = {"zeros": 0.0}
     for counts in ([5, 0, 70, 1], [0, 0, 3, 2]):
         x, grad = torch.randn(sum(counts), 270).half(), torch.randn(sum(counts), 130).half()
-        TritonProduct()(x, weight, Groups(torch.tensor(counts))).backward(grad)
+        with Zeroed() as zeroed:
+            TritonProduct()(x, weight, Groups(torch.tensor(counts))).backward(grad)
         for matrix, rows, dy in zip(expected, x.split(counts), grad.split(counts), strict=True):
             matrix += dy.double().T @ rows.double()
-    return {
+        found["zeros"] += sum(size == total.numel() for size in zeroed.sizes)
+    found |= {
         "sum": difference(total.double(), expected),
         "sum without rows": float(not torch.equal(total[1], before[1])),
         "a gradient beside the sum": float(weight.grad is not None),
     }
+    return {f"{name}, {cleared=}": value for name, value in found.items()}
 
 
 def layers() -> dict[str, float]:

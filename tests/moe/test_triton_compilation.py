@@ -62,7 +62,9 @@ def test_rows_times_matrices(tile, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("tile", exhaustive_but_first(OUTER), ids=str)
-def test_weight_gradients_that_are_accumulated(tile, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("add", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_weight_gradients_that_are_accumulated(tile, add, tmp_path, monkeypatch) -> None:
+    """add: to what is there; the first of a step is written over it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"LEFT": True, "RIGHT": False, "ADD": True, "right_gather": None}
+    constants = {"LEFT": True, "RIGHT": False, "ADD": add, "right_gather": None}
     assert_fit_for_hopper(compiled(grouped_product._grouped_gemm_outer, OF_OUTER, constants, tile), tmp_path)

@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from mt_core.nn.kernels.chunked_loss import chunked_weighted_sum
+from mt_core.nn.kernels.reference.cross_entropy import ROWS
 from mt_core.nn.layout import LayoutModule, ParameterLayout, initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
-from mt_core.nn.main_grad import call_after_gradient, main_gradient_of
+from mt_core.nn.main_grad import call_after_gradient, main_gradient_of, with_main_gradient
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.master_weights import Fp32MasterWeights, Fp32Weights, build_master_weights
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
-from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.parallel.context import SINGLE, AxisSizes, ParallelContext, build_parallel_context
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
 from mt_core.testing import run_ranks
 
@@ -127,6 +129,81 @@ def test_the_first_gradient_of_a_step_is_written_over_what_was_there(kind) -> No
     assert (found["up.weight"].double() - exact(2)).abs().max() < 1e-6 * exact(2).abs().max()
     assert bool(found["up.bias"].isfinite().all())  # by autograd and a hook
     assert not found["down.weight"].any()
+
+
+@pytest.mark.parametrize("make", [Fp32MasterWeights, lambda model: ParamAndGradBuffer(model, BF16, BufferOptions())])
+def test_main_gradients_that_are_zeroed_at_once_are_zeroed_by_one_operation(make) -> None:
+    pair = Pair(BF16)
+    weights = make(pair)
+    mains = [main_gradient_of(parameter) for parameter in pair.parameters()]
+    for main in mains[1:]:
+        main.zero_at_once()
+    run_passes(pair.up, 1)
+    pair.down(activations(0, OUT)).sum().backward()
+    with Operations() as operations:
+        weights.zero_grad()
+    assert operations.names == ["aten::_foreach_zero_"]
+    assert not any(main._total.any() for main in mains[1:])
+    assert mains[0]._is_cleared
+    assert mains[0]._total.any()
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def of_a_sum_of_losses(x: Tensor, weight: Tensor) -> Tensor:
+    columns, ones = torch.zeros(len(x), dtype=torch.int64), torch.ones(len(x))
+    return chunked_weighted_sum(x, weight, columns, ones, SINGLE, ROWS)[0]
+
+
+USES = {
+    "a sum of losses": of_a_sum_of_losses,
+    "padded rows": lambda x, weight: linear(x, with_main_gradient(weight, lambda rows: rows[: OUT - 3]), None).sum(),
+    "another shape": lambda x, weight: linear(x, with_main_gradient(weight, lambda rows: rows.flatten(1)), None).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_no_zeros_are_written_before_the_first_gradient_of(use) -> None:
+    """What was there is not read, rows without a gradient are zeroed, and the next micro-batch adds."""
+    layer = one_layer()
+    weights = build("copies", layer)
+    main = main_gradient_of(layer.weight)
+    main._total.fill_(float("nan"))
+    x = activations(0).flatten(0, 1)
+    loss = use(x, layer.weight)
+    assert main._is_cleared
+    with Zeroed() as zeroed:
+        loss.backward()
+    assert max(zeroed.sizes, default=0) < OUT * IN
+    once = gradients(weights)["weight"]
+    use(x, layer.weight).backward()
+    weights.reduce()
+    assert once.any()
+    torch.testing.assert_close(gradients(weights)["weight"], 2 * once)
+    wide = layer.weight.detach().float().requires_grad_()
+    use(x.float(), wide).backward()
+    torch.testing.assert_close(once, wide.grad, atol=0.05, rtol=0.05)
+
+
+class Zeroed(TorchDispatchMode):
+    """Numbers of elements that operations set to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
 
 
 class New16Bits(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mt_core.nn.layout import initialize, normal
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_core.train.build import build_context
+from mt_core.train.build import build_context, require_peer_access
 
 
 def written_out(counts: dict[str, int]) -> None:
@@ -75,6 +76,31 @@ def test_where_products_cannot_be_overlapped(more: list[str], words: str, monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=words):
         _context(more)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((4, 5), None),
+        ((3, 4), r"ranks 3, 4 are on 2 hosts, .*; set it to false"),
+        ((5, 6), r"GPU 1 has no peer access to the memory of GPU 2"),
+    ],
+)
+def test_ranks_that_do_not_share_memory_are_refused(ranks, words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of four GPUs, in pairs that have access to each other."""
+    variables = {
+        "WORLD_SIZE": 8,
+        "RANK": 4,
+        "LOCAL_WORLD_SIZE": 4,
+        "LOCAL_RANK": 0,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "localhost",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 2 == other // 2)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        require_peer_access(ranks)
 
 
 def _context(more: list[str]) -> Any:

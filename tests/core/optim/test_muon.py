@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, initialize, 
 from mt_core.optim.configs import MuonConfig
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.master_weights import Fp32Weights
-from mt_core.optim.muon import Muon, build_muon
+from mt_core.optim.muon import Muon, Update, build_muon
 from mt_core.optim.newton_schulz import orthogonalize, scale_factor
 from mt_core.optim.optimizers import AdamW
 from mt_core.optim.param_groups import param_groups
@@ -293,3 +295,54 @@ def test_steps_that_the_coefficients_are_not_made_for_are_refused() -> None:
 def test_options_of_the_optimizer_that_is_not_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="only counts when optimizer.muon_scalar_optimizer is lion"):
         load_config(preset="gpt-tiny", overrides=["optimizer.optimizer=muon", "optimizer.lion_beta1=0.5"])
+
+
+class CountedMatrix:
+    """Stands for a ShardedMatrix of which this rank has half of the rows."""
+
+    heads = None
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+
+    def unshard(self, part: Tensor) -> Tensor:
+        return self.events.add("unshard", torch.cat([part, part]))
+
+    def shard(self, whole: Tensor) -> Tensor:
+        return whole.chunk(2)[0].clone()
+
+
+class Events:
+    """What one rank of a team of four does, in order, and how many whole matrices exist each time."""
+
+    size = 4
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.counts: list[int] = []
+        self._matrices: list[weakref.ref[Tensor]] = []
+
+    def add(self, event: str, whole: Tensor) -> Tensor:
+        self.order.append(event)
+        if all(known() is not whole for known in self._matrices):
+            self._matrices.append(weakref.ref(whole))
+        self.counts.append(sum(known() is not None for known in self._matrices))
+        return whole
+
+    def owns(self, number: int) -> bool:
+        return number == 1
+
+    def broadcast(self, whole: Tensor, number: int) -> None:
+        self.add("broadcast", whole.zero_())
+
+
+def test_a_round_gathers_then_computes_then_broadcasts_with_two_whole_matrices_at_once(monkeypatch) -> None:
+    events = Events()
+    matrices = [nn.Parameter(random(4, 6, seed=seed)) for seed in range(events.size)]
+    monkeypatch.setattr("mt_core.optim.muon.orthogonalize", lambda x, *_: events.add("orthogonalize", x.clone()))
+    muon = Muon(param_groups([("weight", matrices[0])], 0.0), MuonConfig(), {})
+    round_of_four = [Update(weight, torch.ones_like(weight), CountedMatrix(events)) for weight in matrices]
+    with torch.no_grad():
+        muon._update_together(round_of_four, events, 0.1, 0.0)
+    assert events.order == ["unshard"] * 4 + ["orthogonalize"] + ["broadcast"] * 4
+    assert max(events.counts) == 2

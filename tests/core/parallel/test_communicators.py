@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
@@ -16,9 +17,10 @@ from mt_core.parallel import communicators
 from mt_core.parallel.communicators import CommunicatorOptions, group_arguments, nccl_options, user_buffers
 from mt_core.parallel.context import Axis, AxisSizes, ParallelContext, build_parallel_context
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
+from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_core.train.build import build_context
+from mt_core.train.build import build_context, build_weights
 
 
 def test_what_is_set_stands_in_nccls_options_and_the_rest_is_its_default() -> None:
@@ -127,6 +129,14 @@ def test_what_gloo_does_not_have_is_refused_by_name(override: str, words: str, m
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=words):
         _context(f"parallel.{override}")
+
+
+@pytest.mark.parametrize("more", ["use_torch_fsdp2=true", "use_distributed_optimizer=true", "sequence_parallel=false"])
+def test_registered_buffers_without_ranks_to_reduce_with_are_refused(more: str) -> None:
+    overrides = ["parallel.nccl_ub=true", f"parallel.{more}"]
+    config = load_config(preset="gpt-tiny", overrides=overrides, host=load_plugins()).config
+    with pytest.raises(ConfigError, match=r"parallel\.nccl_ub=true .* has one rank; set it to false"):
+        build_weights(config, nn.Linear(2, 2), ParallelContext(), TiedWeights(), load_plugins())
 
 
 def _context(override: str) -> ParallelContext:

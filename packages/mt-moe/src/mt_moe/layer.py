@@ -138,7 +138,7 @@ class MoeLayer(nn.Module):
 
     def graph_objection(self) -> str | None:
         """See mt_core.nn.auxiliary.ReportsGraphObjection."""
-        return capture_objection(self.config, self.experts.product, self.dispatcher, self.ctx)
+        return capture_objection(self.config, self.experts.host_wait(), self.dispatcher, self.ctx)
 
     def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if name in self.recompute and self.training:
@@ -146,10 +146,15 @@ class MoeLayer(nn.Module):
         return function(x)
 
 
-def capture_objection(config: MoeConfig, product: str, dispatcher: Dispatcher, ctx: ParallelContext) -> str | None:
-    """The first setting that makes the host wait, or keep random state; None if a layer can be captured."""
-    if product == "loop":
-        return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
+def capture_objection(
+    config: MoeConfig, host_wait: str | None, dispatcher: Dispatcher, ctx: ParallelContext
+) -> str | None:
+    """The first setting that makes the host wait, or keep random state; None if a layer can be captured.
+
+    host_wait: what in the products of experts makes it wait.
+    """
+    if host_wait is not None:
+        return host_wait
     padded = config.moe_pad_expert_input_to_capacity
     if config.moe_expert_capacity_factor is not None and not padded:
         return (

@@ -18,7 +18,7 @@ from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.resume import differences
 from mt_core.train.cuda_graphs.pool_slots import GraphPoolSlot
 from mt_core.train.cuda_graphs.rules import outermost_stacks, reason_against, rows_of_layers
-from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
+from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun, unchanged_buffers
 
 
 class Told(Callback):
@@ -317,11 +317,34 @@ def test_what_cannot_be_captured_is_refused_by_key(overrides, words, tiny) -> No
     assert words in reason
 
 
-def test_experts_that_the_host_multiplies_one_by_one_are_refused(tiny) -> None:
-    trainer = Trainer(tiny("model.moe={num_experts=4, moe_grouped_gemm='loop'}"))
+FP8 = ("precision.dtype=bf16", "precision.fp8_format=hybrid", "precision.fp8_implementation=emulated")
+
+
+@pytest.mark.parametrize(
+    ("product", "overrides", "words"),
+    [
+        ("loop", (), "model.moe.moe_grouped_gemm=loop reads the number of rows"),
+        ("grouped", FP8, "precision.fp8_implementation=emulated reads the number of rows"),
+    ],
+)
+def test_experts_that_the_host_multiplies_one_by_one_are_refused(product, overrides, words, tiny) -> None:
+    trainer = Trainer(tiny(f"model.moe={{num_experts=4, moe_grouped_gemm='{product}'}}", *overrides))
     reason = reason_against(trainer.model, trainer.config, replace(trainer.ctx, device=torch.device("cuda")))
     assert reason is not None
-    assert "model.moe.moe_grouped_gemm=loop reads the number of rows" in reason
+    assert words in reason
+
+
+def test_a_capture_that_fails_restores_buffers() -> None:
+    layer = nn.BatchNorm1d(2)
+
+    def capture() -> None:
+        with unchanged_buffers([layer]):
+            layer(torch.ones(4, 2))
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture()
+    assert not layer.running_mean.any()
 
 
 def test_a_dropout_that_no_key_of_the_decoder_names_is_refused(tiny) -> None:

@@ -8,11 +8,13 @@ attach a `MainGrad` to a weight; a layer that multiplies by the weight adds to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+
+from mt_core._torch_compat import zero_all_
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -21,30 +23,42 @@ class MainGrad:
     """total: fp32 [out, in], of experts [E, out, in], the sum over uses and micro-batches. Whoever made it clears and
     reduces it.
 
-    After `clear` the first gradient is written over what is there, so that zeros are neither written nor read.
+    After `clear_all` the first gradient is written over what is there, so that zeros are neither written nor read.
     """
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, total: Tensor, whole: MainGrad | None = None) -> None:
+        """whole: that of which `total` is a view, which begins where it begins."""
         self._total = total
-        self._is_cleared = False
-        """Whether `_total` stands for zeros, whatever it holds."""
+        self._whole = whole
+        self._stands_for_zeros = False
         self._is_zeroed_at_once = False
+
+    @property
+    def _is_cleared(self) -> bool:
+        """Whether `_total` stands for zeros, whatever it holds."""
+        return (self._whole or self)._stands_for_zeros
 
     @property
     def total(self) -> Tensor:
         """To be added to; zeros are written if it was cleared."""
-        if self._is_cleared:
-            self._total.zero_()
-            self._is_cleared = False
-        return self._total
+        memory, is_cleared = self.take()
+        return memory.zero_() if is_cleared else memory
 
-    def clear(self) -> None:
-        self._is_cleared = True
-        if self._is_zeroed_at_once:
-            self.settle()
+    def take(self) -> tuple[Tensor, bool]:
+        """The memory of `total`, and whether all of it has to be written, without a look at what it holds. Else it is
+        added to."""
+        whole, is_cleared = self._whole or self, self._is_cleared
+        whole._stands_for_zeros = False
+        if is_cleared and self._total.numel() < whole._total.numel():
+            whole._total.view(-1)[self._total.numel() :].zero_()
+        return self._total, is_cleared
+
+    def view(self, view: Callable[[Tensor], Tensor]) -> MainGrad:
+        """Of the first rows, or of another shape. What is written to it is written to this one; others stay zero."""
+        return MainGrad(view(self._total), self._whole or self)
 
     def zero_at_once(self) -> None:
-        """From now on `clear` writes zeros, as passes that are recorded once and repeated (CUDA graphs) always add."""
+        """From now on `clear_all` writes zeros: passes that are recorded once and repeated (CUDA graphs) always add."""
         self._is_zeroed_at_once = True
         self.settle()
 
@@ -55,11 +69,11 @@ class MainGrad:
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
         """total += gradient, of any dtype."""
-        if self._is_cleared:
-            self._total.copy_(gradient)
-            self._is_cleared = False
+        total, is_cleared = self.take()
+        if is_cleared:
+            total.copy_(gradient)
         else:
-            self._total.add_(gradient)
+            total.add_(gradient)
 
     @torch.no_grad()
     def add_product(self, rows: Tensor, inputs: Tensor) -> None:
@@ -78,24 +92,33 @@ class MainGrad:
     @torch.no_grad()
     def set_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total = rows^T inputs, as add_product to zeros, which are neither written nor read."""
-        self._is_cleared = False
-        if self._total.is_cuda:
-            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=self._total)
+        total, _ = self.take()
+        if total.is_cuda:
+            torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
-            torch.mm(rows.t().float(), inputs.float(), out=self._total)
+            torch.mm(rows.t().float(), inputs.float(), out=total)
 
     @torch.no_grad()
     def add_multiple(self, gradient: Tensor, factor: Tensor) -> None:
         """total += factor * gradient, of one that had to be made apart. gradient [out, in], factor [], both fp32."""
-        if self._is_cleared:
-            torch.mul(gradient, factor, out=self._total)
-            self._is_cleared = False
+        total, is_cleared = self.take()
+        if is_cleared:
+            torch.mul(gradient, factor, out=total)
         else:
-            self._total.addcmul_(gradient, factor)
+            total.addcmul_(gradient, factor)
 
     def matrices(self) -> Iterator[MainGrad]:
         """Of each matrix of total [E, out, in]."""
         return (MainGrad(matrix) for matrix in self.total)
+
+
+def clear_all(mains: Collection[MainGrad]) -> None:
+    """Make each of them zero. Those that `zero_at_once` names are zeroed in as few kernels as the device allows."""
+    zeroed = [main._total for main in mains if main._is_zeroed_at_once]
+    if zeroed:
+        zero_all_(zeroed)
+    for main in mains:
+        main._stands_for_zeros = not main._is_zeroed_at_once
 
 
 def attach_main_grad(weight: nn.Parameter, total: Tensor) -> MainGrad | None:
@@ -119,11 +142,11 @@ def main_gradient_of(weight: Tensor) -> MainGrad | None:
 def with_main_gradient(weight: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
     """view(weight), with view(total) as its main gradient if the weight has one.
 
-    view: gives some of a tensor's elements or another shape of it, in the same memory.
+    view: gives the first rows of a tensor or another shape of it, in the same memory.
     """
     part, main = view(weight), main_gradient_of(weight)
     if main is not None:
-        part.main_grad = MainGrad(view(main.total))  # type: ignore[attr-defined]
+        part.main_grad = main.view(view)  # type: ignore[attr-defined]
     return part
 
 

@@ -35,7 +35,7 @@ class Norm(LayoutModule):
         if self.add_kernel is not None:
             x, normed = self.add_kernel(x, branch, *self.operands())
             return x, normed
-        x = x if branch is None else x + branch
+        x = x if branch is None else (x + branch).to(x.dtype)
         return x, self(x)
 
 

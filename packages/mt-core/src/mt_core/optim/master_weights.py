@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.main_grad import MainGrad, attach_main_grad
+from mt_core.nn.main_grad import MainGrad, attach_main_grad, clear_all
 from mt_core.tensor_slice import TensorSlice
 
 
@@ -141,8 +141,7 @@ class Fp32MasterWeights(UnshardedWeights):
         return iter(self.copies.items())
 
     def zero_grad(self) -> None:
-        for main in self._mains.values():
-            main.clear()
+        clear_all(self._mains.values())
 
     def reduce(self) -> None:
         for main in self._mains.values():

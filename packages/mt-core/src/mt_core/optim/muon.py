@@ -158,15 +158,34 @@ class Muon(FunctionalOptimizer):
                 self._update_together(one_each, team, group["lr"], group["weight_decay"])
 
     def _update_together(self, updates: list[Update], team: Team, lr: float, weight_decay: float) -> None:
-        directions = []
+        """One matrix for each rank. A rank holds at most two whole ones at once, besides those of Newton-Schulz."""
+        own, shapes = self._unshard(updates, team)
+        direction = None if own is None else self._orthogonal(*own).contiguous()
+        del own
+        for number, (parameter, _, matrix) in enumerate(updates):
+            if team.owns(number):
+                assert direction is not None
+                whole = direction
+            else:
+                whole = parameter.new_empty(shapes[number])
+            team.broadcast(whole, number)
+            shard = matrix.shard(whole).view_as(parameter)
+            parameter.mul_(1.0 - lr * weight_decay).add_(shard, alpha=-lr)
+            del whole, shard  # before the next one is allocated
+
+    def _unshard(
+        self, updates: list[Update], team: Team
+    ) -> tuple[tuple[Tensor, HeadRows | None] | None, list[torch.Size]]:
+        """This rank's matrix, if it has one in this round, and the shapes of all. All collectives are before any
+        Newton-Schulz, as otherwise each rank would wait for those of the ranks before it."""
+        own, shapes = None, []
         for number, (parameter, gradient, matrix) in enumerate(updates):
             whole = matrix.unshard(self._momentum(parameter, gradient))
-            direction = self._orthogonal(whole, matrix.heads) if team.owns(number) else torch.empty_like(whole)
-            directions.append(direction.contiguous())
-        for number, (parameter, _, matrix) in enumerate(updates):
-            team.broadcast(directions[number], number)
-            own = matrix.shard(directions[number]).view_as(parameter)
-            parameter.mul_(1.0 - lr * weight_decay).add_(own, alpha=-lr)
+            shapes.append(whole.shape)
+            if team.owns(number):
+                own = whole, matrix.heads
+            del whole  # before the next one is allocated
+        return own, shapes
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state = self.state[parameter]

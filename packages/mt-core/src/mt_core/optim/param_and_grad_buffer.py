@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
-from mt_core.nn.main_grad import MainGrad, attach_main_grad, call_after_gradient
+from mt_core.nn.main_grad import MainGrad, attach_main_grad, call_after_gradient, clear_all
 from mt_core.optim.buckets import Bucket, ShardAndReplicateAxes, Slot
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.gather_order import GatherOrder
@@ -94,8 +94,7 @@ class ParamAndGradBuffer(UnshardedWeights):
     def zero_grad(self) -> None:
         for bucket in self.buckets:
             if mains := self._mains_of(bucket):  # all of its parameters have one dtype
-                for main in mains:
-                    main.clear()
+                clear_all(mains)
                 continue
             bucket.gradients.zero_()
             for slot in bucket.slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.launch.environment import read_environment
 from mt_core.nn.batch_invariance import require_batch_invariance
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
@@ -26,6 +27,7 @@ from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
@@ -35,6 +37,7 @@ from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, LRSchedule
 from mt_core.parallel.communicators import CommunicatorOptions
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
+from mt_core.parallel.peer_access import peer_access_objection
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
@@ -91,6 +94,8 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
         },
         pipeline_backward_communicator=has_backward_communicator(parallel, device),
     )
+    if parallel.tp_comm_overlap:
+        require_peer_access(ctx.tp.ranks)
     if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:
         return ctx
     members = axis_members(ctx.world.size, sizes)["cp"]
@@ -109,6 +114,15 @@ def require_symmetric_memory(config: Config, device: torch.device) -> None:
         objection = symmetric_memory_objection()
     if objection is not None:
         raise ConfigError(f"parallel.tp_comm_overlap=true cannot be: {objection}; set it to false")
+
+
+def require_peer_access(ranks: Sequence[int]) -> None:
+    """Raises ConfigError where parallel.tp_comm_overlap cannot be over these ranks."""
+    objection = peer_access_objection(ranks, read_environment().local_world_size)
+    if objection is not None:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap=true cannot be over tensor-parallel ranks: {objection}; set it to false"
+        )
 
 
 def has_backward_communicator(parallel: ParallelConfig, device: torch.device) -> bool:
@@ -215,6 +229,8 @@ def build_weights(
     """The master weights that the optimizer updates. Buckets are used only when there are ranks to reduce with."""
     parallel, precision = config.parallel, config.precision
     in_fp32 = precision.dtype == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    if parallel.nccl_ub:
+        require_registered_buffers(ctx)
     if parallel.use_torch_fsdp2:
         return FullyShardedWeights(model, ctx, _shard_options(config, host))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
@@ -233,6 +249,16 @@ def build_weights(
         user_buffers=parallel.nccl_ub,
     )
     return ParamAndGradBuffer(model, ctx, options, copies.axes)
+
+
+def require_registered_buffers(ctx: ParallelContext) -> None:
+    """Raises ConfigError where parallel.nccl_ub would be ignored."""
+    axes = [ctx.axis(shard) for shard, _ in SHARDS.values()]
+    if max(axis.size for axis in axes) == 1:
+        raise ConfigError(
+            "parallel.nccl_ub=true registers buffers with the communicator of data-parallel ranks (the axes shard and "
+            "expert_shard), and each of these has one rank; set it to false"
+        )
 
 
 def _shard_options(config: Config, host: PluginHost) -> ShardOptions:

@@ -15,8 +15,9 @@ from mt_core.parallel.context import AxisName, ParallelContext
 from mt_moe.config import MoeConfig
 from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
-from mt_moe.experts.fp8 import fp8_grouped_product
+from mt_moe.experts.fp8 import Fp8GroupedProduct, fp8_grouped_product
 from mt_moe.experts.groups import GroupedProduct, Groups, PermutingProduct
+from mt_moe.experts.loop import loop_product
 from mt_moe.experts.saved_tensors import recompute_saved
 from mt_moe.permutation import RowOrder
 
@@ -78,6 +79,12 @@ class ExpertLinear(LayoutModule):
             return found
         self.product = found
         return None
+
+    def host_wait(self) -> str | None:
+        """What in the product in use makes the host wait; None if nothing does."""
+        if self.product is loop_product:
+            return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
+        return self.product.host_wait() if isinstance(self.product, Fp8GroupedProduct) else None
 
     def bias_rows(self, experts: Tensor) -> Tensor:
         """[R] experts -> [R, out], the bias of each; zeros on ranks that do not add it."""
@@ -176,9 +183,7 @@ class Experts(nn.Module):
 
     def host_wait(self) -> str | None:
         """See mt_core.nn.auxiliary.SynchronizesHost."""
-        if self.product != "loop":
-            return None
-        return "model.moe.moe_grouped_gemm=loop reads the experts' numbers of rows; use grouped or triton"
+        return self.linear_fc1.host_wait() or self.linear_fc2.host_wait()
 
     def extra_repr(self) -> str:
         return f"product={self.product}"

@@ -123,6 +123,12 @@ class Fp8GroupedProduct:
     def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         return _Fp8GroupedProduct.apply(x, weight, groups, self, main_gradient_of(weight))
 
+    def host_wait(self) -> str | None:
+        """See ExpertLinear."""
+        if not isinstance(self.groups, EmulatedGroups):
+            return None
+        return "precision.fp8_implementation=emulated reads the number of rows of each expert; use torch"
+
 
 class _Fp8GroupedProduct(torch.autograd.Function):
     @staticmethod

@@ -67,4 +67,4 @@ def add_outer_products(main: MainGrad, grad: Tensor, x: Tensor, groups: Groups) 
         return
     from mt_moe.kernels.grouped_product import add_outer_products as add_in_one_kernel
 
-    add_in_one_kernel(main.total, grad, x, groups.ends)
+    add_in_one_kernel(main, grad, x, groups.ends)

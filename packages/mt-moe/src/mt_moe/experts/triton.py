@@ -68,7 +68,7 @@ def _weight_gradient(
     rows_of_x = None if of_x is None else of_x.tokens
     if main is None:
         return outer_products(grad, x, ends, left_gather=rows_of_grad, right_gather=rows_of_x)
-    add_outer_products(main.total, grad, x, ends, left_gather=rows_of_grad, right_gather=rows_of_x)
+    add_outer_products(main, grad, x, ends, left_gather=rows_of_grad, right_gather=rows_of_x)
     return None
 
 

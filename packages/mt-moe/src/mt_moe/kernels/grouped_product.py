@@ -16,13 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mt_core.nn.main_grad import MainGrad
 from mt_moe.kernels.tiles import ANY_FORMAT, OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed
 
 BAND = tl.constexpr(8)
 """So many row tiles take their column tiles in turn, so that both operands stay in the L2 cache."""
 
 
-@triton.autotune(configs=[tile.config() for tile in ROWS], key=["mean_rows", "groups", "width", "depth"])
+@triton.autotune(
+    configs=[tile.config() for tile in ROWS],
+    key=["mean_rows", "groups", "width", "depth", "m_depth_stride", "GATHER", "SCATTER"],
+)
 @triton.jit
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     x, gather, matrices, out, scatter, ends, rows_in_all, mean_rows, groups, width, depth, x_stride,
@@ -195,7 +199,7 @@ def outer_products(
 
 
 def add_outer_products(
-    total: Tensor,
+    main: MainGrad,
     left: Tensor,
     right: Tensor,
     ends: Tensor,
@@ -203,11 +207,13 @@ def add_outer_products(
     left_gather: Tensor | None = None,
     right_gather: Tensor | None = None,
 ) -> None:
-    """total [E, a, b] in fp32 += left^T right of each group; left [R, a], right [R, b] in 16 bits, ends [E] int32.
+    """main [E, a, b] += left^T right of each group; left [R, a], right [R, b] in 16 bits, ends [E] int32. If it was
+    cleared, they are written over what is there.
 
     Not timed: each call would add.
     """
-    _outer(left, left_gather, right, right_gather, total, ends, OUTER[0], add=True)
+    total, is_cleared = main.take()
+    _outer(left, left_gather, right, right_gather, total, ends, OUTER[0], add=not is_cleared)
 
 
 def _outer(

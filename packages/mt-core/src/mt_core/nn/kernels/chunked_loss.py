@@ -150,7 +150,8 @@ class _ChunkedWeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
-        own = _OwnFormat(torch.empty_like(weight)) if main is None else MainGrad(torch.empty_like(main.total))
+        total = torch.empty_like(weight, dtype=weight.dtype if main is None else torch.float32)
+        own = _OwnFormat(total) if main is None else MainGrad(total)
         gradients = _Gradients(hidden, weight, own, empty=True)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)

@@ -169,9 +169,11 @@ def _detached(tensor: Tensor) -> Tensor:
 def unchanged_buffers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Restores buffers that layers update in a pass (such as the FP8 amax history) after warm-up and capture."""
     before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    yield
-    for buffer, value in before:
-        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 class BlockGraphs:
