@@ -141,6 +141,18 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
         generate_file(generator, source, source / "out.jsonl", SAMPLING)
 
 
+def test_files_of_something_else_are_kept(generator, tmp_path) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes.json"
+    source.write_text('{"prompt": "abc"}')
+    notes.write_text('{"not": "a completion"}')
+    for target, words in ((source, "--output would replace --input"), (notes, "has lines, and the record of their")):
+        before = target.read_bytes()
+        with pytest.raises(ConfigError, match=words):
+            generate_file(generator, source, target, SAMPLING)
+        assert target.read_bytes() == before
+        assert not record_of(target).exists()
+
+
 def test_a_checkpoint_has_the_fingerprint_of_its_content(tmp_path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -71,18 +71,21 @@ def generate_file(
 
     sampling: for lines that do not say otherwise; with a seed, each line has one of its own that follows from it.
     `target`.job.json records the job (mt_infer.job_record). Raises ConfigError for files that cannot be read or
-    written, and for a target that another job has begun.
+    written, and for a target that another job has begun, or that is the source or has something else in it.
     """
     is_parquet = target.suffix == PARQUET
     lines = target.with_name(target.name + ".partial") if is_parquet else target
     total = count_lines(source)
     with writing(target, "--output"):
+        _require_other_files(source, target, lines)
         is_written = is_parquet and target.exists() and not lines.exists()
-        done = total if is_written else whole_lines(lines)
-        require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=done > 0)
+        done, size = whole_lines(lines)
+        has_lines = is_written or (lines.exists() and lines.stat().st_size > 0)
+        require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=has_lines)
         if is_written:
-            return Progress(done, 0, 0)
+            return Progress(total, 0, 0)
         with lines.open("a", encoding="utf-8") as out:
+            out.truncate(size)
             progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
         if is_parquet:
             _to_parquet(lines, target)
@@ -200,18 +203,23 @@ def _opened(source: Path) -> Any:
         raise ConfigError(f"--input {source} cannot be read: {error.strerror}") from error
 
 
-def whole_lines(path: Path) -> int:
-    """Lines of the output that are complete; what a killed run has left behind them is cut off."""
+def _require_other_files(source: Path, *written: Path) -> None:
+    """Raises ConfigError for an input that is one of the files that are written."""
+    if any(path.exists() and path.samefile(source) for path in written):
+        raise ConfigError(f"--output would replace --input {source}; give another --output")
+
+
+def whole_lines(path: Path) -> tuple[int, int]:
+    """(count, size in bytes) of the lines that are complete; behind them is what a killed run has left."""
+    count = size = 0
     if not path.exists():
-        return 0
-    with path.open("rb+") as file:
-        count = end = 0
+        return count, size
+    with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
+            count, size = count + 1, size + len(line)
+    return count, size
 
 
 def _to_parquet(partial: Path, target: Path) -> None:
