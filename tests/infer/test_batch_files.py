@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.infer.engines import configuration, engine_of
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SpecialTokens
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.batch_files import generate_file
@@ -28,6 +28,8 @@ class Letters:
     special = SpecialTokens(eod=0)
 
     def encode(self, text: str) -> list[int]:
+        if not text.isascii():
+            raise DataError("no letters")
         return [ord(letter) - 96 for letter in text]
 
     def decode(self, ids: list[int]) -> str:
@@ -52,6 +54,7 @@ LINES = [
     {"text": "no prompt"},
     {"prompt": "zebra", "n": 2, "seed": 4},
     {"prompt": "abc", "top_k": -1},
+    {"prompt": "\ud800"},
 ]
 SAMPLING = SamplingParameters(seed=3, max_tokens=5, ignore_eod=True)
 
@@ -77,14 +80,16 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
         "line 6:",
         "",
         "line 8:",
+        "line 9:",
     ]
-    assert (done.lines, done.failed) == (8, 4)
+    assert (done.lines, done.failed) == (9, 5)
     assert found[0]["id"] == "first"
     assert [len(record["completions"]) for record in found if "completions" in record] == [1, 1, 1, 2]
     assert [record["completions"][0]["tokens"] for record in found if "completions" in record] == [5, 2, 5, 5]
     assert "shorten the prompt" in found[4]["error"]
     assert 'either "prompt" (a text) or "tokens"' in found[5]["error"]
     assert "top_k is -1" in found[7]["error"]
+    assert found[8] == {"prompt": "\ud800", "error": "line 9: no letters"}
 
 
 def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> None:
@@ -114,7 +119,7 @@ def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
     cut.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"completi')
     done = generate_file(generator, source, cut, SAMPLING)
     assert cut.read_bytes() == whole.read_bytes()
-    assert done.lines == 8
+    assert done.lines == 9
     assert generate_file(generator, source, cut, SAMPLING).tokens == 0
 
 

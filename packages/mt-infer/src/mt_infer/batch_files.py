@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, MtError
 from mt_core.paths import writing
 from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
@@ -84,7 +84,8 @@ def generate_file(
         require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=has_lines)
         if is_written:
             return Progress(total, 0, 0)
-        with lines.open("a", encoding="utf-8") as out:
+        # A lone surrogate is written as JSON's escape of it.
+        with lines.open("a", encoding="utf-8", errors="backslashreplace") as out:
             out.truncate(size)
             progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
         if is_parquet:
@@ -126,7 +127,7 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
         own = _sampling_of(line, sampling)
         prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
         return generator.submit(prompt, own, inputs), own.n
-    except (ConfigError, TypeError, ValueError) as error:
+    except (MtError, TypeError, ValueError) as error:
         line.error = str(error)
         return None
 
