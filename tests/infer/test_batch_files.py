@@ -174,11 +174,11 @@ def test_ids_behind_the_tokenizers_have_no_text(generator) -> None:
     assert (text.text, text.stopped_by) == ("ab", "cd")
 
 
-def test_parquet_files_give_the_same(generator, tmp_path) -> None:
+@pytest.mark.parametrize("rows", [[{"prompt": "abc", "id": 1}, {"prompt": "hello", "id": 2}], []])
+def test_parquet_files_give_the_same(generator, tmp_path, rows) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    rows = [{"prompt": "abc", "id": 1}, {"prompt": "hello", "id": 2}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for suffix in ("parquet", "jsonl"):

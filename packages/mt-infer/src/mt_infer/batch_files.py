@@ -226,7 +226,8 @@ def whole_lines(path: Path) -> tuple[int, int]:
 def _to_parquet(partial: Path, target: Path) -> None:
     import pyarrow.json
 
-    table = pyarrow.json.read_json(partial)
+    # Without a line there are no columns either.
+    table = pyarrow.json.read_json(partial) if partial.stat().st_size else pyarrow.table({})
     _parquet().write_table(table, target)
     partial.unlink()
 
