@@ -184,6 +184,9 @@ def test_parquet_files_give_the_same(generator, tmp_path, rows) -> None:
     for suffix in ("parquet", "jsonl"):
         generate_file(generator, tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}", SAMPLING)
     assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == records(tmp_path / "out.jsonl")
+    (tmp_path / "surrogate.jsonl").write_text(json.dumps({"prompt": "\ud800"}) + "\n")
+    generate_file(generator, tmp_path / "surrogate.jsonl", tmp_path / "surrogate.parquet", SAMPLING)
+    assert parquet.read_table(tmp_path / "surrogate.parquet")["prompt"].to_pylist() == ["?"]
 
 
 # -- the interface of Accelerate's plugin ----------------------------------------------------------

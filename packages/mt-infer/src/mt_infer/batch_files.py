@@ -84,8 +84,9 @@ def generate_file(
         require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=has_lines)
         if is_written:
             return Progress(total, 0, 0)
-        # A lone surrogate is written as JSON's escape of it.
-        with lines.open("a", encoding="utf-8", errors="backslashreplace") as out:
+        # A lone surrogate is written as JSON's escape of it, which pyarrow does not read.
+        errors = "replace" if is_parquet else "backslashreplace"
+        with lines.open("a", encoding="utf-8", errors=errors) as out:
             out.truncate(size)
             progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
         if is_parquet:
