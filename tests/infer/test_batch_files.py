@@ -135,6 +135,11 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
     refused("begun by another job: top_k was 0, and is 7; seed was 3, and is 4;", replace(SAMPLING, seed=4, top_k=7))
     monkeypatch.setattr(generator, "fingerprint", "another")
     refused("its model was another, or had other weights")
+    inference = generator.config.inference.model_copy(update={"quantize_weights": "int8"})
+    quantized = generator.config.model_copy(update={"inference": inference})
+    with monkeypatch.context() as changed:
+        changed.setattr(generator, "config", quantized)
+        refused('inference.quantize_weights was null, and is "int8"')
     monkeypatch.setattr(generator, "fingerprint", None)
     source.write_text('{"prompt": "a"}\n')
     refused("its input had other content")

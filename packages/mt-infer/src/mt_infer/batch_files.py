@@ -81,7 +81,8 @@ def generate_file(
         is_written = is_parquet and target.exists() and not lines.exists()
         done, size = whole_lines(lines)
         has_lines = is_written or (lines.exists() and lines.stat().st_size > 0)
-        require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=has_lines)
+        job = job_of(source, sampling, generator.fingerprint, generator.config)
+        require_same_job(job, target, has_lines=has_lines)
         if is_written:
             return Progress(total, 0, 0)
         # A lone surrogate is written as JSON's escape of it, which pyarrow does not read.

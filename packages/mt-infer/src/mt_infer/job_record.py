@@ -9,18 +9,28 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_infer.sampling.parameters import SamplingParameters
 
-FORMAT = 1
-PART = 65536
-"""Bytes of a checkpoint's file that its fingerprint reads, at the beginning, in the middle and at the end."""
+FORMAT = 2
+ENGINE_KEYS = (
+    "max_sequence_length",
+    "quantize_weights",
+    "quantize_group_size",
+    "quantize_output_layer",
+    "cache_dtype",
+    "batch_invariant",
+)
+"""Of [inference], those that change what is generated."""
 
 
-def job_of(source: Path, sampling: SamplingParameters, model: str | None) -> dict[str, Any]:
+def job_of(source: Path, sampling: SamplingParameters, model: str | None, config: Config) -> dict[str, Any]:
     """model: its fingerprint; None for one in memory alone, of which nothing is compared."""
     values = json.loads(json.dumps(asdict(sampling), default=str))
-    return {"format": FORMAT, "model": model, "sampling": values, "input": _hash_of_file(source)}
+    engine = {f"inference.{key}": getattr(config.inference, key) for key in ENGINE_KEYS}
+    settings = {"precision.dtype": config.precision.dtype, **engine}
+    return {"format": FORMAT, "model": model, "sampling": values, "settings": settings, "input": _hash_of_file(source)}
 
 
 def require_same_job(job: Mapping[str, Any], target: Path, *, has_lines: bool) -> None:
@@ -48,14 +58,16 @@ def record_of(target: Path) -> Path:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if before["format"] != now["format"]:
         yield f"its record has format {before['format']}, and this mt writes {now['format']}"
+        return
     if before["input"] != now["input"]:
         yield "its input had other content"
     if None not in (before["model"], now["model"]) and before["model"] != now["model"]:
         yield "its model was another, or had other weights"
-    for name in {**before["sampling"], **now["sampling"]}:
-        old, new = before["sampling"].get(name), now["sampling"].get(name)
-        if old != new:
-            yield f"{name} was {json.dumps(old)}, and is {json.dumps(new)}"
+    for part in ("sampling", "settings"):
+        for name in {**before[part], **now[part]}:
+            old, new = before[part].get(name), now[part].get(name)
+            if old != new:
+                yield f"{name} was {json.dumps(old)}, and is {json.dumps(new)}"
 
 
 def checkpoint_fingerprint(path: Path) -> str:
