@@ -109,6 +109,10 @@ def test_scores_of_a_killed_annotation_are_not_requested_again(tmp_path: Path) -
     with pytest.raises(DataError, match="scores of other texts than those of"):
         annotate(source, target, scorer, WORDS)
     assert target.read_bytes() == whole
+    target.write_text("notes")
+    with pytest.raises(DataError, match="has no whole line with scores"):
+        annotate(source, target, scorer, WORDS)
+    assert target.read_text() == "notes"
     source.write_text("{}\n[]\n")
     with pytest.raises(DataError, match="line 2"):
         list(read_lines(source))

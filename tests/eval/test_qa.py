@@ -192,6 +192,8 @@ def test_data_without_neighbours_cannot_lose_them(mt) -> None:
         (["qa", "--data", "none.jsonl"], "'none.jsonl' matches no file"),
         (["qa", "--data", "x.jsonl", "--retriever", "index", "--retriever-option", "path"], "give KEY=VALUE"),
         (["qa", "--data", "x.jsonl", "--retriever", "none"], "--retriever=none"),
+        (["qa", "--data", "x.jsonl", "--retriever-option", "path=x"], "name it with --retriever"),
+        (["qa", "--data", "x.jsonl", "--top-k", "3"], "name it with --retriever"),
     ],
 )
 def test_what_cannot_be_measured_is_named(model: Path, mt, arguments, words) -> None:

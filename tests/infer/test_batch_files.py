@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.infer.engines import configuration, engine_of
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SpecialTokens
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.batch_files import generate_file
@@ -28,6 +28,8 @@ class Letters:
     special = SpecialTokens(eod=0)
 
     def encode(self, text: str) -> list[int]:
+        if not text.isascii():
+            raise DataError("no letters")
         return [ord(letter) - 96 for letter in text]
 
     def decode(self, ids: list[int]) -> str:
@@ -52,6 +54,7 @@ LINES = [
     {"text": "no prompt"},
     {"prompt": "zebra", "n": 2, "seed": 4},
     {"prompt": "abc", "top_k": -1},
+    {"prompt": "\ud800"},
 ]
 SAMPLING = SamplingParameters(seed=3, max_tokens=5, ignore_eod=True)
 
@@ -77,14 +80,16 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
         "line 6:",
         "",
         "line 8:",
+        "line 9:",
     ]
-    assert (done.lines, done.failed) == (8, 4)
+    assert (done.lines, done.failed) == (9, 5)
     assert found[0]["id"] == "first"
     assert [len(record["completions"]) for record in found if "completions" in record] == [1, 1, 1, 2]
     assert [record["completions"][0]["tokens"] for record in found if "completions" in record] == [5, 2, 5, 5]
     assert "shorten the prompt" in found[4]["error"]
     assert 'either "prompt" (a text) or "tokens"' in found[5]["error"]
     assert "top_k is -1" in found[7]["error"]
+    assert found[8] == {"prompt": "\ud800", "error": "line 9: no letters"}
 
 
 def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> None:
@@ -114,7 +119,7 @@ def test_a_killed_run_goes_on_where_it_was(generator, tmp_path) -> None:
     cut.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:3]) + b'{"completi')
     done = generate_file(generator, source, cut, SAMPLING)
     assert cut.read_bytes() == whole.read_bytes()
-    assert done.lines == 8
+    assert done.lines == 9
     assert generate_file(generator, source, cut, SAMPLING).tokens == 0
 
 
@@ -130,6 +135,11 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
     refused("begun by another job: top_k was 0, and is 7; seed was 3, and is 4;", replace(SAMPLING, seed=4, top_k=7))
     monkeypatch.setattr(generator, "fingerprint", "another")
     refused("its model was another, or had other weights")
+    inference = generator.config.inference.model_copy(update={"quantize_weights": "int8"})
+    quantized = generator.config.model_copy(update={"inference": inference})
+    with monkeypatch.context() as changed:
+        changed.setattr(generator, "config", quantized)
+        refused('inference.quantize_weights was null, and is "int8"')
     monkeypatch.setattr(generator, "fingerprint", None)
     source.write_text('{"prompt": "a"}\n')
     refused("its input had other content")
@@ -141,12 +151,24 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
         generate_file(generator, source, source / "out.jsonl", SAMPLING)
 
 
+def test_files_of_something_else_are_kept(generator, tmp_path) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes.json"
+    source.write_text('{"prompt": "abc"}')
+    notes.write_text('{"not": "a completion"}')
+    for target, words in ((source, "--output would replace --input"), (notes, "has lines, and the record of their")):
+        before = target.read_bytes()
+        with pytest.raises(ConfigError, match=words):
+            generate_file(generator, source, target, SAMPLING)
+        assert target.read_bytes() == before
+        assert not record_of(target).exists()
+
+
 def test_a_checkpoint_has_the_fingerprint_of_its_content(tmp_path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_bytes(bytes(300_000))
     first, second = (checkpoint_fingerprint(tmp_path / name) for name in ("a", "b"))
-    (tmp_path / "b" / "weights").write_bytes(bytes(150_000) + b"1" + bytes(149_999))
+    (tmp_path / "b" / "weights").write_bytes(bytes(100_000) + b"1" + bytes(199_999))
     assert first == second != checkpoint_fingerprint(tmp_path / "b")
 
 
@@ -157,16 +179,19 @@ def test_ids_behind_the_tokenizers_have_no_text(generator) -> None:
     assert (text.text, text.stopped_by) == ("ab", "cd")
 
 
-def test_parquet_files_give_the_same(generator, tmp_path) -> None:
+@pytest.mark.parametrize("rows", [[{"prompt": "abc", "id": 1}, {"prompt": "hello", "id": 2}], []])
+def test_parquet_files_give_the_same(generator, tmp_path, rows) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    rows = [{"prompt": "abc", "id": 1}, {"prompt": "hello", "id": 2}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for suffix in ("parquet", "jsonl"):
         generate_file(generator, tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}", SAMPLING)
     assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == records(tmp_path / "out.jsonl")
+    (tmp_path / "surrogate.jsonl").write_text(json.dumps({"prompt": "\ud800"}) + "\n")
+    generate_file(generator, tmp_path / "surrogate.jsonl", tmp_path / "surrogate.parquet", SAMPLING)
+    assert parquet.read_table(tmp_path / "surrogate.parquet")["prompt"].to_pylist() == ["?"]
 
 
 # -- the interface of Accelerate's plugin ----------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_the_longest_sequence_fits_and_the_next_one_does_not(capsys) -> None:
         assert at_length["fits"] == fits
 
 
+def test_the_decoder_of_a_model_of_images_gets_the_positions(capsys) -> None:
+    """The example has 64."""
+    example = Path(__file__).parents[3] / "examples" / "qwen_vl.toml"
+    assert run(["plan", str(example), "--longest-sequence", "--memory-gib", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["longest_sequence"] >= 1024
+
+
 def test_remainders_hold_ten_bytes_a_parameter(capsys) -> None:
     """bf16 weights, gradients and two moments, and 16 more bits of each weight."""
     settings = "optimizer.main_weights=remainders", "optimizer.exp_avg_dtype=bf16"
@@ -39,5 +47,8 @@ def test_remainders_hold_ten_bytes_a_parameter(capsys) -> None:
 def test_a_model_that_fits_at_no_length_is_an_error(capsys) -> None:
     assert run(["plan", *TINY, "--longest-sequence", "--memory-gib", "0.001"]) == 2
     assert "not even data.seq_length=1024 fits into 0.0 GiB" in capsys.readouterr().err
+    for memory in ("nan", "0"):
+        assert run(["plan", *TINY, "--memory-gib", memory]) == 2
+        assert f"--memory-gib {float(memory)} is no memory" in capsys.readouterr().err
     assert run(["plan", *TINY, "--longest-sequence", "--search"]) == 2
     assert "give one of them" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, MtError
 from mt_core.paths import writing
 from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
@@ -71,18 +71,24 @@ def generate_file(
 
     sampling: for lines that do not say otherwise; with a seed, each line has one of its own that follows from it.
     `target`.job.json records the job (mt_infer.job_record). Raises ConfigError for files that cannot be read or
-    written, and for a target that another job has begun.
+    written, and for a target that another job has begun, or that is the source or has something else in it.
     """
     is_parquet = target.suffix == PARQUET
     lines = target.with_name(target.name + ".partial") if is_parquet else target
     total = count_lines(source)
     with writing(target, "--output"):
+        _require_other_files(source, target, lines)
         is_written = is_parquet and target.exists() and not lines.exists()
-        done = total if is_written else whole_lines(lines)
-        require_same_job(job_of(source, sampling, generator.fingerprint), target, has_lines=done > 0)
+        done, size = whole_lines(lines)
+        has_lines = is_written or (lines.exists() and lines.stat().st_size > 0)
+        job = job_of(source, sampling, generator.fingerprint, generator.config)
+        require_same_job(job, target, has_lines=has_lines)
         if is_written:
-            return Progress(done, 0, 0)
-        with lines.open("a", encoding="utf-8") as out:
+            return Progress(total, 0, 0)
+        # A lone surrogate is written as JSON's escape of it, which pyarrow does not read.
+        errors = "replace" if is_parquet else "backslashreplace"
+        with lines.open("a", encoding="utf-8", errors=errors) as out:
+            out.truncate(size)
             progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
         if is_parquet:
             _to_parquet(lines, target)
@@ -123,7 +129,7 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
         own = _sampling_of(line, sampling)
         prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
         return generator.submit(prompt, own, inputs), own.n
-    except (ConfigError, TypeError, ValueError) as error:
+    except (MtError, TypeError, ValueError) as error:
         line.error = str(error)
         return None
 
@@ -200,24 +206,30 @@ def _opened(source: Path) -> Any:
         raise ConfigError(f"--input {source} cannot be read: {error.strerror}") from error
 
 
-def whole_lines(path: Path) -> int:
-    """Lines of the output that are complete; what a killed run has left behind them is cut off."""
+def _require_other_files(source: Path, *written: Path) -> None:
+    """Raises ConfigError for an input that is one of the files that are written."""
+    if any(path.exists() and path.samefile(source) for path in written):
+        raise ConfigError(f"--output would replace --input {source}; give another --output")
+
+
+def whole_lines(path: Path) -> tuple[int, int]:
+    """(count, size in bytes) of the lines that are complete; behind them is what a killed run has left."""
+    count = size = 0
     if not path.exists():
-        return 0
-    with path.open("rb+") as file:
-        count = end = 0
+        return count, size
+    with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            count, end = count + 1, end + len(line)
-        file.truncate(end)
-    return count
+            count, size = count + 1, size + len(line)
+    return count, size
 
 
 def _to_parquet(partial: Path, target: Path) -> None:
     import pyarrow.json
 
-    table = pyarrow.json.read_json(partial)
+    # Without a line there are no columns either.
+    table = pyarrow.json.read_json(partial) if partial.stat().st_size else pyarrow.table({})
     _parquet().write_table(table, target)
     partial.unlink()
 

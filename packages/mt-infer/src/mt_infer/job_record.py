@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_infer.sampling.parameters import SamplingParameters
 
-FORMAT = 1
-PART = 65536
-"""Bytes of a checkpoint's file that its fingerprint reads, at the beginning, in the middle and at the end."""
+FORMAT = 2
+ENGINE_KEYS = (
+    "max_sequence_length",
+    "quantize_weights",
+    "quantize_group_size",
+    "quantize_output_layer",
+    "cache_dtype",
+    "batch_invariant",
+)
+"""Of [inference], those that change what is generated."""
 
 
-def job_of(source: Path, sampling: SamplingParameters, model: str | None) -> dict[str, Any]:
+def job_of(source: Path, sampling: SamplingParameters, model: str | None, config: Config) -> dict[str, Any]:
     """model: its fingerprint; None for one in memory alone, of which nothing is compared."""
     values = json.loads(json.dumps(asdict(sampling), default=str))
-    return {"format": FORMAT, "model": model, "sampling": values, "input": _hash_of_file(source)}
+    engine = {f"inference.{key}": getattr(config.inference, key) for key in ENGINE_KEYS}
+    settings = {"precision.dtype": config.precision.dtype, **engine}
+    return {"format": FORMAT, "model": model, "sampling": values, "settings": settings, "input": _hash_of_file(source)}
 
 
 def require_same_job(job: Mapping[str, Any], target: Path, *, has_lines: bool) -> None:
@@ -48,27 +59,25 @@ def record_of(target: Path) -> Path:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if before["format"] != now["format"]:
         yield f"its record has format {before['format']}, and this mt writes {now['format']}"
+        return
     if before["input"] != now["input"]:
         yield "its input had other content"
     if None not in (before["model"], now["model"]) and before["model"] != now["model"]:
         yield "its model was another, or had other weights"
-    for name in {**before["sampling"], **now["sampling"]}:
-        old, new = before["sampling"].get(name), now["sampling"].get(name)
-        if old != new:
-            yield f"{name} was {json.dumps(old)}, and is {json.dumps(new)}"
+    for part in ("sampling", "settings"):
+        for name in {**before[part], **now[part]}:
+            old, new = before[part].get(name), now[part].get(name)
+            if old != new:
+                yield f"{name} was {json.dumps(old)}, and is {json.dumps(new)}"
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Of the names, sizes and parts of the content of a checkpoint's files, wherever it lies."""
-    digest = blake2b(digest_size=16)
+    """Of the names and the content of a checkpoint's files, wherever it lies. Reads all of them."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}\n".encode())
-        with file.open("rb") as opened:
-            for start in (0, size // 2, max(size - PART, 0)):
-                opened.seek(start)
-                digest.update(opened.read(PART))
+    digest = blake2b(digest_size=16)
+    with ThreadPoolExecutor() as threads:
+        for file, content in zip(files, threads.map(_hash_of_file, files), strict=True):
+            digest.update(f"{file.relative_to(path)} {content}\n".encode())
     return digest.hexdigest()
 
 

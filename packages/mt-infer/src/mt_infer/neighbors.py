@@ -1,7 +1,8 @@
 """Texts as the neighbours of a request to a RETRO, whose keys stand beside the prompt of a line.
 
 `neighbors`: for each chunk of the prompt, from the first on, a list of texts. `passages`: texts that are neighbours of
-every chunk, of what is generated too; the prompt is filled up to whole chunks, as in instruction tuning (retro_sft).
+every chunk, of what is generated too; the prompt is encoded and filled up to whole chunks as in instruction tuning
+(retro_sft), whose prompts may have passages besides: here the prompt has what the line gives.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def with_neighbors(
         chunks = [shape.tokens(_texts(own, NEIGHBORS), encode) for own in _list(values[NEIGHBORS], NEIGHBORS)]
         return prompt, _inputs([tokens for tokens, _ in chunks], [mask for _, mask in chunks])
     filler = filler_of(generator.tokenizer, shape.chunk_length)
-    ids = filled_up(generator.prompt_tokens(prompt), shape.chunk_length, filler)
-    positions = generator.longest if max_tokens is None else len(ids) + max_tokens
+    # Instruction tuning encodes prompts without BOS.
+    text = encode(prompt) if isinstance(prompt, str) else []
+    ids = filled_up(text or generator.prompt_tokens(prompt), shape.chunk_length, filler)
+    positions = generator.longest if max_tokens is None else min(len(ids) + max_tokens, generator.longest)
     found = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
     return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in found])
 

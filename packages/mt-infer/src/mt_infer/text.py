@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ class TextGenerator:
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}
-        self.fingerprint: str | None = None
-        """Of the checkpoint that the weights are from, see mt_infer.job_record; None without one."""
+        self.checkpoint: Path | None = None
+        """That the weights are from; None without one."""
 
     @classmethod
     def load(
@@ -84,7 +85,7 @@ class TextGenerator:
         longest = longest_sequence(trained.config, trained.model)
         draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
         generator = cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)
-        generator.fingerprint = checkpoint_fingerprint(trained.checkpoint)
+        generator.checkpoint = trained.checkpoint
         return generator
 
     @classmethod
@@ -248,6 +249,11 @@ class TextGenerator:
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt; an empty text starts a document. Raises ConfigError for ids that the model lacks."""
         return self.prompts.tokens(prompt)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the checkpoint's files, all of which are read; None without a checkpoint."""
+        return None if self.checkpoint is None else checkpoint_fingerprint(self.checkpoint)
 
     @property
     def vocab_size(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_core.commands import host_of
+from mt_core.errors import ConfigError
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, LIMIT, OUTPUT, named_options, run_tasks
 from mt_infer.commands.layout import NPROC, SETTINGS
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mt_infer.text import TextGenerator
 
 PASSAGES = "Passages"
+TOP_K = 5
 
 
 def qa(
@@ -56,7 +58,9 @@ def qa(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Option of the retriever. Repeatable.", rich_help_panel=PASSAGES),
     ] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Passages that it finds.", rich_help_panel=PASSAGES)] = 5,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Passages that it finds. Default: 5.", rich_help_panel=PASSAGES)
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="tokenizer, chatml, llama3 or plain. Default: that of training, else plain.")
     ] = None,
@@ -80,6 +84,8 @@ def qa(
     }
     keys = {key: value for key, value in given.items() if value is not None}
     options = named_options(retriever_option or [], "--retriever-option")
+    if retriever is None and (options or top_k is not None):
+        raise ConfigError("--retriever-option and --top-k are those of a retriever; name it with --retriever")
 
     def build(generator: TextGenerator) -> Sequence[Task]:
         from mt_eval.qa.task import QuestionAnswering
@@ -98,7 +104,7 @@ def qa(
                 sampling=sampling,
                 with_passages=with_passages,
                 retriever=found if with_passages else None,
-                top_k=top_k,
+                top_k=top_k or TOP_K,
                 limit=limit,
             )
             for with_passages in ((True, False) if without_passages else (True,))

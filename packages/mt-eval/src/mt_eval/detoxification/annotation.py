@@ -33,10 +33,11 @@ def annotate(
     scored together. Raises DataError for a source that `mt generate` did not write, and for a target with scores of
     other texts or of another scorer.
     """
-    done = whole_lines(target)
+    done, size = whole_lines(target)
     _require_same(source, target, done, described)
     on_line(done)
     with writing(target, "--output"), target.open("a", encoding="utf-8") as out:
+        out.truncate(size)
         left = islice(read_lines(source), done, None)
         while lines := list(islice(left, batch)):
             _add_scores(lines, scorer)
@@ -49,9 +50,11 @@ def annotate(
 def _require_same(source: Path, target: Path, done: int, described: Mapping[str, Any]) -> None:
     """Raises DataError unless the `done` lines of the target are those of the source, with scores of this scorer."""
     if not done:
+        if target.exists() and target.stat().st_size:
+            raise DataError(f"{target} has no whole line with scores; give another --output, or remove it")
         return
     none: Line = {}
-    for line, judged in zip_longest(islice(read_lines(source), done), read_lines(target), fillvalue=none):
+    for line, judged in zip_longest(islice(read_lines(source), done), islice(read_lines(target), done), fillvalue=none):
         if judged.get(SCORER) != described:
             found = f"another scorer than {dict(described)}"
         elif _texts(line) != _texts(judged):

@@ -70,6 +70,7 @@ def plan(
 
     chosen, host = get_machine(machine), host_of(context)
     limit = chosen.usable_gib if memory_gib is None else memory_gib
+    _require_memory(limit)
     _require_one(search, longest_sequence)
     load = partial(_load, config, preset, world=world_size, host=host)
     if search:
@@ -78,6 +79,13 @@ def plan(
         _longest(load, set_ or [], world_size, host, chosen, limit, as_json=as_json)
     else:
         _plan(load(set_ or []), world_size, host, chosen, limit, as_json=as_json)
+
+
+def _require_memory(gib: float) -> None:
+    from mt_core.errors import ConfigError
+
+    if not gib > 0:  # Of nan, too.
+        raise ConfigError(f"--memory-gib {gib} is no memory of a rank; give a positive number")
 
 
 def _require_one(search: bool, longest_sequence: bool) -> None:
@@ -152,10 +160,10 @@ def _longest(
     from mt_core.errors import ConfigError
     from mt_tools.plan.longest_sequence import longest_sequence
 
-    parallel, positions = (given := load(settings)).parallel, getattr(given.model, "max_position_embeddings", None)
+    parallel, (key, positions) = (given := load(settings)).parallel, _positions(given.model)
 
     def load_at(length: int) -> Config:
-        more = [f"model.max_position_embeddings={length}"] if positions is not None and length > positions else []
+        more = [f"{key}={length}"] if positions is not None and length > positions else []
         return load([*settings, f"data.seq_length={length}", *more])
 
     unit = UNIT * parallel.context_parallel_size * parallel.tensor_model_parallel_size
@@ -169,6 +177,13 @@ def _longest(
     _show_plan(plan, machine, limit, as_json=as_json, longest_sequence=length)
     if not as_json:
         typer.echo(f"the longest sequence that fits is data.seq_length={length}, in steps of {unit}")
+
+
+def _positions(model: Any) -> tuple[str, int | None]:
+    """The key of the longest sequence, that of the decoder in a model of images and text, and its value."""
+    decoder = getattr(model, "language_model", None)
+    section = "model" if decoder is None else "model.language_model"
+    return f"{section}.max_position_embeddings", getattr(decoder or model, "max_position_embeddings", None)
 
 
 def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:
