@@ -255,6 +255,13 @@ def unrecorded(project: Path, texts: tuple[str, str], fingerprint: str | None = 
     return str(path)
 
 
+def with_file(project: Path, name: str) -> Path:
+    """A file where a folder is expected."""
+    shutil.rmtree(project / name)
+    (project / name).touch()
+    return project
+
+
 def of_another_database(project: Path, texts: tuple[str, str]) -> None:
     shutil.rmtree(project / "db")
     build_database(project, texts[:1], **OPTIONS)
@@ -270,6 +277,21 @@ def of_another_database(project: Path, texts: tuple[str, str]) -> None:
         (lambda p, t: verified(damage(p, "query/b_*/*.npy")), DataError, "neighbors.npy is damaged"),
         (lambda p, t: verified(replaced_with_its_record(p), 1.0), DataError, "block 0 of neighbours is not what is"),
         (lambda p, t: build_database(p, t[:1], **OPTIONS), ConfigError, "db is of another job .texts: "),
+        (
+            lambda p, t: build_database(p / "db" / "chunks.npy", t, **OPTIONS),
+            ConfigError,
+            "PROJECT .*db/chunks.npy cannot be written: Not a directory",
+        ),
+        (
+            lambda p, t: train_index(with_file(p, "embeddings"), HashedNgrams()),
+            ConfigError,
+            "PROJECT .* cannot be written: File exists",
+        ),
+        (
+            lambda p, t: find_neighbors(with_file(p, "query"), t[0], HashedNgrams(), seq_length=SAMPLE),
+            ConfigError,
+            "PROJECT .* cannot be written: Not a directory",
+        ),
         (lambda p, t: build_database(p / "new", [t[0], t[0]]), ConfigError, "are the same text; give each text"),
         (lambda p, t: build_database(p / "new", [unrecorded(p, t)]), ConfigError, "name it with --tokenizer-type and"),
         (lambda p, t: build_database(p / "new", [t[0], unrecorded(p, t, "f" * 64)]), DataError, "has one tokenizer"),

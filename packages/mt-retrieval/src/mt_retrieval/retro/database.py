@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.paths import writing
 from mt_core.specs import Tokenizer
 from mt_data.datasets.retro.database import ChunkDatabase, open_chunks
 from mt_data.datasets.retro.project import (
@@ -75,7 +76,8 @@ def build_database(
     folder = database_folder(project)
     manifest = DatabaseManifest(job=job, prefixes=tuple(str(Path(p).absolute()) for p in prefixes), tokenizer=recorded)
     if is_writer():
-        _begin(folder, manifest)
+        with writing(project, "PROJECT"):
+            _begin(folder, manifest)
     wait_for_all()
     blocks = DatabaseBlocks.of(folder, job)
     with bars("cutting documents") as update:

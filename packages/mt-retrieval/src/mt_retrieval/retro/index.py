@@ -12,6 +12,7 @@ from pydantic import Field
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.paths import writing
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST
 from mt_data.records import Origin, Record, StoredFile, is_unchanged, read_record, require_unchanged, write_record
@@ -88,8 +89,9 @@ def train_index(
     if is_writer():
         if factory != EXACT:
             faiss(INSTEAD)
-        begin_embeddings(project, database, embedder, block_rows)
-        _begin(project, IndexManifest(job=job, embedder=Origin(sha256=embedder.fingerprint, path=embedder.name)))
+        with writing(project, "PROJECT"):
+            begin_embeddings(project, database, embedder, block_rows)
+            _begin(project, IndexManifest(job=job, embedder=Origin(sha256=embedder.fingerprint, path=embedder.name)))
     wait_for_all()
     if factory != EXACT:
         chosen = _training_blocks(ChunkEmbeddings(project), train_rows)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.paths import writing
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import (
     MANIFEST,
@@ -76,7 +77,8 @@ def find_neighbors(
     _check(job)
     folder = neighbors_folder(project, prefix, job.text.fingerprint)
     if is_writer():
-        _begin(folder, NeighborsManifest(job=job, prefix=str(Path(prefix).absolute())))
+        with writing(project, "PROJECT"):
+            _begin(folder, NeighborsManifest(job=job, prefix=str(Path(prefix).absolute())))
     wait_for_all()
     if not is_unchanged(folder, read_record(folder / MANIFEST, NeighborsManifest).neighbors):
         with bars(f"finding neighbours of {Path(prefix).name}") as update:
