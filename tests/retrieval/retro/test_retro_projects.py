@@ -295,6 +295,11 @@ def of_another_database(project: Path, texts: tuple[str, str]) -> None:
         (lambda p, t: build_database(p / "new", [t[0], t[0]]), ConfigError, "are the same text; give each text"),
         (lambda p, t: build_database(p / "new", [unrecorded(p, t)]), ConfigError, "name it with --tokenizer-type and"),
         (lambda p, t: build_database(p / "new", [t[0], unrecorded(p, t, "f" * 64)]), DataError, "has one tokenizer"),
+        (
+            lambda p, t: find_neighbors(p, unrecorded(p, t, "f" * 64), HashedNgrams(), seq_length=SAMPLE),
+            DataError,
+            "was made with the tokenizer ffffffffffffffff.*, and .* with .*; make the text with the tokenizer of",
+        ),
         (lambda p, t: build_database(p / "new", t, split="0,1,1"), DataError, "no chunk is left to search"),
         (lambda p, t: train_index(p, other_embedder()), ConfigError, "embeddings is of another job .embedder: "),
         (lambda p, t: add_to_index(p, other_embedder()), ConfigError, "index is of another embedder: SHA-256 .* other"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import is_writer, wait_for_all
 from mt_core.paths import writing
 from mt_data.datasets.retro.database import ChunkDatabase
@@ -61,7 +61,7 @@ def find_neighbors(
     database, index = open_database(project), read_index(project)
     require_of_index(index, database, embedder)
     search = open_search(project, search_parameters)
-    text, chunk_length = open_text(prefix), database.manifest.job.chunk_length
+    text, chunk_length = open_text(prefix, database), database.manifest.job.chunk_length
     job = NeighborsJob(
         text=Text(fingerprint=text.source.fingerprint(), documents=len(text.ends)),
         database=index.job.database,
@@ -122,8 +122,17 @@ class NeighborQuery:
         return within & (rows[..., 0] == (-1 if number is None else number))
 
 
-def open_text(prefix: str) -> TokenStream:
-    return TokenStream(IndexedDataset(prefix, verify_checksums=True), prefix)
+def open_text(prefix: str, database: ChunkDatabase) -> TokenStream:
+    """Raises DataError for a text that records another tokenizer than the database's."""
+    source = IndexedDataset(prefix, verify_checksums=True)
+    manifest, expected = source.manifest(), database.manifest.job.tokenizer
+    found = str(((manifest and manifest.tokenizer) or {}).get("fingerprint", expected))
+    if found != expected:
+        raise DataError(
+            f"{prefix} was made with the tokenizer {found[:16]}..., and {database.name} with {expected[:16]}...; make "
+            "the text with the tokenizer of the database"
+        )
+    return TokenStream(source, prefix)
 
 
 def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_length: int) -> NDArray[np.int64]:

@@ -101,7 +101,7 @@ def _neighbor_checks(
     project: Path, folder: Path, database: ChunkDatabase, embedder: ChunkEmbedder, fraction: float
 ) -> Iterator[Check]:
     manifest, index = read_neighbors(folder), read_index(project)
-    job, stored, text = manifest.job, manifest.neighbors, open_text(manifest.prefix)
+    job, stored, text = manifest.job, manifest.neighbors, open_text(manifest.prefix, database)
     assert stored is not None
     yield partial(_require_fingerprint, manifest.prefix, text.source.fingerprint(), job.text.fingerprint)
     yield partial(_require_fingerprint, database.name, database.manifest.fingerprint, job.database)
