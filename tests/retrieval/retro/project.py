@@ -35,9 +35,9 @@ def random_documents(count: int, seed: int) -> list[list[int]]:
     return [runs[random.randint(0, 12, random.randint(1, 9))].flatten().tolist() for _ in range(count)]
 
 
-def build(project: Path, *prefixes: str, index: str = "exact", **more) -> None:
+def build(project: Path, *prefixes: str, index: str = "exact", embedder: str = "hashed-ngrams", **more) -> None:
     options = {"seq_length": SAMPLE, "num_neighbors": 3, "num_neighbors_query": 500, "block_rows": 16} | more
-    build_project(project, prefixes, "hashed-ngrams", index=index, device="cpu", database=OPTIONS, **options)
+    build_project(project, prefixes, embedder, index=index, device="cpu", database=OPTIONS, **options)
 
 
 def build_on_rank(rank: int, world: int, project: Path, texts: tuple[str, str], index: str) -> None:

@@ -203,6 +203,24 @@ def test_an_index_that_faiss_refuses_is_replaced_by_another(project, tmp_path) -
     assert add_to_index(project, HashedNgrams()).added is not None
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"embedder": "none"}, "none"),
+        ({"num_neighbors": 501}, "--num-neighbors-query 500 is fewer than --num-neighbors 501"),
+        ({"search_parameters": "nprobe=2"}, "is searched exactly"),
+        ({"index": "IVF"}, "faiss cannot make the index IVF"),
+        ({"index": "IVF3,Flat", "search_parameters": "efSearch=2"}, "--search-parameters efSearch=2: the index IVF3"),
+    ],
+)
+def test_arguments_are_refused_before_documents_are_cut(texts, tmp_path, options, words) -> None:
+    if "index" in options:
+        pytest.importorskip("faiss")
+    with pytest.raises(MtError, match=words):
+        build(tmp_path / "project", *texts, **options)
+    assert not (tmp_path / "project").exists()
+
+
 def damage(project: Path, pattern: str) -> Path:
     path = next(project.glob(pattern))
     data = bytearray(path.read_bytes())

@@ -8,12 +8,20 @@ from types import MappingProxyType
 from typing import Any
 
 from mt_data.datasets.retro.project import NeighborsManifest
+from mt_data.indexed.dataset import IndexedDataset
 from mt_retrieval.retro.blocks import Bars, no_bars
-from mt_retrieval.retro.database import build_database, database_tokenizer
+from mt_retrieval.retro.database import build_database, tokenizer_of
 from mt_retrieval.retro.embedder import open_embedder
-from mt_retrieval.retro.index import add_to_index, train_index
-from mt_retrieval.retro.options import BATCH_SIZE, EXACT, NUM_NEIGHBORS, NUM_NEIGHBORS_QUERY, ROWS_OF_BLOCK
-from mt_retrieval.retro.query import find_neighbors
+from mt_retrieval.retro.index import add_to_index, require_index, train_index
+from mt_retrieval.retro.options import (
+    BATCH_SIZE,
+    CHUNK_LENGTH,
+    EXACT,
+    NUM_NEIGHBORS,
+    NUM_NEIGHBORS_QUERY,
+    ROWS_OF_BLOCK,
+)
+from mt_retrieval.retro.query import find_neighbors, require_numbers
 
 
 def build_project(
@@ -43,10 +51,13 @@ def build_project(
     errors.
     """
     folder = Path(project)
+    # What can be refused is refused before documents are cut.
+    require_numbers(seq_length, database.get("chunk_length", CHUNK_LENGTH), num_neighbors, num_neighbors_query)
+    cut = [IndexedDataset(prefix) for prefix in prefixes]
+    tokenizer, _ = tokenizer_of(cut, database.get("tokenizer_type"), database.get("tokenizer_entries", {}))
+    opened = open_embedder(embedder, tokenizer, batch_size=batch_size, device=device, settings=settings)
+    require_index(index, opened, search_parameters)
     build_database(folder, prefixes, **database, bars=bars)
-    opened = open_embedder(
-        embedder, database_tokenizer(folder), batch_size=batch_size, device=device, settings=settings
-    )
     train_index(folder, opened, factory=index, train_rows=train_rows, block_rows=block_rows, bars=bars)
     add_to_index(folder, opened, bars=bars)
     return [

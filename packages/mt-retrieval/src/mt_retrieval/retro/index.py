@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,8 +135,7 @@ def open_search(project: Path, search_parameters: str | None) -> Search:
     if manifest.fingerprint is None:
         raise DataError(f"{index_folder(project)} has no chunks yet; run mt retro index add")
     if manifest.added is None:
-        if search_parameters is not None:
-            raise ConfigError(f"--search-parameters are those of an index of faiss; {project} is searched exactly")
+        _require_exact(search_parameters)
         return ExactL2Index(ChunkEmbeddings(project).matrices()).search
     path = require_unchanged(index_folder(project), manifest.added, CURE)
     index = faiss(INSTEAD).read_index(str(path))
@@ -146,6 +146,24 @@ def open_search(project: Path, search_parameters: str | None) -> Search:
         return SearchResult(*index.search(np.ascontiguousarray(questions, np.float32), k))
 
     return search
+
+
+def require_index(factory: str, embedder: ChunkEmbedder, search_parameters: str | None) -> None:
+    """Raises ConfigError for a description or search parameters that faiss refuses, before there are embeddings.
+    Collective over the processes that share the embedder's model."""
+    if factory == EXACT:
+        _require_exact(search_parameters)
+        return
+    _, width = embedder.vectors([np.zeros(1, np.int64)], lambda count: None).shape
+    with _refusals(factory, f"embeddings of width {width}"):
+        index = faiss(INSTEAD).index_factory(width, factory)
+    if search_parameters is not None:
+        set_parameters(index, search_parameters, factory)
+
+
+def _require_exact(search_parameters: str | None) -> None:
+    if search_parameters is not None:
+        raise ConfigError("--search-parameters are those of an index of faiss; this one is searched exactly")
 
 
 def require_of_index(manifest: IndexManifest, database: ChunkDatabase, embedder: ChunkEmbedder) -> None:
@@ -194,16 +212,23 @@ def _train(project: Path, chosen: list[int], bars: Bars) -> None:
 
 def _trained(vectors: NDArray[np.float32], factory: str) -> Any:
     library = faiss(INSTEAD)
-    try:
+    with _refusals(factory, f"{len(vectors)} embeddings of width {vectors.shape[1]}"):
         index = library.index_factory(vectors.shape[1], factory, library.METRIC_L2)
         index.train(vectors)
+    return index
+
+
+@contextmanager
+def _refusals(factory: str, embeddings: str) -> Iterator[None]:
+    """Raises ConfigError for what faiss refuses. embeddings: in words."""
+    try:
+        yield
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("failed: ")[2]
         raise ConfigError(
-            f"faiss cannot make the index {factory} of {len(vectors)} embeddings of width {vectors.shape[1]}: {reason}"
-            "; choose another --index, or other --train-rows"
+            f"faiss cannot make the index {factory} of {embeddings}: {reason}; choose another --index, or other "
+            "--train-rows"
         ) from error
-    return index
 
 
 def _add(

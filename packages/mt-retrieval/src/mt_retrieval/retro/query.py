@@ -74,7 +74,7 @@ def find_neighbors(
         block_rows=block_rows,
         count=len(text) // chunk_length,
     )
-    _check(job)
+    require_numbers(seq_length, chunk_length, num_neighbors, num_neighbors_query)
     folder = neighbors_folder(project, prefix, job.text.fingerprint)
     if is_writer():
         with writing(project, "PROJECT"):
@@ -150,17 +150,17 @@ def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: in
     return np.pad(kept, ((0, 0), (0, count - kept.shape[1])), constant_values=-1).astype(np.int64)
 
 
-def _check(job: NeighborsJob) -> None:
-    length = job.exclude_sequence_length
-    if length is not None and length % job.chunk_length:
+def require_numbers(seq_length: int | None, chunk_length: int, num_neighbors: int, num_neighbors_query: int) -> None:
+    """Raises ConfigError for numbers that do not go together."""
+    if seq_length is not None and seq_length % chunk_length:
         raise ConfigError(
-            f"--seq-length {length} is not a multiple of the database's chunks of {job.chunk_length} tokens; samples "
+            f"--seq-length {seq_length} is not a multiple of the database's chunks of {chunk_length} tokens; samples "
             "are cut into whole chunks"
         )
-    if job.num_neighbors_query < job.num_neighbors:
+    if num_neighbors_query < num_neighbors:
         raise ConfigError(
-            f"--num-neighbors-query {job.num_neighbors_query} is fewer than --num-neighbors {job.num_neighbors}; find "
-            "at least as many as are kept"
+            f"--num-neighbors-query {num_neighbors_query} is fewer than --num-neighbors {num_neighbors}; find at least "
+            "as many as are kept"
         )
 
 
