@@ -56,6 +56,9 @@ class Blocks:
             return False
 
     def write(self, number: int, array: NDArray[np.generic]) -> None:
+        """Removes what killed runs have left of the block."""
+        for temporary in self.folder.glob(f".{self._stem(number)}.*"):
+            temporary.unlink(missing_ok=True)
         write_record(self._record_path(number), write_array(self.folder, f"{self._stem(number)}.npy", array))
 
     def record(self, number: int) -> StoredFile:
