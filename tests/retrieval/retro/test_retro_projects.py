@@ -321,6 +321,7 @@ def of_another_database(project: Path, texts: tuple[str, str]) -> None:
             DataError,
             "was made with the tokenizer ffffffffffffffff.*, and .* with .*; make the text with the tokenizer of",
         ),
+        (lambda p, t: open_database(p / "none"), DataError, "none holds no Retro database: .*; run mt retro db build"),
         (lambda p, t: build_database(p / "new", t, split="0,1,1"), DataError, "no chunk is left to search"),
         (lambda p, t: train_index(p, other_embedder()), ConfigError, "embeddings is of another job .embedder: "),
         (lambda p, t: add_to_index(p, other_embedder()), ConfigError, "index is of another embedder: SHA-256 .* other"),

@@ -120,6 +120,10 @@ def neighbors_folder(project: Path, prefix: str, fingerprint: str) -> Path:
 
 def read_database(folder: Path) -> DatabaseManifest:
     """Raises DataError for a folder that is none, or not complete."""
+    if not (folder / MANIFEST).exists():
+        raise DataError(
+            f"{folder.parent} holds no Retro database: there is no {folder / MANIFEST}; run mt retro db build"
+        )
     manifest = read_record(folder / MANIFEST, DatabaseManifest)
     if manifest.chunks is None:
         raise DataError(f"{folder} is not complete; run the same mt retro db build again, which finishes it")
