@@ -241,8 +241,11 @@ def test_neighbours_that_do_not_fit(host, files, tmp_path, array, words) -> None
 def test_files_that_are_missing(host, files, tmp_path) -> None:
     with pytest.raises(ConfigError, match='"retro" needs data.retro_neighbors_path; docs/models/retro.md has the form'):
         build(host, {"data_path": files["data_path"]})
-    with pytest.raises(DataError, match="gone.npy is no readable .npy file"):
+    with pytest.raises(DataError, match="gone.npy is no readable .npy file: No such file"):
         build(host, files | {"retro_neighbors_path": str(tmp_path / "gone.npy")})
+    (tmp_path / "text.npy").write_bytes(b"a text")
+    with pytest.raises(DataError, match="text.npy is no readable .npy file: it is damaged or in another format; name"):
+        build(host, files | {"retro_neighbors_path": str(tmp_path / "text.npy")})
     with pytest.raises(DataError, match="has no sample of data.seq_length=64"):
         build(host, files, "data.seq_length=64")
 

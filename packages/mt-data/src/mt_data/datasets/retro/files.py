@@ -143,8 +143,13 @@ def open_neighbors(file: NeighborsFile, chunks: int, neighbors: int, verify_chec
     path = file.path
     try:
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"data.retro_neighbors_path={path} is no readable .npy file: {error}") from error
+    except OSError as error:
+        raise DataError(f"data.retro_neighbors_path={path} is no readable .npy file: {error.strerror}") from error
+    except (ValueError, EOFError) as error:
+        raise DataError(
+            f"data.retro_neighbors_path={path} is no readable .npy file: it is damaged or in another format; name the "
+            "neighbors.npy, or its folder, that mt retro query writes"
+        ) from error
     if numbers.dtype not in (np.int32, np.int64) or numbers.ndim != 2:
         raise DataError(
             f"data.retro_neighbors_path={path} holds {numbers.dtype} {list(numbers.shape)}; it must be int32 or int64 "
