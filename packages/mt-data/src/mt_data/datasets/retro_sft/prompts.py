@@ -53,7 +53,7 @@ class PassagePrompts:
         """Ids of the prompt and of the first answer; passages are cut so that there are at most `longest`, which does
         not always suffice. Raises DataError for a record without an answer."""
         if not record.answers:
-            raise DataError(f"{record.where} has no answer, so nothing would be learnt of it; leave it out")
+            raise DataError(f"{record.where} has no answer to train on; leave it out")
         _, answer = self._whole(record, "")
         context = self._fitting(record, passages, longest - len(answer))
         prompt, answer = self._whole(record, context)
