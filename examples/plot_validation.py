@@ -5,8 +5,8 @@ python examples/plot_validation.py PICTURE.svg RUN ...
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,13 +15,18 @@ COLOURS = ("#0b6e99", "#c4561a", "#4d8b31", "#7a4fa3")
 
 
 def curves_of(run: Path) -> dict[str, dict[int, float]]:
-    """Name of a loss -> step -> loss."""
+    """Name of a loss -> step -> loss. Ends the program for a folder that is no run, and for one without validation."""
+    metrics = run / "metrics.jsonl"
+    if not metrics.is_file():
+        raise SystemExit(f"{run} is no run of mt train: there is no {metrics}")
     curves: dict[str, dict[int, float]] = {}
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    for line in map(json.loads, metrics.read_text().splitlines()):
         for key, loss in line.items():
             if line["kind"] == "valid" and key.startswith("valid_loss"):
                 name = key.removeprefix("valid_loss").replace("_", " ")
                 curves.setdefault(run.name + name, {})[line["iteration"]] = loss
+    if not curves:
+        raise SystemExit(f"{run} has no validation loss; set train.eval_interval")
     return curves
 
 
@@ -73,4 +78,8 @@ def draw(picture: Path, runs: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    parser = argparse.ArgumentParser(description="Draws the validation loss over steps.")
+    parser.add_argument("picture", type=Path, metavar="PICTURE.svg")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of mt train")
+    given = parser.parse_args()
+    draw(given.picture, given.runs)
