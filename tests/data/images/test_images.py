@@ -15,7 +15,8 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.pixels import cubic, decode_image, fit, image_size, read_image, resize
+from mt_data.datasets.images.pixels import decode_image, fit, image_size, read_image, resize
+from mt_data.datasets.images.resampling import cubic
 from mt_data.datasets.images.shapes import COLOURS, KINDS, draw
 from mt_data.datasets.images.specs import IMAGE_DATASETS
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
@@ -70,9 +71,19 @@ def test_resizing_equals_pillow(size, resample) -> None:
     image = some_image(40, 33)
     filter_ = Image.Resampling[resample.upper()]
     expected = np.asarray(Image.fromarray(image).resize(size[::-1], filter_))
-    # Pillow's weights are whole numbers; sums that end near one half may round either way.
-    assert np.abs(resize(image, *size, resample).astype(int) - expected.astype(int)).max() <= 1
-    assert np.mean(resize(image, *size, resample) != expected) < 0.01
+    np.testing.assert_array_equal(resize(image, *size, resample), expected)
+
+
+def test_resizing_takes_memory_that_is_linear_in_the_pixels() -> None:
+    """The weights of all old pixels for all new ones would be 1.3 TB."""
+    row = np.full((1, 100_000, 3), 200, np.uint8)
+    assert (fit(row, 16, 16, "crop") == 200).all()
+
+
+def test_a_crop_is_the_middle_of_the_resized_image() -> None:
+    image = some_image(30, 77)
+    larger = np.asarray(Image.fromarray(image).resize((51, 20), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(fit(image, 20, 20, "crop"), larger[:, 15:35])
 
 
 def test_the_filter_is_the_cubic_one() -> None:
