@@ -25,8 +25,21 @@ if TYPE_CHECKING:
 
 ORIENTATION = 0x0112
 """Exif's tag."""
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Exif's orientations, and Pillow's names of what undoes them. From 5 on they exchange height and width."""
 QUARTER_TURNS = (5, 6, 7, 8)
-"""Orientations that exchange height and width."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Those of Pillow that are read. It decodes some others with programs of their own, such as EPS with Ghostscript."""
+MAX_PROPORTION = 200
+"""Of the longer side of an image to the shorter one."""
 
 
 def read_image(file: ImageFile) -> NDArray[np.uint8]:
@@ -43,7 +56,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
         height, width, _ = _array_of(file).shape
         return height, width
     with _opened(file) as image:
-        is_turned = image.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
+        is_turned = _orientation(image) in QUARTER_TURNS
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
@@ -56,13 +69,14 @@ def _array_of(file: ImageFile) -> NDArray[np.uint8]:
         raise DataError(
             f"{file} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
         )
+    _require_proportions(*array.shape[:2], str(file))
     return array
 
 
 def decode_image(
-    source: Path | BinaryIO, name: str, formats: tuple[str, ...] | None = None, max_pixels: int | None = None
+    source: Path | BinaryIO, name: str, formats: tuple[str, ...] = FORMATS, max_pixels: int | None = None
 ) -> NDArray[np.uint8]:
-    """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read; None: all.
+    """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read.
 
     Raises DataError for what is no image of these formats or has more pixels, and without Pillow.
     """
@@ -74,9 +88,24 @@ def decode_image(
 
 def _upright(image: Image) -> NDArray[np.uint8]:
     """Pixels in the orientation in which the image is shown: cameras and phones note it beside the pixels (Exif)."""
-    from PIL import ImageOps
+    from PIL.Image import Transpose
 
-    return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    turn = TURNS.get(_orientation(image))
+    image = image.convert("RGB")
+    return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
+
+
+def _orientation(image: Image) -> int:
+    """From the head of the file, so that no pixels are decoded for it; 1, as stored, where Exif cannot be read."""
+    import PIL.Image
+
+    if image.format == "TIFF":  # Pillow turns its pixels itself, and gives the size that they have then
+        return 1
+    try:
+        # A PNG's own getexif decodes all pixels to find Exif data behind them.
+        return int(PIL.Image.Image.getexif(image).get(ORIENTATION, 1))
+    except Exception:  # the parsers of damaged Exif data raise errors of many kinds
+        return 1
 
 
 @contextmanager
@@ -95,18 +124,29 @@ def _member(archive: BinaryIO, file: ImageFile) -> Any:
 
 
 @contextmanager
-def _decoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> Iterator[Image]:
+def _decoded(source: Any, name: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image]:
     """A Pillow image of a path or an open file. Raises DataError for what is no image, also while it is used."""
     _require_pillow(name)
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(source, formats=formats) as image:
+            _require_proportions(image.height, image.width, name)
             yield image
+    except DataError:
+        raise
     except UnidentifiedImageError:
-        raise DataError(f"{name} cannot be read as an image: {', '.join(formats or ['no format'])} fits it") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name} cannot be read as an image: {', '.join(formats)} are read, and it is none") from None
+    except Exception as error:  # decoders of damaged files raise errors of many kinds
         raise DataError(f"{name} cannot be read as an image: {error}") from error
+
+
+def _require_proportions(height: int, width: int, name: str) -> None:
+    if max(height, width) > MAX_PROPORTION * min(height, width):
+        raise DataError(
+            f"{name}: an image of {height} x {width} pixels is more than {MAX_PROPORTION} times as long as it is wide; "
+            "cut it into parts"
+        )
 
 
 def _require_pillow(name: str) -> None:
