@@ -293,9 +293,12 @@ def test_bad_shards_and_records_are_named(tmp_path: Path, shards: Path) -> None:
         "images": ({"image": [3], "text": "x"}, "expected a path or a list of paths"),
         "null": ({"image": "x\0.png", "text": "x"}, "cannot be the path of a file: embedded null"),
         "surrogate": ({"image": "x\ud800.png", "text": "x"}, r"x\\ud800.png' cannot be the path of a file"),
-        "marks": ({"text": "<image>"}, '"<image>" 1 times, and 0 images'),
+        "marks": ({"text": "<image>"}, '"<image>" 1 times, and the number of images is 0'),
         "answers": ({"image": "x.png", "question": "?", "answers": []}, 'list of texts under "answers"'),
-        "views": ({"image": ["x.png", "x.png"], "text": "x"}, "2 views, more than data.max_images=1"),
+        "views": (
+            {"image": ["x.png", "x.png"], "text": "x"},
+            "2 views, more than the 1 of a sample; set data.max_images to at least 2",
+        ),
     }
     cases = [
         (tmp_path / "cut.tar", "shard|archive"),

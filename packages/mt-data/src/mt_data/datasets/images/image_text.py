@@ -272,11 +272,17 @@ def _with_fitting_images(
     fits = (ends <= shape.length) & (views <= most)
     for place in np.flatnonzero(~fits).tolist():
         if ends[place] > shape.length:
-            reason = f"the images end at position {ends[place]}, behind data.seq_length={shape.length}"
+            reason = (
+                f"the images end at position {ends[place]}, behind data.seq_length={shape.length}; an image is never "
+                "cut, make it larger"
+            )
         else:
-            reason = f"the images have {views[place]} views, more than data.max_images={most}"
+            reason = (
+                f"the images have {views[place]} views, more than the {most} of a sample; set data.max_images to at "
+                f"least {views[place]}"
+            )
         record = int(numbers[place])
-        error = DataError(f"{records.where(record)}: {reason}; an image is never cut, make it larger")
+        error = DataError(f"{records.where(record)}: {reason}")
         unusable.add(int(records.file[record]), int(records.number[record]), error)
     return fits
 
