@@ -69,7 +69,7 @@ def _array_of(file: ImageFile) -> NDArray[np.uint8]:
         raise DataError(
             f"{file} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
         )
-    _require_proportions(*array.shape[:2], str(file))
+    _require_proportions(array.shape[0], array.shape[1], str(file))
     return array
 
 
