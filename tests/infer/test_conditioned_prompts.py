@@ -99,8 +99,8 @@ def test_images_are_dealt_to_prompts_in_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", "a <image>", "--prompt", "b", *["--image", "0.npy"] * 2], "<image> 1 times, and .* 2 images"),
-        (["--prompt", "<image><image>", "--image", "0.npy"], "<image> 2 times, and there are 1 images"),
+        (["--prompt", "a <image>", "--prompt", "b", *["--image", "0.npy"] * 2], "<image> 1 times, and .* images is 2"),
+        (["--prompt", "<image><image>", "--image", "0.npy"], "<image> 2 times, and the number of images is 1"),
         (["--prompt", "x", "--image", "none.npy"], "none.npy cannot be read: No such file"),
     ],
 )

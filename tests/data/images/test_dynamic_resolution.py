@@ -74,6 +74,13 @@ def test_sizes_equal_those_of_the_processor() -> None:
             assert tuple(28 * side for side in tiling.grid(height, width)) == expected, (height, width)
 
 
+def test_no_image_has_more_than_the_most_pixels() -> None:
+    """The processor makes 56 cells of 28 x 5600 pixels, since a row has at least one."""
+    for cells, size, grid in ((16, (28, 5600), (1, 16)), (16, (5600, 28), (16, 1)), (3, (8, 8), (1, 3))):
+        tiling = DynamicResolution(28, 28, min_pixels=3 * 784, max_pixels=cells * 784)
+        assert tiling.grid(*size) == grid
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
     """A record with an image of 2 x 3 cells, one with images of 2 x 2 and 3 x 4, and a text."""

@@ -293,9 +293,12 @@ def test_bad_shards_and_records_are_named(tmp_path: Path, shards: Path) -> None:
         "images": ({"image": [3], "text": "x"}, "expected a path or a list of paths"),
         "null": ({"image": "x\0.png", "text": "x"}, "cannot be the path of a file: embedded null"),
         "surrogate": ({"image": "x\ud800.png", "text": "x"}, r"x\\ud800.png' cannot be the path of a file"),
-        "marks": ({"text": "<image>"}, '"<image>" 1 times, and 0 images'),
+        "marks": ({"text": "<image>"}, '"<image>" 1 times, and the number of images is 0'),
         "answers": ({"image": "x.png", "question": "?", "answers": []}, 'list of texts under "answers"'),
-        "views": ({"image": ["x.png", "x.png"], "text": "x"}, "2 views, more than data.max_images=1"),
+        "views": (
+            {"image": ["x.png", "x.png"], "text": "x"},
+            "2 views, more than the 1 of a sample; set data.max_images to at least 2",
+        ),
     }
     cases = [
         (tmp_path / "cut.tar", "shard|archive"),
@@ -338,3 +341,20 @@ def test_all_unusable_records_count_together(tmp_path: Path) -> None:
     data = build(path, max_unusable_records=2)
     with pytest.raises(DataError, match=r"line 4: .*this is number 3"):
         [data[index] for index in range(len(data))]
+
+
+def test_a_corrected_image_is_used_and_a_replaced_one_is_named(tmp_path: Path) -> None:
+    """The index is kept; the lines are the same."""
+    save(tmp_path, "x.png", 0)
+    (tmp_path / "y.png").write_bytes(b"no image")
+    path = write_lines(tmp_path, *({"image": f"{name}.png", "text": name} for name in ("x", "y", "missing")))
+    keys = {"max_unusable_records": 2, "max_num_tiles": 4}
+    for usable, corrected in enumerate(("", "y.png", "missing.png"), 1):
+        if corrected:
+            save(tmp_path, corrected, usable)
+        assert len(build(path, **keys)) == usable
+    build(path, max_num_tiles=4)
+    save(tmp_path, "x.png", 0, size=(48, 16))
+    data = build(path, max_num_tiles=4)
+    with pytest.raises(DataError, match=r"png has 1 x 3 views, and had 1 x 1 when the index .* delete the"):
+        [data[index] for index in range(3)]

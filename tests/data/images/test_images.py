@@ -15,7 +15,8 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.pixels import cubic, decode_image, fit, image_size, read_image, resize
+from mt_data.datasets.images.pixels import decode_image, fit, image_size, read_image, resize
+from mt_data.datasets.images.resampling import cubic
 from mt_data.datasets.images.shapes import COLOURS, KINDS, draw
 from mt_data.datasets.images.specs import IMAGE_DATASETS
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
@@ -70,9 +71,19 @@ def test_resizing_equals_pillow(size, resample) -> None:
     image = some_image(40, 33)
     filter_ = Image.Resampling[resample.upper()]
     expected = np.asarray(Image.fromarray(image).resize(size[::-1], filter_))
-    # Pillow's weights are whole numbers; sums that end near one half may round either way.
-    assert np.abs(resize(image, *size, resample).astype(int) - expected.astype(int)).max() <= 1
-    assert np.mean(resize(image, *size, resample) != expected) < 0.01
+    np.testing.assert_array_equal(resize(image, *size, resample), expected)
+
+
+def test_resizing_takes_memory_that_is_linear_in_the_pixels() -> None:
+    """The weights of all old pixels for all new ones would be 1.3 TB."""
+    row = np.full((1, 100_000, 3), 200, np.uint8)
+    assert (fit(row, 16, 16, "crop") == 200).all()
+
+
+def test_a_crop_is_the_middle_of_the_resized_image() -> None:
+    image = some_image(30, 77)
+    larger = np.asarray(Image.fromarray(image).resize((51, 20), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(fit(image, 20, 20, "crop"), larger[:, 15:35])
 
 
 def test_the_filter_is_the_cubic_one() -> None:
@@ -299,7 +310,10 @@ def test_a_long_text_is_cut_behind_its_image(pairs) -> None:
     [
         ({"image": None, "text": "x"}, r'line 1: expected a path or a list of paths under "image", found None'),
         ({"txt": "x"}, r'line 1: expected a text under "text", found only the keys image, txt.*did you mean .txt'),
-        ({"text": "<image> and <image>"}, r'line 1 has "<image>" 2 times, and 1 images.*max_unusable_records'),
+        (
+            {"text": "<image> and <image>"},
+            r'line 1 has "<image>" 2 times, and the number of images is 1.*max_unusable_records',
+        ),
         ({"conversations": []}, r'"conversations" must be a list of at least one turn'),
         ({"conversations": [{"from": "bot", "value": "x"}]}, r"line 1, turn 1: expected .*human.*found .*bot"),
         ({"conversations": [{"from": "human", "value": "x"}]}, r"line 1 has no answer of the assistant"),
@@ -355,3 +369,46 @@ def test_pictures_are_read_as_they_are_shown(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image(ImageFile(file)), shown)
     np.testing.assert_array_equal(decode_image(file, "it"), shown)
     assert image_size(ImageFile(file)) == (4, 6)
+
+
+def test_no_other_program_decodes_an_image(tmp_path: Path) -> None:
+    """Ghostscript decodes EPS, whatever the name of the file is."""
+    Image.fromarray(some_image(8, 8)).save(tmp_path / "x.jpg", "eps")
+    for read in (read_image, image_size):
+        with pytest.raises(DataError, match=r"x.jpg cannot be read as an image: PNG, JPEG.* it is none"):
+            read(ImageFile(tmp_path / "x.jpg"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "jpg", "webp"])
+def test_the_size_of_a_turned_image_is_that_of_its_pixels(tmp_path: Path, suffix: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(some_image(4, 6)).save(tmp_path / f"x.{suffix}", exif=exif)
+    assert image_size(ImageFile(tmp_path / f"x.{suffix}")) == (6, 4)
+    assert read_image(ImageFile(tmp_path / f"x.{suffix}")).shape == (6, 4, 3)
+
+
+def test_damaged_exif_is_no_error(tmp_path: Path) -> None:
+    """The orientation is used where it can be read."""
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "maker", 6
+    whole = exif.tobytes()
+    cases = {
+        whole: (6, 4),
+        # The maker's text is under a tag of numbers: "bad operand type for abs(): 'str'" when it is written again.
+        whole.replace(b"\x01\x0f\x00\x02", b"\x01\x3e\x00\x02"): (6, 4),
+        whole.replace(b"MM", b"MX"): (4, 6),
+    }
+    for data, size in cases.items():
+        Image.fromarray(some_image(4, 6)).save(tmp_path / "x.png", exif=data)
+        assert image_size(ImageFile(tmp_path / "x.png")) == size
+        assert read_image(ImageFile(tmp_path / "x.png")).shape[:2] == size
+
+
+def test_an_image_far_longer_than_wide_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1, 201, 3), np.uint8))
+    Image.fromarray(np.zeros((201, 1, 3), np.uint8)).save(tmp_path / "x.png")
+    for name, size in (("x.npy", "1 x 201"), ("x.png", "201 x 1")):
+        for read in (read_image, image_size):
+            with pytest.raises(DataError, match=rf"{name}: an image of {size} pixels is more than 200 times"):
+                read(ImageFile(tmp_path / name))

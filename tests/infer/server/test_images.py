@@ -142,8 +142,9 @@ def test_images_that_cannot_be_are_errors(served: Live, folder: Path) -> None:
         ([image_part("data:image/png;base64,a*")], "not valid base64"),
         ([image_part(data_url(b"no image"))], "cannot be read as an image: PNG, JPEG"),
         ([image_part(data_url(postscript, "image/eps"))], "cannot be read as an image"),
-        ([image_part(data_url(png(np.zeros((1, 33_000_000, 3), np.uint8))))], "33000000 x 1 pixels"),
-        ([image_part(good), {"type": "text", "text": "<image>"}], "<image> 2 times, and there are 1 images"),
+        ([image_part(data_url(png(np.zeros((5000, 6600, 3), np.uint8))))], "6600 x 5000 pixels"),
+        ([image_part(data_url(png(np.zeros((1, 500_000, 3), np.uint8))))], "image 1: an image of 1 x 500000 pixels is"),
+        ([image_part(good), {"type": "text", "text": "<image>"}], "<image> 2 times, and the number of images is 1"),
         ([image_part(good)] * 200, "context is 512"),
         ([image_part(data_url(b"no image"))] * 129, "129 images take 516 and more"),  # none of them is decoded
         ([{"type": "image_url", "image_url": {"url": good, "detail": "high"}}], "auto"),

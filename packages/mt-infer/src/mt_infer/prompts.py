@@ -111,7 +111,7 @@ class PromptEncoder:
         marks = prompt.count(MARK)
         if marks not in (0, len(grids)):
             raise ConfigError(
-                f"the prompt has {MARK} {marks} times, and there are {len(grids)} images; they go in order"
+                f"the prompt has {MARK} {marks} times, and the number of images is {len(grids)}; they go in order"
             )
         pieces = prompt.split(MARK) if marks else [""] * len(grids) + [prompt]
         within = encode or bare_encoder(self.tokenizer)
@@ -152,7 +152,7 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
         return [list(images)]
     counts = [text.count(MARK) for text in texts]
     if sum(counts) != len(images):
-        raise ConfigError(f"the prompts have {MARK} {sum(counts)} times, and there are {len(images)} images")
+        raise ConfigError(f"the prompts have {MARK} {sum(counts)} times, and the number of images is {len(images)}")
     rest = iter(images)
     return [[next(rest) for _ in range(count)] for count in counts]
 

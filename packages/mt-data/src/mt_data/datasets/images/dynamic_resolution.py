@@ -11,11 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.errors import DataError
 from mt_data.datasets.images.config import ImageTextKeys, Resample
 from mt_data.datasets.images.tiles import Grid, Tiling
-
-MAX_PROPORTION = 200
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,8 @@ class DynamicResolution(Tiling):
 
     def grid(self, height: int, width: int) -> Grid:
         """The rows and columns of cells nearest to the image's size; where they have too many or too few pixels, of
-        the image made smaller or larger. Raises DataError for a side that is more than 200 times the other."""
-        if max(height, width) > MAX_PROPORTION * min(height, width):
-            raise DataError(
-                f"an image of {height} x {width} pixels is more than {MAX_PROPORTION} times as long as it is wide"
-            )
+        the image made smaller or larger. Where the reference exceeds max_pixels (a side has at least one cell),
+        the longer side is squashed into them."""
         rows, columns = round(height / self.img_h), round(width / self.img_w)
         pixels = rows * self.img_h * columns * self.img_w
         if pixels > self.max_pixels:
@@ -55,7 +49,16 @@ class DynamicResolution(Tiling):
         elif pixels < self.min_pixels:
             scale = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * scale / self.img_h), math.ceil(width * scale / self.img_w)
-        return Grid(max(rows, 1), max(columns, 1))
+        return self._within_max_pixels(max(rows, 1), max(columns, 1))
+
+    def _within_max_pixels(self, rows: int, columns: int) -> Grid:
+        if rows * columns <= self.max_views:
+            return Grid(rows, columns)
+        shorter = min(rows, columns, math.isqrt(self.max_views))
+        while shorter * (self.max_views // shorter) * self.img_h * self.img_w < self.min_pixels:
+            shorter -= 1
+        longer = self.max_views // shorter
+        return Grid(longer, shorter) if rows > columns else Grid(shorter, longer)
 
 
 def padded_grids(grids: list[Grid], most: int) -> NDArray[np.int64]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -23,9 +24,10 @@ from mt_data.datasets.images.records import ImageText, is_shard, place, read_ima
 from mt_data.datasets.images.sample import EncodedText
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid
+from mt_data.datasets.index_cache import Arrays, IndexCache
 from mt_data.datasets.progress import index_progress
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same files give other arrays than before."""
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
 SHOWN = 10
@@ -128,8 +130,12 @@ class UnusableRecords:
 def encode_files(
     paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, image_tokens: ImageTokens, limit: int
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of EncodedRecords. Raises DataError for more than `limit` unusable records, or no usable one."""
+    """The arrays of EncodedRecords, and `refused`: JSON, `image_states` of the images of unusable records.
+
+    Raises DataError for more than `limit` unusable records, or no usable one.
+    """
     gathered, unusable = _Gathered(image_tokens), UnusableRecords(limit)
+    refused: list[str] = []
     with index_progress("records of images and texts", len(paths)) as update:
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
             for record in read_image_texts(path, folder, partial(unusable.add, file)):
@@ -138,10 +144,38 @@ def encode_files(
                     gathered.add(file, folder, record, encoder(record), grids)
                 except DataError as error:
                     unusable.add(file, record.number, error)
+                    refused += [os.path.abspath(image.path) for image in record.images]
             update(file + 1, len(paths))
     if not gathered.places:
         raise DataError(f"{', '.join(map(str, paths))} has no usable record; each must have a text, and its images")
-    return gathered.arrays() | {"unusable": np.array(sorted(unusable.found), np.int64).reshape(-1, 2)}
+    return gathered.arrays() | {
+        "unusable": np.array(sorted(unusable.found), np.int64).reshape(-1, 2),
+        "refused": np.frombuffer(json.dumps(image_states(refused)).encode(), np.uint8),
+    }
+
+
+def cached_records(cache: IndexCache, key: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, NDArray[Any]]:
+    """The arrays of `encode_files` by their `cache_key`; built again when the image of an unusable record changed."""
+    while True:
+        arrays = cache.get(key, build)
+        refused = json.loads(arrays.pop("refused").tobytes())
+        states = image_states([path for path, *_ in refused])
+        if states == refused:
+            return arrays
+        key = {**key, "refused": [*key.get("refused", []), states]}
+
+
+def image_states(paths: Sequence[str]) -> list[list[Any]]:
+    """[path, size, time of its last change] of each; [path] of one that is missing."""
+    return [[path, *_size_and_time(path)] for path in paths]
+
+
+def _size_and_time(path: str) -> tuple[int, ...]:
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return state.st_size, state.st_mtime_ns
 
 
 def cache_key(paths: Sequence[Path], **content: Any) -> Mapping[str, Any]:

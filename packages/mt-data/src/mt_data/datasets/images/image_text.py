@@ -25,13 +25,15 @@ from mt_data.datasets.images.encoded import (
     EncodedRecords,
     UnusableRecords,
     cache_key,
+    cached_records,
     encode_files,
 )
+from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_tokens import ImageTokens
 from mt_data.datasets.images.pixels import as_input, read_image
 from mt_data.datasets.images.sample import SampleShape
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
-from mt_data.datasets.images.tiles import LongestEdgeTiling, Tiling
+from mt_data.datasets.images.tiles import Grid, LongestEdgeTiling, Tiling
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
@@ -164,7 +166,7 @@ class ImageTextDataset:
         found, is_whole = [], True
         for image, grid in self.records.images(record):
             try:
-                views = self.tiling.views(read_image(image), grid)
+                views = self.tiling.views(self._read(image, grid), grid)
                 found += [as_input(view, self.config) for view in views]
             except DataError as error:
                 error = DataError(f"{self.records.where(record)}: {error}")
@@ -172,6 +174,16 @@ class ImageTextDataset:
                 found += [np.zeros((3, self.config.img_h, self.config.img_w), np.float32)] * self.tiling.num_views(grid)
                 is_whole = False
         return np.array(found, np.float32).reshape(-1, 3, self.config.img_h, self.config.img_w), is_whole
+
+    def _read(self, file: ImageFile, grid: Grid) -> NDArray[np.uint8]:
+        """Raises DataError for an image that was replaced by one with another grid since the records were encoded."""
+        image = read_image(file)
+        if (found := self.tiling.grid(*image.shape[:2])) != grid:
+            raise DataError(
+                f"{file} has {found.rows} x {found.columns} views, and had {grid.rows} x {grid.columns} when the "
+                "index of the records was built; delete the index cache, so that it is built again"
+            )
+        return image
 
 
 def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
@@ -221,7 +233,7 @@ def _encoded_records(
         image_markers=config.image_markers,
         limit=limit,
     )
-    arrays = source.cache.get(key, partial(encode_files, paths, folders, encoder, image_tokens, limit))
+    arrays = cached_records(source.cache, key, partial(encode_files, paths, folders, encoder, image_tokens, limit))
     return EncodedRecords(**arrays, paths=paths, folders=folders)
 
 
@@ -272,11 +284,17 @@ def _with_fitting_images(
     fits = (ends <= shape.length) & (views <= most)
     for place in np.flatnonzero(~fits).tolist():
         if ends[place] > shape.length:
-            reason = f"the images end at position {ends[place]}, behind data.seq_length={shape.length}"
+            reason = (
+                f"the images end at position {ends[place]}, behind data.seq_length={shape.length}; an image is never "
+                "cut, make it larger"
+            )
         else:
-            reason = f"the images have {views[place]} views, more than data.max_images={most}"
+            reason = (
+                f"the images have {views[place]} views, more than the {most} of a sample; set data.max_images to at "
+                f"least {views[place]}"
+            )
         record = int(numbers[place])
-        error = DataError(f"{records.where(record)}: {reason}; an image is never cut, make it larger")
+        error = DataError(f"{records.where(record)}: {reason}")
         unusable.add(int(records.file[record]), int(records.number[record]), error)
     return fits
 

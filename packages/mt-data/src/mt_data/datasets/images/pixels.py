@@ -1,15 +1,13 @@
 """From an image file to the array that a model takes.
 
 Images are decoded by Pillow (the extra `images`), or read from `.npy` files of uint8 [height, width, 3]. All else is
-NumPy: the sizes are changed by a filter that is stretched over the pixels that fall together, which is what Pillow and
-torchvision call bicubic (the cubic filter, a = -0.5) and Lanczos with antialiasing.
+NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,15 +18,28 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_data.datasets.images.config import ImageDataConfig, Resample, Resize
 from mt_data.datasets.images.image_file import ImageFile
+from mt_data.datasets.images.resampling import Taps
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ORIENTATION = 0x0112
 """Exif's tag."""
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Exif's orientations, and Pillow's names of what undoes them. From 5 on they exchange height and width."""
 QUARTER_TURNS = (5, 6, 7, 8)
-"""Orientations that exchange height and width."""
-Filter = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Those of Pillow that are read. It decodes some others with programs of their own, such as EPS with Ghostscript."""
+MAX_PROPORTION = 200
+"""Of the longer side of an image to the shorter one."""
 
 
 def read_image(file: ImageFile) -> NDArray[np.uint8]:
@@ -45,7 +56,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
         height, width, _ = _array_of(file).shape
         return height, width
     with _opened(file) as image:
-        is_turned = image.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
+        is_turned = _orientation(image) in QUARTER_TURNS
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
@@ -58,13 +69,14 @@ def _array_of(file: ImageFile) -> NDArray[np.uint8]:
         raise DataError(
             f"{file} holds {array.dtype} {list(array.shape)}; an image is uint8 [height, width, 3], red, green, blue"
         )
+    _require_proportions(array.shape[0], array.shape[1], str(file))
     return array
 
 
 def decode_image(
-    source: Path | BinaryIO, name: str, formats: tuple[str, ...] | None = None, max_pixels: int | None = None
+    source: Path | BinaryIO, name: str, formats: tuple[str, ...] = FORMATS, max_pixels: int | None = None
 ) -> NDArray[np.uint8]:
-    """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read; None: all.
+    """uint8 [height, width, 3]. name: of the source, for errors. formats: those of Pillow that are read.
 
     Raises DataError for what is no image of these formats or has more pixels, and without Pillow.
     """
@@ -76,9 +88,24 @@ def decode_image(
 
 def _upright(image: Image) -> NDArray[np.uint8]:
     """Pixels in the orientation in which the image is shown: cameras and phones note it beside the pixels (Exif)."""
-    from PIL import ImageOps
+    from PIL.Image import Transpose
 
-    return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    turn = TURNS.get(_orientation(image))
+    image = image.convert("RGB")
+    return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
+
+
+def _orientation(image: Image) -> int:
+    """From the head of the file, so that no pixels are decoded for it; 1, as stored, where Exif cannot be read."""
+    import PIL.Image
+
+    if image.format == "TIFF":  # Pillow turns its pixels itself, and gives the size that they have then
+        return 1
+    try:
+        # A PNG's own getexif decodes all pixels to find Exif data behind them.
+        return int(PIL.Image.Image.getexif(image).get(ORIENTATION, 1))
+    except Exception:  # the parsers of damaged Exif data raise errors of many kinds
+        return 1
 
 
 @contextmanager
@@ -97,18 +124,29 @@ def _member(archive: BinaryIO, file: ImageFile) -> Any:
 
 
 @contextmanager
-def _decoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> Iterator[Image]:
+def _decoded(source: Any, name: str, formats: tuple[str, ...] = FORMATS) -> Iterator[Image]:
     """A Pillow image of a path or an open file. Raises DataError for what is no image, also while it is used."""
     _require_pillow(name)
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(source, formats=formats) as image:
+            _require_proportions(image.height, image.width, name)
             yield image
+    except DataError:
+        raise
     except UnidentifiedImageError:
-        raise DataError(f"{name} cannot be read as an image: {', '.join(formats or ['no format'])} fits it") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name} cannot be read as an image: {', '.join(formats)} are read, and it is none") from None
+    except Exception as error:  # decoders of damaged files raise errors of many kinds
         raise DataError(f"{name} cannot be read as an image: {error}") from error
+
+
+def _require_proportions(height: int, width: int, name: str) -> None:
+    if max(height, width) > MAX_PROPORTION * min(height, width):
+        raise DataError(
+            f"{name}: an image of {height} x {width} pixels is more than {MAX_PROPORTION} times as long as it is wide; "
+            "cut it into parts"
+        )
 
 
 def _require_pillow(name: str) -> None:
@@ -128,59 +166,29 @@ def fit(
 
     crop: the largest part in the middle with the wanted proportions is taken. squash: all of it, proportions change.
     """
-    if how == "crop":
-        scale = max(height / image.shape[0], width / image.shape[1])
-        larger = (max(height, round(image.shape[0] * scale)), max(width, round(image.shape[1] * scale)))
-        image = resize(image, *larger, resample)
-        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
-        return image[top : top + height, left : left + width]
-    return resize(image, height, width, resample)
+    if how == "squash":
+        return resize(image, height, width, resample)
+    scale = max(height / image.shape[0], width / image.shape[1])
+    larger = (max(height, round(image.shape[0] * scale)), max(width, round(image.shape[1] * scale)))
+    top, left = (larger[0] - height) // 2, (larger[1] - width) // 2
+    return _resized_part(image, larger, range(top, top + height), range(left, left + width), resample)
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, resample: Resample = "bicubic") -> NDArray[np.uint8]:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3]. Whole values after each of width and height, as in Pillow."""
-    if image.shape[:2] == (height, width):
-        return image
-    across, down = weights(image.shape[1], width, resample), weights(image.shape[0], height, resample)
-    wide = as_bytes(np.einsum("xw,hwc->hxc", across, image.astype(np.float32), optimize=True))
-    return as_bytes(np.einsum("yh,hxc->yxc", down, wide.astype(np.float32), optimize=True))
+    """uint8 [h, w, 3] -> uint8 [height, width, 3], equal to Pillow's."""
+    return _resized_part(image, (height, width), range(height), range(width), resample)
 
 
-def as_bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    return np.rint(values).clip(0, 255).astype(np.uint8)
-
-
-@lru_cache(maxsize=64)
-def weights(old: int, new: int, resample: Resample) -> NDArray[np.float32]:
-    """[new, old]: how much of each old pixel is in each new one; rows sum to 1."""
-    radius, kernel = FILTERS[resample]
-    scale = old / new
-    stretch = max(scale, 1.0)
-    centres = (np.arange(new) + 0.5) * scale
-    distance = (np.arange(old)[None] + 0.5 - centres[:, None]) / stretch
-    # Pillow's filter ends at whole pixels.
-    first = np.maximum(np.trunc(centres - radius * stretch + 0.5), 0)[:, None]
-    last = np.minimum(np.trunc(centres + radius * stretch + 0.5), old)[:, None]
-    within = (np.arange(old)[None] >= first) & (np.arange(old)[None] < last)
-    table = np.where(within, kernel(distance), 0.0)
-    return (table / table.sum(1, keepdims=True)).astype(np.float32)
-
-
-def cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The cubic convolution filter with a = -0.5 (Keys, 1981)."""
-    x = np.abs(x)
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = -0.5 * (((x - 5) * x + 8) * x - 4)
-    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
-
-
-def lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The windowed sinc with three lobes on each side (Lanczos, 1956; Duchon, 1979)."""
-    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
-
-
-FILTERS: dict[Resample, tuple[float, Filter]] = {"bicubic": (2.0, cubic), "lanczos": (3.0, lanczos)}
-"""Radius in pixels, and the weight of a pixel at a distance."""
+def _resized_part(
+    image: NDArray[np.uint8], size: tuple[int, int], rows: range, columns: range, resample: Resample
+) -> NDArray[np.uint8]:
+    """These rows and columns of an image that becomes `size`. Width first, and whole values between, as in Pillow."""
+    if image.shape[:2] == size:
+        return image[rows.start : rows.stop, columns.start : columns.stop]
+    down = Taps.of(image.shape[0], size[0], rows, resample)
+    across = Taps.of(image.shape[1], size[1], columns, resample)
+    narrow = across.apply(image[down.used, across.used].swapaxes(0, 1)).swapaxes(0, 1)
+    return down.apply(narrow)
 
 
 def as_input(image: NDArray[np.uint8], config: ImageDataConfig) -> NDArray[np.float32]:

@@ -201,5 +201,8 @@ def marked_messages(messages: list[Message], images: int, where: str) -> list[Me
 
 def _lacking(marks: int, images: int, where: str) -> int:
     if marks > images:
-        raise DataError(f'{where} has "{MARK}" {marks} times, and {images} images; there can be at most one for each')
+        raise DataError(
+            f'{where} has "{MARK}" {marks} times, and the number of images is {images}; '
+            "there can be at most one for each"
+        )
     return images - marks

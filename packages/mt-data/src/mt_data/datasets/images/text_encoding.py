@@ -53,8 +53,8 @@ class ImageTextEncoder:
             raise DataError(f"{conversation.where} has no answer of the assistant, so nothing would be learnt of it")
         if text.count(MARK) != images:
             raise DataError(
-                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times, and there are '
-                f"{images} images; correct the template"
+                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times, and the '
+                f"number of images is {images}; correct the template"
             )
         return self._pieces(text, answers, [end for _, end in answers] if self.template.eod_after_answer else [])
 

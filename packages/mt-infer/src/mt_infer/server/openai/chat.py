@@ -125,7 +125,7 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     images = await _images(service, model, urls) if urls else []
     prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
     sampling = _sampling(service, model, body, prompt)
-    inputs = model.require_generator().prompts.image_inputs(images)
+    inputs = model.require_generator().prompts.image_inputs(images) if images else {}
     job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
     if body.stream:
         return EventStream(_pieces(service, job))
