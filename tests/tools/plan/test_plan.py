@@ -177,8 +177,8 @@ def kept_by_a_llama_layer(kernels: dict[str, str]) -> float:
 
 def test_a_llama_layer_keeps_what_its_kernels_keep() -> None:
     """In bf16, of s tokens: inputs and results of two norms, queries, keys and values, which do not share the memory of
-    their product, the result of attention, the gate and the other half, and their product; in fp32 a number for each row
-    of a norm and of each head's attention."""
+    their product, the result of attention, the gate and the other half, and their product; in fp32 a number for each
+    row of a norm and of each head's attention."""
     s, h, f, heads = 4096, 4096, 11008, 32
     fused = 2 * s * (2 * 2 * h + 3 * h + h + 3 * f) + 4 * s * (2 + heads)
     assert kept_by_a_llama_layer({}) == pytest.approx(fused, rel=0.001)
