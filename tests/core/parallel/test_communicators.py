@@ -93,7 +93,7 @@ def test_axes_with_options_have_groups_of_their_own_and_gradients_another_than_a
 
 
 def test_registered_memory_is_that_of_the_groups_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for NCCL and CUDA."""
+    """With fakes of NCCL and CUDA."""
     events: list[Any] = []
 
     class Backend:

@@ -1,4 +1,4 @@
-"""Images in their own proportions: against the processor of Qwen2-VL, packed, made up, and what is refused."""
+"""Images in their own proportions: against the processor of Qwen2-VL, packed, synthetic, and what is refused."""
 
 from __future__ import annotations
 

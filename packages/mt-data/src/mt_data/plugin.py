@@ -66,7 +66,7 @@ def mt_register_datasets() -> list[DatasetSpec]:
         ),
         DatasetSpec(
             name="mock",
-            doc="Made-up documents that count upwards, as Megatron's mock data",
+            doc="Synthetic documents that count upwards, as Megatron's mock data",
             config_type=Lazy("mt_data.datasets.mock:MockDataConfig"),
             build=Lazy("mt_data.datasets.mock:build_mock"),
             sample=CAUSAL_LM_SAMPLE,

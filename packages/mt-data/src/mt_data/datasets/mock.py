@@ -1,4 +1,4 @@
-"""Made-up documents, the same everywhere: to try a model or measure speed without data."""
+"""Synthetic documents, the same everywhere: to try a model or measure speed without data."""
 
 from __future__ import annotations
 

@@ -32,6 +32,10 @@ OUTPUT = Annotated[
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result file instead of a table.")]
 LIMIT = Annotated[int | None, typer.Option(min=1, help="The first samples of each task only.")]
+CHAT_TEMPLATE = Annotated[
+    str | None, typer.Option(help="tokenizer, chatml, llama3 or plain. Default: that of training, else plain.")
+]
+STOP = Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Repeatable.", show_default=False)]
 DEVICE = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 SEQ_LENGTH = Annotated[
     int | None, typer.Option(min=1, help="Positions of a window. Default: as many as the model has.")

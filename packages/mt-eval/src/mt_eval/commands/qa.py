@@ -9,7 +9,17 @@ import typer
 
 from mt_core.commands import host_of
 from mt_core.errors import ConfigError
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, LIMIT, OUTPUT, named_options, run_tasks
+from mt_eval.commands.options import (
+    AS_JSON,
+    CHAT_TEMPLATE,
+    CHECKPOINT,
+    DEVICE,
+    LIMIT,
+    OUTPUT,
+    STOP,
+    named_options,
+    run_tasks,
+)
 from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
@@ -61,13 +71,9 @@ def qa(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Passages that it finds. Default: 5.", rich_help_panel=PASSAGES)
     ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="tokenizer, chatml, llama3 or plain. Default: that of training, else plain.")
-    ] = None,
+    chat_template: CHAT_TEMPLATE = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends an answer. Repeatable.", show_default=False)
-    ] = None,
+    stop: STOP = None,
     limit: LIMIT = None,
     output: OUTPUT = None,
     as_json: AS_JSON = False,

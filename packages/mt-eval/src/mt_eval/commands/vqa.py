@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, LIMIT, OUTPUT, run_tasks
+from mt_eval.commands.options import AS_JSON, CHAT_TEMPLATE, CHECKPOINT, DEVICE, LIMIT, OUTPUT, STOP, run_tasks
 from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
@@ -30,13 +30,9 @@ def vqa(
         Path | None,
         typer.Option(parser=as_path, help="Where paths in JSON lines begin. Default: the folder of the file."),
     ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="tokenizer, chatml, llama3 or plain. Default: that of training, else plain.")
-    ] = None,
+    chat_template: CHAT_TEMPLATE = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends an answer. Repeatable.", show_default=False)
-    ] = None,
+    stop: STOP = None,
     limit: LIMIT = None,
     output: OUTPUT = None,
     as_json: AS_JSON = False,

@@ -6,24 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_core.errors import ConfigError
+from mt_models.gpt.hugging_face_relatives import SAME_KEYS
 from mt_models.llama.config import LlamaConfig
 
-SAME = (
-    "vocab_size",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "norm_epsilon",
-    "attention_dropout",
-    "untie_embeddings_and_output_weights",
-    "init_method_std",
-    "use_scaled_init_method",
-    "attention_backend",
-    "max_position_embeddings",
-    "rotary_base",
-)
+SAME = (*SAME_KEYS, "attention_backend", "max_position_embeddings")
 """Keys of both families."""
 
 

@@ -1,4 +1,4 @@
-"""Images: with classes, and with texts; made up, and from files."""
+"""Images: with classes, and with texts; synthetic, and from files."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Made-up images with texts that describe them."""
+"""Synthetic images with texts that describe them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PROPORTION = 3
 
 
 class CaptionedShapesDataConfig(ImageTextKeys):
-    """Made-up images of one shape each, and a text that says which: "a red circle at the top left". In dynamic
+    """Synthetic images of one shape each, and a text that says which: "a red circle at the top left". In dynamic
     resolution each has a size of its own."""
 
     dataset_type: str = "captioned_shapes"

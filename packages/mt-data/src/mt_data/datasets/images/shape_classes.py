@@ -1,4 +1,4 @@
-"""Made-up images with classes."""
+"""Synthetic images with classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_data.datasets.images.shapes import EPOCH, KINDS, draw
 
 
 class ShapesDataConfig(ImageDataConfig):
-    """Made-up images of one shape each; its kind is the class."""
+    """Synthetic images of one shape each; its kind is the class."""
 
     dataset_type: str = "shapes"
 

@@ -1,4 +1,4 @@
-"""Made-up images: one coloured shape on a noisy background. The same everywhere, and as many as one likes."""
+"""Synthetic images: one coloured shape on a noisy background. The same everywhere, and as many as one likes."""
 
 from __future__ import annotations
 

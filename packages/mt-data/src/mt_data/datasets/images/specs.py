@@ -56,7 +56,7 @@ def _spec(name: str, module: str, stem: str, sample: tuple[SampleField, ...], do
 
 IMAGE_DATASETS = (
     _spec(
-        "shapes", "shape_classes", "Shapes", IMAGE_CLASS_SAMPLE, "Made-up images of a shape, whose kind is the class"
+        "shapes", "shape_classes", "Shapes", IMAGE_CLASS_SAMPLE, "Synthetic images of a shape, whose kind is the class"
     ),
     _spec(
         "image_folder",
@@ -70,7 +70,7 @@ IMAGE_DATASETS = (
         "captioned_shapes",
         "CaptionedShapes",
         (*IMAGE_TEXT_SAMPLE, image_grids("1")),
-        "Made-up images, and texts that describe them",
+        "Synthetic images, and texts that describe them",
     ),
     _spec(
         "image_text",
