@@ -277,7 +277,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_stop_training(
 
 
 class FillDisk(Callback):
-    """No byte can be written after step 6; step 10 takes as long as it takes to find that out."""
+    """No byte can be written once the checkpoint of step 4 is committed; step 10 waits until the write has failed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -285,6 +285,8 @@ class FillDisk(Callback):
 
     def on_step_end(self, run: Trainer, metrics) -> None:
         if metrics["iteration"] == 6:
+            while run.directory.latest_checkpoint() is None:
+                time.sleep(0.01)
             self.monkeypatch.setattr(os, "pwrite", self.full)
         if metrics["iteration"] == 10:
             assert self.found_out.wait(60)
