@@ -39,7 +39,15 @@ def build(host, moe: str, *overrides: str) -> torch.nn.Module:
 
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 REFUSED = [
-    ("num_experts=4, moe_dispatcher_options={static_shape = true}", r"static_shape would be ignored: without padding"),
+    (
+        "num_experts=4, moe_dispatcher_options={expert_rank_capacity_factor = 1.5}",
+        r"expert_rank_capacity_factor would be ignored: .*; set model\.moe\.moe_dispatcher_options\.static_shape=true",
+    ),
+    (
+        "num_experts=4, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=true, "
+        "moe_dispatcher_options={static_shape = true, expert_rank_capacity_factor = 1.5}",
+        r"expert_rank_capacity_factor would be ignored: .*; leave one of the two out",
+    ),
     ("num_expert=4", r"unknown key model\.moe\.num_expert \(from \[model\.moe\]\) \(did you mean \"num_experts\"\?\)"),
     ("", r"model\.moe\.num_experts is missing"),
     ("num_experts=4.5", r"model\.moe\.num_experts .*got 4\.5, expected an integer"),
@@ -142,11 +150,11 @@ def test_a_dispatcher_that_cannot_overlap_says_so() -> None:
     ("keys", "ranks", "words"),
     [
         ({}, 1, None),
-        ({"moe_expert_capacity_factor": 1.0}, 1, "drops tokens, and the host reads how many stay"),
+        ({"moe_expert_capacity_factor": 1.0}, 1, None),
         ({"moe_router_random_seed": 3}, 1, "chooses experts through the host"),
         ({}, 2, "alltoall reads how many rows other ranks send"),
         (PADDED, 2, "moe_dispatcher_options.static_shape=true"),
-        ({**PADDED, "moe_dispatcher_options": {"static_shape": True}}, 2, None),
+        ({"moe_dispatcher_options": {"static_shape": True}}, 2, None),
     ],
 )
 def test_what_makes_the_host_wait_cannot_be_captured(host, keys, ranks, words) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.moe.moe_cases import EXPERTS, HIDDEN, build_layer, fp64, options, tokens_of
+from tests.moe.moe_cases import EXPERTS, HIDDEN, Shape, build_layer, fp64, options, tokens_of
 from torch import Tensor
 
 from mt_core.parallel.context import AxisSizes, build_parallel_context
@@ -116,41 +119,145 @@ def test_alltoall_sends_each_row_there_and_back_and_nothing_else() -> None:
 
 # -- waiting ----------------------------------------------------------------------------------------
 
-CAPACITY = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
+DROPPING_SOME = {"moe_expert_capacity_factor": 0.75}
+CASES: dict[str, dict[str, Any]] = {
+    "": {},
+    " dropping": DROPPING_SOME,
+    " padded": {**DROPPING_SOME, "moe_pad_expert_input_to_capacity": True},
+    " with biases": {},
+}
+STATIC: dict[str, dict[str, Any]] = {
+    "": {},
+    " static": {"static_shape": True},
+    " bounded": {"static_shape": True, "expert_rank_capacity_factor": 1.9},
+}
 
 
-def waits_of_a_layer(rank: int, world: int) -> dict[str, tuple[int, bool]]:
-    """Host waits of a forward and a backward pass, and whether computed sizes change no bit."""
+def waits_of_a_layer(rank: int, world: int, sizes: AxisSizes) -> dict[str, tuple[int, bool, bool]]:
+    """Host waits of a forward and a backward pass; whether computed sizes change no bit; whether rows did not fit."""
     from tests.core.train.test_steady_step import Spy
 
-    ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
+    ctx, x = build_parallel_context(sizes), tokens_of(2, 8, torch.float32, seed=rank)
     found = {}
     for name in ("alltoall", "allgather"):
-        for padded in (False, True):
-            values = []
-            for static in (False, True) if padded or name == "allgather" else (False,):
-                keys = {"moe_token_dispatcher_type": name, "moe_dispatcher_options": {"static_shape": static}}
-                layer = build_layer(options(moe_grouped_gemm="grouped", **keys, **(CAPACITY if padded else {})), ctx)
+        for case, keys in CASES.items():
+            values: list[list[Tensor]] = []
+            for static, own in STATIC.items():
+                chosen = options(
+                    moe_token_dispatcher_type=name, moe_dispatcher_options=own, moe_grouped_gemm="grouped", **keys
+                )
+                layer = build_layer(chosen, ctx, Shape(ffn_size=16, add_bias_linear="biases" in case))
                 with Spy() as spy:
                     values.append(run_layer(layer, x))
                 same = all(torch.equal(a, b) for a, b in zip(values[0], values[-1], strict=True))
-                found[f"{name}{' padded' * padded}{' static' * static}"] = (spy.waits, same)
+                found[f"{name}{case}{static}"] = (spy.waits, same, bool(layer.had_overflow))
     return found
 
 
-def test_padded_experts_of_several_ranks_wait_for_nothing() -> None:
-    """Without padding the host reads how many rows come (alltoall), or how many of all tokens' choices are its own."""
-    expected = {
-        "alltoall": 1,
-        "alltoall padded": 1,
-        "alltoall padded static": 0,
-        "allgather": 2,
-        "allgather static": 1,
-        "allgather padded": 1,
-        "allgather padded static": 0,
-    }
-    for found in run_ranks(2, waits_of_a_layer):
-        assert found == {name: (waits, True) for name, waits in expected.items()}
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, AxisSizes(ep=2)), (4, AxisSizes(ep=2, etp=2))], ids=["ep", "ep and etp"]
+)
+def test_experts_of_several_ranks_with_static_shapes_wait_for_nothing(world, sizes) -> None:
+    """Else the host reads how many rows come (alltoall), or how many tokens and of these how many are its own."""
+    waits = dict.fromkeys(
+        (f"{name}{case}{static}" for name in ("alltoall", "allgather") for case in CASES for static in STATIC), 0
+    )
+    for case in CASES:
+        waits[f"alltoall{case}"] = 1
+        waits[f"allgather{case}"] = world // 2 + (case != " padded")
+    for found in run_ranks(world, waits_of_a_layer, sizes):
+        assert found == {name: (number, True, False) for name, number in waits.items()}
+
+
+def order_of_sending(rank: int, world: int) -> list[str]:
+    """Of a layer with shared experts whose ranks exchange how many rows there are."""
+    from mt_core.train.host_transfer import HostTransfer
+    from mt_moe.dispatchers import alltoall
+
+    ctx, x = build_parallel_context(AxisSizes(ep=world)), tokens_of(2, 8, torch.float32, seed=rank)
+    layer, events = build_layer(options(moe_shared_expert_intermediate_size=6), ctx), []
+    watch(layer, events)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    alltoall.HostTransfer.start = noted("copy of sizes", HostTransfer.start)  # type: ignore[method-assign]
+    HostTransfer.result = noted("wait", HostTransfer.result)  # type: ignore[method-assign]
+    alltoall.permute_numbers = noted("permute", alltoall.permute_numbers)
+    layer(x)
+    return events
+
+
+def test_the_host_waits_when_the_device_has_rows_to_permute() -> None:
+    for events in run_ranks(2, order_of_sending):
+        assert events == ["copy of sizes", "permute", "wait", "send", "shared", "arrived", "permute", "send", "arrived"]
+
+
+TRAINED = [
+    "model.family=mixtral",
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_attention_heads=2",
+    "model.vocab_size=263",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "train.train_iters=4",
+    "train.eval_interval=null",
+    "train.deferred_metrics=always",
+    "checkpoint.save_interval=null",
+    "logging.progress=none",
+    "parallel.expert_model_parallel_size=2",
+]
+
+
+def training_with_room_for(rank: int, world: int) -> tuple[int, bool, list[str]]:
+    """Host waits of a step with room for twice the rows; whether losses are those of exact sizes; and the errors of a
+    run with too little room, where the flag is read at once, as on a CPU, and where it is not, as on a GPU."""
+    from tests.core.train.test_steady_step import Told, spy_on_step
+
+    from mt_core.config.loading import load_config
+    from mt_core.errors import TrainingError
+    from mt_core.train import Trainer
+
+    def trainer(own: str, *callbacks: Any) -> Trainer:
+        moe = f"model.moe={{num_experts=4, moe_router_topk=2, moe_grouped_gemm='grouped'{own}}}"
+        return Trainer(load_config(overrides=[*TRAINED, moe]), callbacks=callbacks)
+
+    bounded = ", moe_dispatcher_options={{static_shape=true, expert_rank_capacity_factor={}}}"
+    losses = []
+    for own in ("", bounded.format(2.0)):
+        told = Told()
+        trainer(own, told).train()
+        losses.append([step["loss"] for step in told.steps])
+    waits = spy_on_step(trainer(bounded.format(2.0))).waits
+    errors = []
+    for names in ((), ("layer.require_room", "routing.router.require_finite")):
+        with ExitStack() as patches:
+            for name in names:
+                patches.enter_context(mock.patch(f"mt_moe.{name}"))
+            with pytest.raises(TrainingError) as failed:
+                trainer(bounded.format(0.5)).train()
+        errors.append(str(failed.value))
+    return waits, losses[0] == losses[1] and len(losses[0]) == 4, errors
+
+
+def test_a_step_waits_for_nothing_and_rows_without_room_stop_the_run() -> None:
+    """Although metrics are read a step later."""
+    key = r"more (rows for one rank )?than model\.moe\.moe_dispatcher_options\.expert_rank_capacity_factor has room for"
+    for waits, same, (at_once, late) in run_ranks(2, training_with_room_for):
+        assert waits == 0
+        assert same
+        assert re.search(rf"^decoder\.layers\.0\.mlp: there are {key}; set it higher", at_once)
+        assert re.search(
+            rf"loss is not finite at iteration 1 .*the rows of decoder\.layers\.0\.mlp for one rank, which are {key}, were",
+            late,
+        )
 
 
 # -- dropping ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from mt_core.optim.optimizers import AdamW
 from mt_core.train import Callback, Trainer
 from mt_core.train.device_batches import begin_micro_batch
 from mt_core.train.host_transfer import DelayedAllReduceFlag
+from mt_moe.layer import require_room
 from mt_moe.routing.router import require_finite
 
 DEFERRED = ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"]
@@ -56,6 +57,7 @@ COPIES_TO_HOST = ("tolist", "numpy", "cpu")
 READS_OF_THE_HOST = {
     begin_micro_batch.__code__: "the number of a micro-batch's first sample, which is never on the device",
     require_finite.__code__: "logits of a router, which are read on a CPU alone",
+    require_room.__code__: "whether rows had no room, which is read on a CPU alone",
     DelayedAllReduceFlag.__call__.__code__: "a flag whose copy to the host was started by the step before",
     Trainer._report_pending.__code__: "numbers whose copy to the host was started by the step before",
 }

@@ -34,25 +34,37 @@ def check_moe(config: Config, host: PluginHost) -> None:
     check_capacity(moe)
     check_shared_experts(moe)
     check_layout(moe, config)
-    check_dispatcher(moe, host)
+    check_dispatcher(moe, config, host)
 
 
-def check_dispatcher(moe: MoeConfig, host: PluginHost) -> None:
+def check_dispatcher(moe: MoeConfig, config: Config, host: PluginHost) -> None:
     """The dispatcher is registered, and accepts its options."""
     name = moe.moe_token_dispatcher_type
     spec = host.moe_dispatchers.get(name, key=f"{PREFIX}.moe_token_dispatcher_type")
     options = read_options(spec.config_type.load(), moe.moe_dispatcher_options)
     if isinstance(options, FlexConfig):
         check_flex(moe, options)
-    if isinstance(options, ExchangeConfig) and options.static_shape:
-        check_static_shape(moe)
+    if isinstance(options, ExchangeConfig):
+        check_rank_capacity(moe, options, config)
 
 
-def check_static_shape(moe: MoeConfig) -> None:
-    if moe.moe_token_dispatcher_type == "alltoall" and not moe.moe_pad_expert_input_to_capacity:
+def check_rank_capacity(moe: MoeConfig, options: ExchangeConfig, config: Config) -> None:
+    """A bound on rows has an effect, and exceeding it stops the run."""
+    key = f"{OPTIONS}.expert_rank_capacity_factor"
+    if options.expert_rank_capacity_factor is None:
+        return
+    if not options.static_shape:
         raise ConfigError(
-            f"{OPTIONS}.static_shape would be ignored: without padding the rows that alltoall sends depend on the "
-            f"router; set {PREFIX}.moe_pad_expert_input_to_capacity=true, or use allgather"
+            f"{key} would be ignored: ranks exchange how many rows there are; set {OPTIONS}.static_shape=true"
+        )
+    if moe.moe_pad_expert_input_to_capacity:
+        raise ConfigError(
+            f"{key} would be ignored: {PREFIX}.moe_pad_expert_input_to_capacity=true gives every expert equally many "
+            "rows; leave one of the two out"
+        )
+    if config.precision.dtype == "fp16":
+        raise ConfigError(
+            f"{key} is not possible with precision.dtype=fp16, whose loss scale skips steps that exceed it; use bf16"
         )
 
 

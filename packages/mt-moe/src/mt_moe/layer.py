@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.layer_pattern import layers_with_experts
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.feed_forward import FeedForwardShape
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.linear import linear
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig, read_moe_config
+from mt_moe.dispatchers.config import OPTIONS as DISPATCHER_OPTIONS
 from mt_moe.dispatchers.config import read_options
 from mt_moe.dispatchers.interface import Dispatched, Dispatcher, OverlappingDispatcher, expert_placement
 from mt_moe.experts.experts import Experts
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 Recomputed = Literal["moe", "shared_experts", "moe_act"]
+RANK_CAPACITY = f"{DISPATCHER_OPTIONS}.expert_rank_capacity_factor"
 RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 
 
@@ -65,6 +68,9 @@ class MoeLayer(nn.Module):
     activation of the routed experts and its output.
     """
 
+    had_overflow: Tensor
+    """[] bool: some micro-batch had more rows for a rank than the dispatcher has room for."""
+
     def __init__(
         self,
         shape: MoeShape,
@@ -75,7 +81,8 @@ class MoeLayer(nn.Module):
         recompute: Collection[Recomputed] = (),
     ) -> None:
         super().__init__()
-        self.config, self.ctx = config, ctx
+        self.config, self.ctx, self.layer = config, ctx, layer
+        self.register_buffer("had_overflow", torch.zeros((), dtype=torch.bool, device=ctx.device), persistent=False)
         self.recompute = frozenset(recompute)
         bias = shape.add_bias_linear
         self.router = Router(
@@ -117,6 +124,8 @@ class MoeLayer(nn.Module):
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
+        if dispatched.overflow is not None:
+            self._note(dispatched.overflow)
         output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
         combined = self.dispatcher.combine(output, dispatched.state)
         if self.fc2_latent_proj is not None:
@@ -135,6 +144,22 @@ class MoeLayer(nn.Module):
         sending = self.overlapping.start_dispatch(tokens, routing)
         shared = self._recomputable("shared_experts", self.shared_experts, x)
         return self.overlapping.finish_dispatch(sending), shared
+
+    def _note(self, overflow: Tensor) -> None:
+        """Raises TrainingError on a CPU; on a GPU, where this would synchronize, the step's check reports the flag."""
+        self.had_overflow |= overflow
+        if overflow.device.type == "cpu":
+            require_room(overflow, self.name)
+
+    @property
+    def name(self) -> str:
+        return f"decoder.layers.{self.layer}.mlp"
+
+    def fault(self) -> str | None:
+        """See mt_core.nn.auxiliary.ReportsNonFinite."""
+        if not bool(self.had_overflow):
+            return None
+        return f"the rows of {self.name} for one rank, which are more than {RANK_CAPACITY} has room for,"
 
     def graph_objection(self) -> str | None:
         """See mt_core.nn.auxiliary.ReportsGraphObjection."""
@@ -155,22 +180,24 @@ def capture_objection(
     """
     if host_wait is not None:
         return host_wait
-    padded = config.moe_pad_expert_input_to_capacity
-    if config.moe_expert_capacity_factor is not None and not padded:
-        return (
-            "model.moe.moe_expert_capacity_factor drops tokens, and the host reads how many stay; set "
-            "model.moe.moe_pad_expert_input_to_capacity=true"
-        )
     if config.uses_sinkhorn or config.moe_router_random_seed is not None:
         return "model.moe chooses experts through the host (sinkhorn, moe_router_random_seed); choose by scores alone"
     communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
-    if communicates and not (padded and getattr(dispatcher, "static_shape", False)):
+    if communicates and not getattr(dispatcher, "static_shape", False):
         return (
             f"the dispatcher {config.moe_token_dispatcher_type} reads how many rows other ranks send; set "
-            "model.moe.moe_pad_expert_input_to_capacity=true and model.moe.moe_dispatcher_options.static_shape=true "
-            "with alltoall or allgather"
+            f"{DISPATCHER_OPTIONS}.static_shape=true with alltoall or allgather"
         )
     return None
+
+
+def require_room(overflow: Tensor, layer: str) -> None:
+    """Raises TrainingError, naming the layer."""
+    if bool(overflow):
+        raise TrainingError(
+            f"{layer}: there are more rows for one rank than {RANK_CAPACITY} has room for; set it higher, or leave it "
+            "out for as much room as can be needed"
+        )
 
 
 def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:

@@ -7,7 +7,7 @@ of the other. Both use two primitives on rows, so that a kernel has to replace o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,12 +132,39 @@ def permute_numbers(x: Tensor, permutation: Permutation) -> Tensor:
 def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
     """Stable argsort of the keys [n * m]."""
     order = keys.argsort(stable=True)
-    return Permutation(order, inverse_of(order, len(keys)), kernels=kernels)
+    return Permutation(order, _inverse_of(order, _positions(order)), kernels=kernels)
 
 
-def inverse_of(order: Tensor, wishes: int) -> Tensor:
-    places = torch.arange(len(order), device=order.device)
-    return order.new_full((wishes,), -1).scatter_(0, order, places)
+def sort_present(keys: Tensor, size: int, kernels: RowKernels) -> tuple[Permutation, Tensor]:
+    """Stable argsort of the keys [n * m] below `size`, and how many there are of each [size]. Copies with the key
+    `size` are dropped: as many positions at the end are empty, so that the host needs no number of the others."""
+    counts = count_occurrences(keys, size + 1)[:-1]
+    order = keys.argsort(stable=True)
+    positions = _positions(order)
+    there = positions < counts.sum()
+    inverse = _inverse_of(order, torch.where(there, positions, -1))
+    return Permutation(torch.where(there, order, -1), inverse, complete=False, kernels=kernels), counts
+
+
+def first_positions(permutation: Permutation, rows: int) -> Permutation:
+    """Without the positions from `rows` on; copies that are there are dropped."""
+    if rows >= len(permutation.order):
+        return permutation
+    inverse = permutation.inverse
+    return replace(
+        permutation,
+        order=permutation.order[:rows],
+        inverse=torch.where(inverse < rows, inverse, -1),
+        complete=False,
+    )
+
+
+def _inverse_of(order: Tensor, positions: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, positions)
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
 
 
 def count_occurrences(numbers: Tensor, size: int) -> Tensor:
@@ -150,29 +177,42 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
     """The kept choices sorted by expert, then by token; and the number of rows of each expert [E].
 
     With padding every expert has `routing.padded_to` positions, the last of which may be empty. Dropping without
-    padding waits for the device, since the number of rows depends on the choices.
+    padding leaves as many positions empty at the end as choices were dropped.
     """
     if routing.kept is None and routing.padded_to is None:
         keys = routing.experts.flatten()
         return sort_by(keys, kernels), count_occurrences(keys, routing.num_experts)
-    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
-    keys = torch.where(kept, routing.experts, routing.num_experts).flatten()  # the dropped ones at the end
+    keys = _keys(routing)
+    if routing.padded_to is None:
+        return sort_present(keys, routing.num_experts, kernels)
     counts = count_occurrences(keys, routing.num_experts + 1)[:-1]
-    if routing.padded_to is not None:
-        permutation = _padded(keys, counts, routing.padded_to, kernels)
-        return permutation, torch.full_like(counts, routing.padded_to)
-    order = keys.argsort(stable=True)[: int(counts.sum())]
-    return Permutation(order, inverse_of(order, len(keys)), complete=False, kernels=kernels), counts
+    permutation = _in_blocks(*keys.sort(stable=True), counts, routing.padded_to, kernels)
+    return permutation, torch.full_like(counts, routing.padded_to)
 
 
-def _padded(keys: Tensor, counts: Tensor, size: int, kernels: RowKernels) -> Permutation:
-    """Each expert's rows at the start of its `size` positions; keys [R], the number of experts for a dropped one."""
-    dropped = len(counts)
-    sorted_keys, order = keys.sort(stable=True)
-    ends = counts.cumsum(0)
-    first = torch.cat([ends - counts, ends[-1:]])
-    places = torch.arange(len(keys), device=keys.device) - first[sorted_keys] + sorted_keys * size
-    places = torch.where(sorted_keys < dropped, places, dropped * size)  # the last position is cut off
-    positions = keys.new_full((dropped * size + 1,), -1).scatter_(0, places, order)[:-1]
-    inverse = torch.empty_like(keys).scatter_(0, order, torch.where(sorted_keys < dropped, places, -1))
+def sort_by_rank(routing: Routing, ranks: int, room: int, kernels: RowKernels) -> tuple[Permutation, Tensor]:
+    """The kept choices sorted by expert in blocks of `room` positions, one for each of the ranks that hold equally many
+    experts; and the rows of each expert [E], which may be more than fit: these are dropped from the permutation."""
+    local = routing.num_experts // ranks
+    sorted_keys, order = _keys(routing).sort(stable=True)
+    counts = count_occurrences(sorted_keys, routing.num_experts + 1)[:-1]
+    return _in_blocks(sorted_keys // local, order, counts.view(ranks, local).sum(1), room, kernels), counts
+
+
+def _keys(routing: Routing) -> Tensor:
+    """[n * m] the expert of each choice; the number of experts for a dropped one."""
+    if routing.kept is None:
+        return routing.experts.flatten()
+    return torch.where(routing.kept, routing.experts, routing.num_experts).flatten()
+
+
+def _in_blocks(sorted_keys: Tensor, order: Tensor, counts: Tensor, size: int, kernels: RowKernels) -> Permutation:
+    """The copies of each key at the start of its block of `size` positions. Dropped are those that do not fit, and
+    those with the key len(counts)."""
+    blocks = len(counts)
+    first = F.pad(counts.cumsum(0) - counts, (0, 1), value=-size)  # no dropped one is among the first `size`
+    places = _positions(order) - first[sorted_keys]
+    places = torch.where(places < size, places + sorted_keys * size, blocks * size)  # the last position is cut off
+    positions = order.new_full((blocks * size + 1,), -1).scatter_(0, places, order)[:-1]
+    inverse = _inverse_of(order, torch.where(places < blocks * size, places, -1))
     return Permutation(positions, inverse, complete=False, kernels=kernels)

@@ -11,8 +11,9 @@ from torch import Tensor
 from mt_core.parallel.context import Axis
 from mt_moe.dispatchers.config import ExchangeConfig
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
+from mt_moe.dispatchers.rank_capacity import clip_counts, invalidate, rank_capacity
 from mt_moe.exchange import AllToAll, gather_counts, gather_rows_of, start_gather, sum_rows_to
-from mt_moe.permutation import RowOrder, permute_numbers, sort_by_expert
+from mt_moe.permutation import RowOrder, first_positions, permute_numbers, sort_by_expert
 from mt_moe.routing.result import Routing
 
 Sizes = list[tuple[Axis, list[int]]]
@@ -27,6 +28,8 @@ class Gathering:
     routing: Routing
     sizes: Sizes
     exchange: AllToAll | None
+    room: int | None
+    """Positions for the rows of this rank's experts; None: as many as there are rows."""
 
 
 class AllGatherDispatcher:
@@ -34,8 +37,12 @@ class AllGatherDispatcher:
 
     def __init__(self, placement: ExpertPlacement, config: ExchangeConfig | None = None) -> None:
         self.placement = placement
-        self.static_shape = config is not None and config.static_shape
+        self.config = config or ExchangeConfig()
         self.axes = [axis for axis in (placement.etp, placement.ep) if axis.size > 1]
+
+    @property
+    def static_shape(self) -> bool:
+        return self.config.static_shape
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
         return self.finish_dispatch(self.start_dispatch(tokens, routing))
@@ -51,16 +58,26 @@ class AllGatherDispatcher:
         exchange = None
         if sizes:
             exchange, tokens = start_gather(tokens, *sizes[-1])
-        return Gathering(tokens, Routing(experts, weights, routing.num_experts, kept, padded_to), sizes, exchange)
+        everyone = Routing(experts, weights, routing.num_experts, kept, padded_to)
+        return Gathering(tokens, everyone, sizes, exchange, self._room(everyone, routing.training))
 
     def finish_dispatch(self, gathering: Gathering) -> Dispatched:
         tokens = gathering.tokens
         if gathering.exchange is not None:
             tokens = gathering.exchange.wait(tokens)
-        local = self._local(gathering.routing)
+        local, overflow = self._local(gathering.routing), None
         by_expert, counts = sort_by_expert(local, self.placement.kernels)
-        weights = permute_numbers(local.weights, by_expert)
-        return Dispatched(tokens, weights, counts, gathering.sizes, RowOrder(by_expert, local.topk))
+        weights = local.weights
+        if self.placement.ep.size > 1 and local.padded_to is None:
+            room = gathering.room
+            if room is None:
+                room = int(counts.sum())
+            else:
+                counts, overflow = clip_counts(counts, room)
+                weights = invalidate(weights, overflow)
+            by_expert = first_positions(by_expert, room)
+        weights = permute_numbers(weights, by_expert)
+        return Dispatched(tokens, weights, counts, gathering.sizes, RowOrder(by_expert, local.topk), overflow)
 
     def combine(self, expert_output: Tensor, state: Sizes) -> Tensor:
         total = expert_output
@@ -78,6 +95,11 @@ class AllGatherDispatcher:
             count *= axis.size
         ranks = self.placement.etp.size * self.placement.ep.size
         return found, None if routing.padded_to is None else routing.padded_to * ranks
+
+    def _room(self, everyone: Routing, training: bool) -> int | None:
+        if not (self.static_shape and training):
+            return None
+        return rank_capacity(len(everyone.experts), everyone, self.placement, self.config.expert_rank_capacity_factor)
 
     def _agree(self, tokens: int, padded_to: int | None, device: torch.device) -> tuple[Sizes, int | None]:
         """The same read from all ranks. Synchronizes with the device."""

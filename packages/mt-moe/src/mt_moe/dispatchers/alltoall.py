@@ -2,31 +2,49 @@
 
 A row is sent once over ep. The ranks that share the expert's matrices (etp, usually in one node) then all-gather
 their rows. The way back is the inverse: partial outputs are reduce-scattered over etp and sent back over ep.
+
+How many rows are sent depends on the router. By default ranks exchange the numbers, and the host reads them while the
+device permutes rows. With `static_shape` every rank has equally many positions for each other one, of which some are
+empty, and the host reads nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mt_core.train.host_transfer import HostTransfer
 from mt_moe.dispatchers.config import ExchangeConfig
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
+from mt_moe.dispatchers.rank_capacity import clip_counts, invalidate, rank_capacity
 from mt_moe.exchange import AllToAll, all_to_all, gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import RowOrder, permute_numbers, sort_by, sort_by_expert
+from mt_moe.permutation import (
+    Permutation,
+    RowOrder,
+    first_positions,
+    permute_numbers,
+    sort_by,
+    sort_by_expert,
+    sort_by_rank,
+    sort_present,
+)
 from mt_moe.routing.result import Routing
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Row counts. send, receive: to and from each ep rank. shared: rows that each etp rank received.
-    chunks: [etp, ep, experts of this rank], the sizes of the received chunks in the order in which they are stored."""
+    """Positions to and from each ep rank (send, receive), and those that each etp rank received (shared).
+
+    chunks: [etp, ep, experts of this rank], the rows of each expert in the received blocks, in the order in which they
+    are stored. full: no position is empty."""
 
     send: list[int]
     receive: list[int]
     shared: list[int]
     chunks: Tensor
+    full: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,14 +57,15 @@ class State:
 
 @dataclass(frozen=True)
 class Sending:
-    """Rows in flight."""
+    """Rows in flight. overflow: see Dispatched."""
 
     rows: Tensor
     weights: Tensor
     counts: Tensor
     by_expert: RowOrder
-    sizes: Sizes | None
-    exchange: AllToAll | None
+    sizes: Sizes | None = None
+    exchange: AllToAll | None = None
+    overflow: Tensor | None = None
 
 
 class AllToAllDispatcher:
@@ -54,25 +73,24 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement, config: ExchangeConfig | None = None) -> None:
         self.placement = placement
-        self.static_shape = config is not None and config.static_shape
+        self.config = config or ExchangeConfig()
+
+    @property
+    def static_shape(self) -> bool:
+        return self.config.static_shape
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
         return self.finish_dispatch(self.start_dispatch(tokens, routing))
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
         place = self.placement
-        permutation, counts = sort_by_expert(routing, place.kernels)
-        by_expert = RowOrder(permutation, routing.topk)
-        weights = permute_numbers(routing.weights, permutation)
-        sizes = self._sizes(counts, routing)
-        if sizes is None:
-            return Sending(tokens, weights, counts, by_expert, None, None)
-        rows, exchange = by_expert.permute(tokens), None
-        if place.ep.size > 1:
-            weights = all_to_all(weights, place.ep, sizes.send, sizes.receive)
-            exchange = AllToAll(place.ep, sizes.send, sizes.receive)
-            rows = exchange.start(rows)
-        return Sending(rows, weights, counts, by_expert, sizes, exchange)
+        if place.ep.size == place.etp.size == 1:
+            permutation, counts = sort_by_expert(routing, place.kernels)
+            weights = permute_numbers(routing.weights, permutation)
+            return Sending(tokens, weights, counts, RowOrder(permutation, routing.topk))
+        if not (self.static_shape and routing.training):
+            return self._send_agreed(tokens, routing)
+        return self._send_padded(tokens, routing) if routing.padded_to else self._send_bounded(tokens, routing)
 
     def finish_dispatch(self, sending: Sending) -> Dispatched:
         rows, weights, sizes = sending.rows, sending.weights, sending.sizes
@@ -86,7 +104,7 @@ class AllToAllDispatcher:
         if by_local is not None:
             weights = permute_numbers(weights, by_local.permutation)
         counts = sizes.chunks.sum((0, 1))
-        return Dispatched(rows, weights, counts, State(sending.by_expert, sizes), by_local)
+        return Dispatched(rows, weights, counts, State(sending.by_expert, sizes), by_local, sending.overflow)
 
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
         if state.sizes is None or state.home is None:
@@ -94,40 +112,93 @@ class AllToAllDispatcher:
         rows = sum_rows_to(expert_output, self.placement.etp, state.sizes.shared)
         return state.home.unpermute(all_to_all(rows, self.placement.ep, state.sizes.receive, state.sizes.send))
 
-    def _sizes(self, counts: Tensor, routing: Routing) -> Sizes | None:
-        """How many rows come from which rank; None: all stay here."""
-        place = self.placement
-        if place.ep.size == place.etp.size == 1:
-            return None
-        if self.static_shape and routing.training and routing.padded_to is not None:
-            return self._padded(routing.padded_to, counts.device)
-        return self._agree(counts)
+    def _send_agreed(self, tokens: Tensor, routing: Routing) -> Sending:
+        """As many rows as there are. The host reads their numbers after all is launched that does not need them."""
+        permutation, counts = sort_by_expert(routing, self.placement.kernels)
+        chunks, numbers = self._start_agreeing(counts)
+        by_expert = RowOrder(permutation, routing.topk)
+        rows, weights = by_expert.permute(tokens), permute_numbers(routing.weights, permutation)
+        sizes = self._agreed(chunks, numbers)
+        sent = sum(sizes.send)
+        by_expert = replace(by_expert, permutation=first_positions(permutation, sent))
+        return self._send(rows[:sent], weights[:sent], counts, by_expert, sizes)
 
-    def _padded(self, rows: int, device: torch.device) -> Sizes:
-        """Every rank has `rows` rows for each expert, so that nothing has to be exchanged."""
-        place = self.placement
-        send = [rows * place.num_local] * place.ep.size
-        chunks = torch.full((place.etp.size, place.ep.size, place.num_local), rows, device=device)
-        return Sizes(send, send, [sum(send)] * place.etp.size, chunks)
+    def _send_padded(self, tokens: Tensor, routing: Routing) -> Sending:
+        """Every rank has `padded_to` rows for each expert."""
+        place, rows = self.placement, routing.padded_to
+        assert rows is not None
+        permutation, counts = sort_by_expert(routing, place.kernels)
+        chunks = torch.full((place.etp.size, place.ep.size, place.num_local), rows, device=counts.device)
+        return self._send_equal(tokens, routing.weights, permutation, counts, rows * place.num_local, chunks)
 
-    def _agree(self, counts: Tensor) -> Sizes:
+    def _send_bounded(self, tokens: Tensor, routing: Routing) -> Sending:
+        """Every rank has room for the same number of rows for each rank. Without a capacity they always fit."""
+        place = self.placement
+        room = rank_capacity(len(tokens), routing, place, self.config.expert_rank_capacity_factor)
+        permutation, counts = sort_by_rank(routing, place.ep.size, room, place.kernels)
+        fitting, overflow = clip_counts(counts.view(place.ep.size, -1), room)
+        weights = invalidate(routing.weights, overflow)
+        chunks = self._chunks(self._from_ep(fitting.flatten()))
+        sending = self._send_equal(tokens, weights, permutation, counts, room, chunks)
+        assert sending.sizes is not None
+        return replace(sending, sizes=replace(sending.sizes, full=False), overflow=overflow)
+
+    def _send_equal(
+        self, tokens: Tensor, weights: Tensor, permutation: Permutation, counts: Tensor, room: int, chunks: Tensor
+    ) -> Sending:
+        """`room` positions to and from every rank."""
+        place, by_expert = self.placement, RowOrder(permutation, weights.shape[1])
+        send = [room] * place.ep.size
+        sizes = Sizes(send, send, [sum(send)] * place.etp.size, chunks)
+        rows, weights = by_expert.permute(tokens), permute_numbers(weights, permutation)
+        return self._send(rows, weights, counts, by_expert, sizes)
+
+    def _send(self, rows: Tensor, weights: Tensor, counts: Tensor, by_expert: RowOrder, sizes: Sizes) -> Sending:
+        ep = self.placement.ep
+        if ep.size == 1:
+            return Sending(rows, weights, counts, by_expert, sizes)
+        weights = all_to_all(weights, ep, sizes.send, sizes.receive)
+        exchange = AllToAll(ep, sizes.send, sizes.receive)
+        return Sending(exchange.start(rows), weights, counts, by_expert, sizes, exchange)
+
+    def _start_agreeing(self, counts: Tensor) -> tuple[Tensor, HostTransfer]:
+        """The chunks, and on their way to the host the numbers of rows to and from each rank."""
+        from_ep = self._from_ep(counts)
+        chunks = self._chunks(from_ep)
+        to_ep = counts.view(self.placement.ep.size, -1).sum(1)
+        return chunks, HostTransfer.start(torch.cat([to_ep, from_ep.sum(1), chunks.sum((1, 2))]))
+
+    def _agreed(self, chunks: Tensor, transfer: HostTransfer) -> Sizes:
         """The only host synchronization."""
+        numbers, ranks = [int(number) for number in transfer.result()], self.placement.ep.size
+        return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :], chunks)
+
+    def _from_ep(self, counts: Tensor) -> Tensor:
+        """[E] rows of this rank -> [ep, experts of this rank] rows of each rank"""
         place = self.placement
-        ours = slice(place.first_local, place.first_local + place.num_local)
-        from_ep = gather_counts(counts, place.ep)[:, ours]
-        chunks = gather_counts(from_ep.flatten(), place.etp).view(place.etp.size, place.ep.size, place.num_local)
-        numbers = torch.cat([counts.view(place.ep.size, -1).sum(1), from_ep.sum(1), chunks.sum((1, 2))]).tolist()
-        send, receive = numbers[: place.ep.size], numbers[place.ep.size : 2 * place.ep.size]
-        return Sizes(send, receive, numbers[2 * place.ep.size :], chunks)
+        return gather_counts(counts, place.ep)[:, place.first_local : place.first_local + place.num_local]
+
+    def _chunks(self, from_ep: Tensor) -> Tensor:
+        place = self.placement
+        gathered = gather_counts(from_ep.flatten(), place.etp)
+        return gathered.view(place.etp.size, place.ep.size, place.num_local)
 
     def _by_local_expert(self, sizes: Sizes) -> RowOrder | None:
         """Rows arrive grouped by rank, then by expert; None: there is one expert, so the rows are already in order."""
-        if self.placement.num_local == 1:
+        local, kernels = self.placement.num_local, self.placement.kernels
+        if not sizes.full:
+            return RowOrder(sort_present(self._experts_in_blocks(sizes), local, kernels)[0])
+        if local == 1:
             return None
         chunks = sizes.chunks.flatten()
-        experts = torch.arange(len(chunks), device=chunks.device) % self.placement.num_local
-        rows = sum(sizes.shared)
-        return RowOrder(sort_by(experts.repeat_interleave(chunks, output_size=rows), self.placement.kernels))
+        experts = torch.arange(len(chunks), device=chunks.device) % local
+        return RowOrder(sort_by(experts.repeat_interleave(chunks, output_size=sum(sizes.shared)), kernels))
+
+    def _experts_in_blocks(self, sizes: Sizes) -> Tensor:
+        """The expert of each received position; the number of experts for an empty one."""
+        ends = sizes.chunks.flatten(0, 1).cumsum(1)
+        positions = torch.arange(sizes.receive[0], device=ends.device).repeat(len(ends), 1)
+        return torch.searchsorted(ends, positions, right=True).flatten()
 
 
 def build_alltoall(config: ExchangeConfig, placement: ExpertPlacement) -> AllToAllDispatcher:

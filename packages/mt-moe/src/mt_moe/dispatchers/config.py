@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from mt_core.config.messages import validation_message
 from mt_core.config.schema import Section
@@ -24,6 +24,9 @@ class ExchangeConfig(Section):
     static_shape: bool = False
     """In training every rank has equally many tokens in each micro-batch, as ranks have that read fixed-length samples.
     Sizes are then computed, and not exchanged and read by the host."""
+    expert_rank_capacity_factor: float | None = Field(default=None, gt=0)
+    """With static_shape and without padding: room for the rows of a rank, over their mean. Default: for as many as
+    there can be. More rows than there is room for stop the run."""
 
 
 def read_options(config_type: type, values: Mapping[str, Any]) -> Any:

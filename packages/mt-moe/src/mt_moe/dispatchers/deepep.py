@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
 from mt_moe.exchange import gather_counts, gather_rows_of, sum_rows_to
-from mt_moe.permutation import RowOrder, permute_numbers, sort_by_expert
+from mt_moe.permutation import RowOrder, first_positions, permute_numbers, sort_by_expert
 from mt_moe.routing.result import Routing
 
 
@@ -97,6 +97,7 @@ class DeepEPDispatcher:
         received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))
         local = Routing(experts.clamp(min=0), weights, place.num_local, kept=experts >= 0)
         by_expert, counts = sort_by_expert(local, place.kernels)
+        by_expert = first_positions(by_expert, int(counts.sum()))
         order = RowOrder(by_expert, routing.topk)
         return Dispatched(received, permute_numbers(weights, by_expert), counts, State(route, shared), order)
 

@@ -49,7 +49,9 @@ class Dispatched:
 
     tokens: [R, H] in the order of experts; with `order` [n, H], which the experts bring into that order and back, so
     that a product can do both. weights: [R] in the order of experts. counts: [experts of this rank] int64, rows of
-    each. state: opaque, passed to combine.
+    each; the rows after those are empty, and products leave theirs undefined. state: opaque, passed to combine.
+    overflow: [] bool, whether some rank had room for fewer rows than there are; the weights are then NaN. None: there
+    always is room.
     """
 
     tokens: Tensor
@@ -57,6 +59,7 @@ class Dispatched:
     counts: Tensor
     state: Any
     order: RowOrder | None = None
+    overflow: Tensor | None = None
 
 
 @runtime_checkable

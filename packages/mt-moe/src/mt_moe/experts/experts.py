@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,10 +87,11 @@ class ExpertLinear(LayoutModule):
             return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
         return self.product.host_wait() if isinstance(self.product, Fp8GroupedProduct) else None
 
-    def bias_rows(self, experts: Tensor) -> Tensor:
-        """[R] experts -> [R, out], the bias of each; zeros on ranks that do not add it."""
+    def bias_rows(self, groups: Groups, rows: int) -> Tensor:
+        """[R, out], the bias of each row's expert; zeros for rows of none, and on ranks that do not add it."""
         assert self.bias is not None
-        return self.bias[experts] * float(self.adds_bias)
+        biases = self.bias[groups.numbers(rows)] * float(self.adds_bias)
+        return torch.where(groups.present(rows)[:, None], biases, 0)  # the gradients of rows of none are undefined
 
 
 class Experts(nn.Module):
@@ -160,13 +162,13 @@ class Experts(nn.Module):
         )
 
     def _compute(self, x: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
-        experts = groups.numbers(len(weights)) if self.linear_fc1.bias is not None else None
+        has_bias, rows = self.linear_fc1.bias is not None, len(weights)
         inner = self.linear_fc1(x, groups) if order is None else self.linear_fc1.of_tokens(x, groups, order)
-        if experts is not None:
-            inner = inner + self.linear_fc1.bias_rows(experts)
+        if has_bias:
+            inner = inner + self.linear_fc1.bias_rows(groups, rows)
         out = self._activated_product(inner, weights, groups, order)
-        if experts is not None:
-            bias = (self.linear_fc2.bias_rows(experts) * weights[:, None]).to(out.dtype)
+        if has_bias:
+            bias = (self.linear_fc2.bias_rows(groups, rows) * weights[:, None]).to(out.dtype)
             out = out + (bias if order is None else order.unpermute(bias))
         return out
 

@@ -97,12 +97,14 @@ class AlignedRows:
         shifts = (ends - sizes) - (groups.counts.cumsum(0) - groups.counts)
         self.experts = groups.numbers(rows)
         self.count = len(groups.counts)
-        self.places = torch.arange(rows, device=ends.device) + shifts[self.experts]
         self.room = -(-rows // ALIGNMENT) * ALIGNMENT + self.count * ALIGNMENT
+        self.present = groups.present(rows)[:, None]
+        self.places = torch.arange(rows, device=ends.device) + shifts[self.experts]
         self.ends = ends.to(torch.int32)
 
     def cast(self, x: Tensor, margin: int) -> tuple[Tensor, Tensor]:
         """[R, n] -> ([n, room] FP8 with zeros between, [E, n] scales of each column among the rows of an expert)"""
+        x = torch.where(self.present, x, 0)  # rows that belong to no expert are undefined
         rows_of = self.experts[:, None].expand_as(x)
         amax = x.new_zeros((self.count, x.shape[1]), dtype=torch.float32)
         amax = amax.scatter_reduce(0, rows_of, x.abs().float(), "amax")

@@ -13,7 +13,8 @@ from mt_moe.permutation import RowOrder
 
 
 class Groups:
-    """counts: [E] int64, the rows of each expert. The rows of one expert are consecutive."""
+    """counts: [E] int64, the rows of each expert. The rows of one expert are consecutive; further rows belong to none,
+    and what products give for them is undefined."""
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts
@@ -36,9 +37,13 @@ class Groups:
         return self.counts.cumsum(0).to(torch.int32)
 
     def numbers(self, rows: int) -> Tensor:
-        """[rows] int64, the expert of each row."""
-        experts = torch.arange(len(self.counts), device=self.counts.device)
-        return experts.repeat_interleave(self.counts, output_size=rows)
+        """[rows] int64, the expert of each row; the last one for rows that belong to none."""
+        positions = torch.arange(rows, device=self.counts.device)
+        return torch.searchsorted(self.counts.cumsum(0), positions, right=True).clamp(max=len(self.counts) - 1)
+
+    def present(self, rows: int) -> Tensor:
+        """[rows] bool, whether each row belongs to an expert."""
+        return torch.arange(rows, device=self.counts.device) < self.counts.sum()
 
 
 GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]

@@ -37,13 +37,20 @@ class _LoopProduct(torch.autograd.Function):
 
 def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """[R, a] and [E, a, b] -> [R, b]"""
-    if groups.even is not None:
-        return torch.bmm(x.unflatten(0, (len(matrices), groups.even)), matrices).flatten(0, 1)
+    even = _even_rows(x, groups)
+    if even is not None:
+        return torch.bmm(x.unflatten(0, (len(matrices), even)), matrices).flatten(0, 1)
     out = x.new_empty(len(x), matrices.shape[2])
     for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
         if end > first:
             torch.mm(x[first:end], matrix, out=out[first:end])
     return out
+
+
+def _even_rows(x: Tensor, groups: Groups) -> int | None:
+    """Rows of each expert if all have the same number and no row of x belongs to none; else None."""
+    even = groups.even
+    return even if even is not None and even * len(groups.counts) == len(x) else None
 
 
 def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
@@ -56,8 +63,9 @@ def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | No
 
 def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """[R, out] and [R, in] -> [E, out, in]; zeros for an expert without rows."""
-    if groups.even is not None:
-        by_expert = (len(groups.counts), groups.even)
+    even = _even_rows(x, groups)
+    if even is not None:
+        by_expert = (len(groups.counts), even)
         return torch.bmm(grad.unflatten(0, by_expert).mT, x.unflatten(0, by_expert))
     found = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
     for matrix, (first, end) in zip(found, groups.bounds, strict=True):

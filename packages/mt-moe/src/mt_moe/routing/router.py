@@ -90,16 +90,6 @@ class Router(LayoutModule):
     def name(self) -> str:
         return f"decoder.layers.{self.layer}.mlp.router"
 
-    def host_wait(self) -> str | None:
-        """See mt_core.nn.auxiliary.SynchronizesHost."""
-        config = self.config
-        if config.moe_expert_capacity_factor is None or config.moe_pad_expert_input_to_capacity:
-            return None
-        return (
-            f"model.moe.moe_expert_capacity_factor={config.moe_expert_capacity_factor} reads how many tokens are kept; "
-            "set model.moe.moe_pad_expert_input_to_capacity=true"
-        )
-
     def fault(self) -> str | None:
         return f"the logits of {self.name}" if bool(self.had_fault) else None
 
