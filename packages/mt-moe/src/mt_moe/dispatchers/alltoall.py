@@ -120,8 +120,10 @@ class AllToAllDispatcher:
         rows, weights = by_expert.permute(tokens), permute_numbers(routing.weights, permutation)
         sizes = self._agreed(chunks, numbers)
         sent = sum(sizes.send)
-        by_expert = replace(by_expert, permutation=first_positions(permutation, sent))
-        return self._send(rows[:sent], weights[:sent], counts, by_expert, sizes)
+        if sent < len(rows):  # choices were dropped
+            rows, weights = rows[:sent], weights[:sent]
+            by_expert = replace(by_expert, permutation=first_positions(permutation, sent))
+        return self._send(rows, weights, counts, by_expert, sizes)
 
     def _send_padded(self, tokens: Tensor, routing: Routing) -> Sending:
         """Every rank has `padded_to` rows for each expert."""

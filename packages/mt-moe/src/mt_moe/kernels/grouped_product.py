@@ -10,6 +10,7 @@ are loaded and stored, and no permuted copy of them exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -17,73 +18,102 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.main_grad import MainGrad
-from mt_moe.kernels.tiles import ANY_FORMAT, OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed
+from mt_moe.kernels.tiles import ANY_FORMAT, OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed, resident_programs
+from mt_moe.kernels.tma import describe
 
 BAND = tl.constexpr(8)
 """So many row tiles take their column tiles in turn, so that both operands stay in the L2 cache."""
 
 
+def set_blocks_of_rows(arguments: dict[str, Any]) -> None:
+    """The blocks of descriptors are those of the tile."""
+    rows, columns, depth = (arguments[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
+    if arguments["X_TMA"]:
+        arguments["x_tma"].block_shape = [rows, depth]
+    if arguments["M_TMA"]:
+        block = [columns, depth] if arguments["TRANSPOSED"] else [depth, columns]
+        arguments["matrices_tma"].block_shape = [1, *block]
+
+
+def set_blocks_of_outer(arguments: dict[str, Any]) -> None:
+    if arguments["LEFT_TMA"]:
+        arguments["left_tma"].block_shape = [arguments["DEPTH"], arguments["ROWS"]]
+    if arguments["RIGHT_TMA"]:
+        arguments["right_tma"].block_shape = [arguments["DEPTH"], arguments["COLUMNS"]]
+
+
 @triton.autotune(
-    configs=[tile.config() for tile in ROWS],
-    key=["mean_rows", "groups", "width", "depth", "m_depth_stride", "GATHER", "SCATTER"],
+    configs=[tile.config(set_blocks_of_rows) for tile in ROWS],
+    key=["mean_rows", "groups", "width", "depth", "TRANSPOSED", "GATHER", "SCATTER", "X_TMA", "M_TMA"],
 )
 @triton.jit
 def _grouped_gemm(  # type: ignore[no-untyped-def]
-    x, gather, matrices, out, scatter, ends, rows_in_all, mean_rows, groups, width, depth, x_stride,
-    m_stride, m_depth_stride, m_column_stride,
-    GROUPS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+    x, x_tma, gather, matrices, matrices_tma, out, scatter, ends, mean_rows, groups, width, depth, x_stride,
+    m_stride, m_line_stride,
+    GROUPS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr,
+    X_TMA: tl.constexpr, M_TMA: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[scatter[r]] = x[gather[r]] @ matrices[group of r]; matrices [groups, depth, width] by their strides.
+    """out[scatter[r]] = x[gather[r]] @ matrices[group of r]; matrices [groups, depth, width], or [groups, width, depth]
+    if TRANSPOSED, with m_line_stride elements from one line of a matrix to the next.
 
-    mean_rows: of a group, rounded up to a power of two; timings are kept by it. GROUPS: a power of two that is at least
-    `groups`. WHOLE: every step along `depth` is a whole one.
+    x_tma, matrices_tma: tensor descriptors of the same memory with blocks of a tile, read if X_TMA, M_TMA. mean_rows:
+    of a group, rounded up to a power of two; timings are kept by it. GROUPS: a power of two that is at least `groups`.
+    WHOLE: every step along `depth` is a whole one.
     """
-    row_tiles, column_tiles = tl.cdiv(rows_in_all, ROWS) + groups, tl.cdiv(width, COLUMNS)
-    band, place = tl.program_id(0) // (BAND * column_tiles), tl.program_id(0) % (BAND * column_tiles)
-    height = min(row_tiles - band * BAND, BAND)
-    tile, column_tile = band * BAND + place % height, place // height
-
     numbers = tl.arange(0, GROUPS)
     stops = tl.load(ends + numbers, mask=numbers < groups, other=0)
     starts = tl.load(ends + numbers - 1, mask=(numbers > 0) & (numbers < groups), other=0)
     tiles = (stops - starts + ROWS - 1) // ROWS
     tiles_until = tl.cumsum(tiles, 0)
-    found = (tile < tiles_until) & (tile >= tiles_until - tiles)
-    if tile < tl.sum(tiles, 0):
+    row_tiles, column_tiles = tl.sum(tiles, 0), tl.cdiv(width, COLUMNS)
+    band_tiles = column_tiles * BAND
+    for place in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        band, in_band = place // band_tiles, place % band_tiles
+        height = min(row_tiles - band * BAND, BAND)
+        tile, column = band * BAND + in_band % height, in_band // height * COLUMNS
+
+        found = (tile < tiles_until) & (tile >= tiles_until - tiles)
         group = tl.sum(tl.where(found, numbers, 0), 0)
         first = tl.sum(tl.where(found, starts + (tile - tiles_until + tiles) * ROWS, 0), 0)
         end = tl.sum(tl.where(found, stops, 0), 0)
         rows = first + tl.arange(0, ROWS)
         valid = rows < end
+        here = valid
         sources = rows.to(tl.int64)
         if GATHER:
             sources = tl.load(gather + rows, mask=valid, other=-1)
             here = sources >= 0
-        else:
-            here = valid
-        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        columns = column + tl.arange(0, COLUMNS)
         inner = tl.arange(0, DEPTH)
         left_places = x + sources[:, None] * x_stride + inner[None, :]
-        right_places = (
-            matrices
-            + group.to(tl.int64) * m_stride
-            + inner[:, None].to(tl.int64) * m_depth_stride
-            + columns[None, :].to(tl.int64) * m_column_stride
-        )
+        right_places = matrices + group.to(tl.int64) * m_stride
+        if TRANSPOSED:
+            right_places += inner[:, None] + columns[None, :].to(tl.int64) * m_line_stride
+        else:
+            right_places += inner[:, None].to(tl.int64) * m_line_stride + columns[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
         for at in range(0, depth, DEPTH):
-            if WHOLE:
+            if X_TMA:
+                left = x_tma.load([first, at])
+            elif WHOLE:
                 left = tl.load(left_places, mask=here[:, None], other=0.0)
-                right = tl.load(right_places, mask=columns[None, :] < width, other=0.0)
             else:
                 left = tl.load(left_places, mask=here[:, None] & (inner[None, :] < depth - at), other=0.0)
+            if M_TMA:
+                if TRANSPOSED:
+                    right = matrices_tma.load([group, column, at]).reshape(COLUMNS, DEPTH).T
+                else:
+                    right = matrices_tma.load([group, at, column]).reshape(DEPTH, COLUMNS)
+            elif WHOLE:
+                right = tl.load(right_places, mask=columns[None, :] < width, other=0.0)
+            else:
                 right = tl.load(
                     right_places, mask=(inner[:, None] < depth - at) & (columns[None, :] < width), other=0.0
                 )
             total = tl.dot(left, right, total, input_precision="ieee", out_dtype=DTYPE)
             left_places += DEPTH
-            right_places += DEPTH * m_depth_stride
+            right_places += DEPTH if TRANSPOSED else DEPTH * m_line_stride
         targets = rows.to(tl.int64)
         if SCATTER:
             targets = tl.load(scatter + rows, mask=valid, other=-1)
@@ -95,47 +125,47 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         )
 
 
-@triton.autotune(configs=[tile.config() for tile in OUTER], key=["mean_rows", "groups", "height", "width"])
+@triton.autotune(
+    configs=[tile.config(set_blocks_of_outer) for tile in OUTER],
+    key=["mean_rows", "groups", "height", "width", "LEFT_TMA", "RIGHT_TMA"],
+)
 @triton.jit
 def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
-    left, left_gather, right, right_gather, out, ends, mean_rows, groups, height, width,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ADD: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    left, left_tma, left_gather, right, right_tma, right_gather, out, ends, mean_rows, groups, height, width,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, LEFT_TMA: tl.constexpr, RIGHT_TMA: tl.constexpr, ADD: tl.constexpr,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out[g] = left[rows of g]^T @ right[rows of g]: [groups, height, width]; zeros for a group without rows.
 
-    LEFT, RIGHT: that operand's rows are gathered. ADD: accumulate into out[g]. Tiles of one group are adjacent in the
-    grid, so that their operands stay in the cache.
+    LEFT, RIGHT: that operand's rows are gathered. LEFT_TMA, RIGHT_TMA: all steps but the last read it by its tensor
+    descriptor; the last one is masked, as the next group's rows follow. ADD: accumulate into out[g]. Tiles of one group
+    are adjacent in the grid, so that their operands stay in the cache.
     """
     group = tl.program_id(2)
     start = 0
     if group > 0:
         start = tl.load(ends + group - 1)
     end = tl.load(ends + group)
-    down = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = tl.program_id(1) * ROWS, tl.program_id(0) * COLUMNS
+    down = row + tl.arange(0, ROWS)
+    across = column + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
-    for at in range(start, end, DEPTH):
-        rows = at + tl.arange(0, DEPTH)
-        valid = rows < end
-        left_rows, right_rows = rows.to(tl.int64), rows.to(tl.int64)
-        left_valid, right_valid = valid, valid
-        if LEFT:
-            left_rows = tl.load(left_gather + rows, mask=valid, other=-1)
-            left_valid = left_rows >= 0
-        if RIGHT:
-            right_rows = tl.load(right_gather + rows, mask=valid, other=-1)
-            right_valid = right_rows >= 0
-        a = tl.load(
-            left + left_rows[None, :] * height + down[:, None],
-            mask=left_valid[None, :] & (down[:, None] < height),
-            other=0.0,
-        )
-        b = tl.load(
-            right + right_rows[:, None] * width + across[None, :],
-            mask=right_valid[:, None] & (across[None, :] < width),
-            other=0.0,
-        )
+    masked_from = start
+    if LEFT_TMA or RIGHT_TMA:
+        masked_from = end - (end - start) % DEPTH
+        for at in range(start, masked_from, DEPTH):
+            if LEFT_TMA:
+                a = left_tma.load([at, row]).T
+            else:
+                a = _rows_of(left, left_gather, at, end, down, height, LEFT, DEPTH).T
+            if RIGHT_TMA:
+                b = right_tma.load([at, column])
+            else:
+                b = _rows_of(right, right_gather, at, end, across, width, RIGHT, DEPTH)
+            total = tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
+    for at in range(masked_from, end, DEPTH):
+        a = _rows_of(left, left_gather, at, end, down, height, LEFT, DEPTH).T
+        b = _rows_of(right, right_gather, at, end, across, width, RIGHT, DEPTH)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
     places = out + group.to(tl.int64) * height * width + down[:, None].to(tl.int64) * width + across[None, :]
     there = (down[:, None] < height) & (across[None, :] < width)
@@ -147,6 +177,21 @@ def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
         tl.store(places, total.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _rows_of(  # type: ignore[no-untyped-def]
+    x, gather, first, end, columns, width, GATHER: tl.constexpr, COUNT: tl.constexpr
+):
+    """[COUNT, columns]: rows from `first` on of x [_, width], or those that `gather` has; zeros from row `end` on."""
+    rows = first + tl.arange(0, COUNT)
+    valid = rows < end
+    sources = rows.to(tl.int64)
+    if GATHER:
+        sources = tl.load(gather + rows, mask=valid, other=-1)
+        valid = sources >= 0
+    places = x + sources[:, None] * width + columns[None, :]
+    return tl.load(places, mask=valid[:, None] & (columns[None, :] < width), other=0.0)
+
+
 def rows_times(
     x: Tensor,
     matrices: Tensor,
@@ -156,7 +201,7 @@ def rows_times(
     scatter: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [R, a], matrices [E, a, b] in any strides, ends [E] int32 -> [R, b].
+    """x [R, a], matrices [E, a, b] or the transposed view of [E, b, a], ends [E] int32 -> [R, b].
 
     gather: [R] int64, rows of x [n, a]. scatter: [R] int64, rows of `out` [m, b]; its other rows stay as they are.
     """
@@ -167,19 +212,26 @@ def rows_times(
         out = x.new_empty(rows, width)
     if not rows or not width:
         return out
+    is_transposed = matrices.stride(1) == 1
+    lines = matrices.mT if is_transposed else matrices
+    if lines.stride(2) != 1:
+        lines = lines.contiguous()
+    x_tma, matrices_tma = None if gather is not None else describe(x), describe(lines)
     tile = None if is_timed(x) else ANY_FORMAT if x.element_size() > 2 else ROWS[0]
-    arguments = (
-        x, gather, matrices, out, scatter, ends, rows, _mean(rows, groups), groups, width, depth, x.stride(0),
-        *matrices.stride(),
-    )  # fmt: skip
-    _launch(
-        _grouped_gemm,
-        lambda meta: (
-            (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"]),
-        ),
-        tile, *arguments, GROUPS=triton.next_power_of_2(groups), GATHER=gather is not None,
-        SCATTER=scatter is not None, WHOLE=depth % WHOLE_DEPTH == 0, DTYPE=_accumulator(x),
-    )  # fmt: skip
+    arguments = {
+        "x": x, "x_tma": x_tma, "gather": gather, "matrices": lines, "matrices_tma": matrices_tma, "out": out,
+        "scatter": scatter, "ends": ends, "mean_rows": _mean(rows, groups), "groups": groups, "width": width,
+        "depth": depth, "x_stride": x.stride(0), "m_stride": lines.stride(0), "m_line_stride": lines.stride(1),
+        "GROUPS": triton.next_power_of_2(groups), "GATHER": gather is not None, "SCATTER": scatter is not None,
+        "TRANSPOSED": is_transposed, "WHOLE": depth % WHOLE_DEPTH == 0, "X_TMA": x_tma is not None,
+        "M_TMA": matrices_tma is not None, "DTYPE": _accumulator(x),
+    }  # fmt: skip
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        most = (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"])
+        return (min(most, resident_programs(x, meta["ROWS"] * meta["COLUMNS"])),)
+
+    _launch(_grouped_gemm, grid, tile, arguments, set_blocks_of_rows)
     return out
 
 
@@ -222,20 +274,31 @@ def _outer(
 ) -> None:  # fmt: skip
     groups, height, width = out.shape
     rows = len(left) if left_gather is None else len(left_gather)
-    _launch(
-        _grouped_gemm_outer,
-        lambda meta: (triton.cdiv(width, meta["COLUMNS"]), triton.cdiv(height, meta["ROWS"]), groups),
-        tile, left.contiguous(), left_gather, right.contiguous(), right_gather, out, ends, _mean(rows, groups), groups,
-        height, width, LEFT=left_gather is not None, RIGHT=right_gather is not None, ADD=add, DTYPE=_accumulator(left),
-    )  # fmt: skip
+    left, right = left.contiguous(), right.contiguous()
+    left_tma = None if left_gather is not None else describe(left)
+    right_tma = None if right_gather is not None else describe(right)
+    arguments = {
+        "left": left, "left_tma": left_tma, "left_gather": left_gather, "right": right, "right_tma": right_tma,
+        "right_gather": right_gather, "out": out, "ends": ends, "mean_rows": _mean(rows, groups), "groups": groups,
+        "height": height, "width": width, "LEFT": left_gather is not None, "RIGHT": right_gather is not None,
+        "LEFT_TMA": left_tma is not None, "RIGHT_TMA": right_tma is not None, "ADD": add, "DTYPE": _accumulator(left),
+    }  # fmt: skip
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
+        return triton.cdiv(width, meta["COLUMNS"]), triton.cdiv(height, meta["ROWS"]), groups
+
+    _launch(_grouped_gemm_outer, grid, tile, arguments, set_blocks_of_outer)
 
 
-def _launch(kernel: Any, grid: Any, tile: Tile | None, *arguments: Any, **constants: Any) -> None:
+def _launch(
+    kernel: Any, grid: Any, tile: Tile | None, arguments: dict[str, Any], prepare: Callable[[dict[str, Any]], None]
+) -> None:
     """tile: None takes the one that was fastest when the shape was first seen."""
     if tile is None:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](**arguments)
     else:
-        kernel.fn[grid](*arguments, **constants, **tile.constants())
+        prepare({**arguments, **tile.sizes()})
+        kernel.fn[grid](**arguments, **tile.constants())
 
 
 def _mean(rows: int, groups: int) -> int:

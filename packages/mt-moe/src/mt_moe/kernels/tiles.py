@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,14 +31,16 @@ class Tile:
         """Arguments of a launch."""
         return {**self.sizes(), "num_warps": self.warps, "num_stages": self.stages}
 
-    def config(self) -> triton.Config:
-        return triton.Config(self.sizes(), num_warps=self.warps, num_stages=self.stages)
+    def config(self, prepare: Callable[[dict[str, Any]], None]) -> triton.Config:
+        """prepare: called with the arguments of a launch, before each."""
+        return triton.Config(self.sizes(), num_warps=self.warps, num_stages=self.stages, pre_hook=prepare)
 
 
 ANY_FORMAT = Tile(rows=64, columns=64, depth=32, warps=4, stages=3)
 ROWS = (
     Tile(rows=128, columns=256, depth=64, warps=8, stages=3),
-    Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=4),
     Tile(rows=64, columns=256, depth=64, warps=8, stages=3),
     Tile(rows=64, columns=128, depth=64, warps=4, stages=4),
 )
@@ -55,3 +59,12 @@ WHOLE_DEPTH = max(tile.depth for tile in ROWS)
 def is_timed(x: Tensor) -> bool:
     """Whether tiles are compared by their times. Deterministic runs take the first one."""
     return x.element_size() == 2 and not is_interpreted() and not torch.are_deterministic_algorithms_enabled()
+
+
+def resident_programs(x: Tensor, elements: int) -> int:
+    """How many programs with an accumulator of so many elements run at a time on the GPU of x: one on each
+    multiprocessor with the largest, two of the others."""
+    if is_interpreted():
+        return 3
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return processors * (1 if elements > 128 * 128 else 2)

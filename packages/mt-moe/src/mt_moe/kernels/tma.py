@@ -1,0 +1,35 @@
+"""Operands that Hopper's tensor memory accelerator (TMA) can load, and their descriptors.
+
+It copies a rectangular tile for one instruction of one thread, fills with zeros what lies outside of the tensor, and
+needs lines that begin at multiples of 16 bytes. It cannot gather rows: those are addressed by pointers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mt_moe.kernels.availability import is_interpreted
+
+ALIGNMENT = 16
+"""Bytes."""
+
+
+def describe(x: Tensor) -> TensorDescriptor | None:
+    """The descriptor of a tensor with elements of 2 bytes whose last dimension is contiguous, with blocks that a launch
+    sets to those of its tile; None where the tensor or the GPU has none."""
+    if not (has_tma(x) and x.numel() and _is_aligned(x)):
+        return None
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - 1) + [ALIGNMENT])
+
+
+def has_tma(x: Tensor) -> bool:
+    if is_interpreted():
+        return True
+    return x.element_size() == 2 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    lines = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and not any(number % ALIGNMENT for number in (x.data_ptr(), *lines))
