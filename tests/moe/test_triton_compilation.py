@@ -1,4 +1,5 @@
-"""The grouped GEMM compiled for Hopper, which needs no GPU: its products are wgmma's, its loads are asynchronous."""
+"""The grouped GEMM compiled for Hopper, which needs no GPU: its products are wgmma's, its loads are TMA's, or
+asynchronous copies of 16 bytes where rows are gathered."""
 
 from __future__ import annotations
 
@@ -18,53 +19,109 @@ from mt_moe.kernels import grouped_product  # noqa: E402
 from mt_moe.kernels.tiles import OUTER, ROWS, Tile  # noqa: E402
 
 HALF, SINGLE, PLACES = "*bf16", "*fp32", "*i64"
-OF_ROWS = {"x": HALF, "gather": PLACES, "matrices": HALF, "out": HALF, "scatter": PLACES, "ends": "*i32"}
-OF_OUTER = {"left": HALF, "left_gather": PLACES, "right": HALF, "out": SINGLE, "ends": "*i32"}
-COUNTS = ("rows_in_all", "mean_rows", "groups")
+COUNTS = ("mean_rows", "groups")
 """Numbers that need not be multiples of 16, as sizes of a model are."""
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
+    """types: of arguments that are no int; an argument without a type is None if it is an operand's."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = {**constants, **tile.sizes(), "DTYPE": triton.language.float32}
     names = kernel.fn.arg_names
+    absent = [name for name in names if name.endswith(("_tma", "gather", "scatter")) and name not in types]
+    constants |= dict.fromkeys(absent)
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name] != "constexpr" and name not in COUNTS
+        if not signature[name].startswith(("constexpr", "tensordesc")) and name not in COUNTS
     }
     source = ASTSource(kernel.fn, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
-def assert_fit_for_hopper(assembly: dict[str, Any], tmp_path: Path) -> None:
+def block(*sizes: int) -> str:
+    return f"tensordesc<bf16{list(sizes)}>"
+
+
+def rows_times(tile: Tile, *, gather: bool, transposed: bool, tma: bool) -> dict[str, Any]:
+    """Of 128 experts; gathered while they are loaded, or scattered while they are stored."""
+    types = {"x": HALF, "matrices": HALF, "out": HALF, "ends": "*i32"} | {"gather" if gather else "scatter": PLACES}
+    if tma and not gather:
+        types["x_tma"] = block(tile.rows, tile.depth)
+    if tma:
+        types["matrices_tma"] = block(1, *((tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)))
+    constants = {
+        "GROUPS": 128, "GATHER": gather, "SCATTER": not gather, "TRANSPOSED": transposed, "WHOLE": True,
+        "X_TMA": "x_tma" in types, "M_TMA": "matrices_tma" in types,
+    }  # fmt: skip
+    return compiled(grouped_product._grouped_gemm, types, constants, tile)
+
+
+def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool) -> dict[str, Any]:
+    """gather: the rows of the right operand."""
+    types = {"left": HALF, "right": HALF, "out": SINGLE, "ends": "*i32"} | ({"right_gather": PLACES} if gather else {})
+    if tma:
+        types["left_tma"] = block(tile.depth, tile.rows)
+    if tma and not gather:
+        types["right_tma"] = block(tile.depth, tile.columns)
+    constants = {
+        "LEFT": False, "RIGHT": gather, "LEFT_TMA": "left_tma" in types, "RIGHT_TMA": "right_tma" in types, "ADD": add,
+    }  # fmt: skip
+    return compiled(grouped_product._grouped_gemm_outer, types, constants, tile)
+
+
+def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_path: Path) -> None:
+    """operands_by_tma: how many have copies by TMA, of which the pipeline starts at least one before its loop."""
     assert "wgmma.mma_async" in assembly["ptx"]
+    assert "warp_group_dot" in assembly["ttgir"]
+    by_tma = assembly["ttgir"].count("async_tma_copy_global_to_local")
+    assert by_tma >= 2 * operands_by_tma
+    assert bool(by_tma) == bool(operands_by_tma)
+    assert ("cp.async.bulk.tensor" in assembly["ptx"]) == bool(operands_by_tma)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x(\w+),", assembly["ptx"])
     assert {int(size, 16) for size in copies} <= {8, 16}  # 8: the places of rows
-    assert copies.count("10") > len(copies) / 2
+    assert copies.count("10") >= len(copies) / 2
     assert bytes_of_stack(assembly["cubin"], tmp_path) == 0
 
 
-def exhaustive_but_first(tiles: tuple[Tile, ...]) -> list[Any]:
-    return [tiles[0], *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in tiles[1:])]
+def exhaustive_but_first(cases: list[Any]) -> list[Any]:
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
 
 
-@pytest.mark.parametrize("tile", exhaustive_but_first(ROWS), ids=str)
-def test_rows_times_matrices(tile, tmp_path, monkeypatch) -> None:
-    """Gathered and scattered, of 128 experts."""
+@pytest.mark.parametrize(
+    ("tile", "gather", "transposed", "tma"),
+    exhaustive_but_first(
+        [
+            (tile, *form)
+            for tile in ROWS
+            for form in ((False, True, True), (False, False, True), (True, True, True), (True, False, False))
+        ]
+    ),
+    ids=str,
+)
+def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"GROUPS": 128, "GATHER": True, "SCATTER": True, "WHOLE": True, "m_depth_stride": 1}
-    assert_fit_for_hopper(compiled(grouped_product._grouped_gemm, OF_ROWS, constants, tile), tmp_path)
+    assembly = rows_times(tile, gather=gather, transposed=transposed, tma=tma)
+    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)
 
 
-@pytest.mark.parametrize("tile", exhaustive_but_first(OUTER), ids=str)
-@pytest.mark.parametrize("add", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_weight_gradients_that_are_accumulated(tile, add, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("tile", "gather", "add", "tma"),
+    exhaustive_but_first(
+        [
+            (tile, *form)
+            for tile in OUTER
+            for form in ((True, True, True), (False, True, True), (False, False, True), (True, False, False))
+        ]
+    ),
+    ids=str,
+)
+def test_weight_gradients_that_are_accumulated(tile, gather, add, tma, tmp_path, monkeypatch) -> None:
     """add: to what is there; the first of a step is written over it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"LEFT": True, "RIGHT": False, "ADD": add, "right_gather": None}
-    assert_fit_for_hopper(compiled(grouped_product._grouped_gemm_outer, OF_OUTER, constants, tile), tmp_path)
+    assembly = outer_products(tile, gather=gather, add=add, tma=tma)
+    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)

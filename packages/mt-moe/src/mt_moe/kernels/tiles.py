@@ -47,8 +47,9 @@ ROWS = (
 """Of rows in 16 bits. Large tiles read operands fewer times; small ones leave less of the last tile of an expert empty.
 None splits the reduction: an element is one sum, in the same order whatever the tile."""
 OUTER = (
-    Tile(rows=128, columns=256, depth=32, warps=8, stages=4),
-    Tile(rows=128, columns=128, depth=64, warps=8, stages=3),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
+    Tile(rows=128, columns=256, depth=32, warps=8, stages=6),
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=5),
     Tile(rows=128, columns=128, depth=32, warps=4, stages=4),
 )
 """Of an expert's weight gradient, from rows in 16 bits."""
