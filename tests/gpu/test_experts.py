@@ -58,8 +58,49 @@ def test_products_are_those_of_one_after_another(keys: dict[str, object], accumu
 def test_what_is_taken_by_default() -> None:
     from mt_moe.experts.groups import PermutingProduct
 
-    assert layer().experts.product == "grouped"
+    hopper = torch.cuda.get_device_capability()[0] in (9, 10)
+    assert layer().experts.product == ("grouped" if hopper else "triton")
+    assert layer().experts.host_wait() is None
+    assert (layer(moe_grouped_gemm="grouped").experts.host_wait() is None) == hopper
     odd = layer(moe_ffn_hidden_size=FFN + 4)
     assert odd.experts.product == "triton"
     assert isinstance(odd.experts.linear_fc1.product, PermutingProduct)
     assert odd.experts.permute_fusion
+
+
+def test_rows_that_belong_to_no_expert_change_nothing() -> None:
+    """As many as the router drops, and more: they are behind those of all experts and may hold anything."""
+    from mt_moe.experts.choose import load_product
+    from mt_moe.experts.groups import Groups
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    counts = torch.tensor([70, 0, 129, 1], device="cuda")
+    for name in ("grouped", "triton"):
+        found = []
+        for more in (0, 300):
+            x = torch.randn(200, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator.manual_seed(2))
+            weight = torch.randn(4, FFN, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+            rows = torch.cat([x, x.new_full((more, HIDDEN), float("nan"))]).requires_grad_()
+            out = load_product(name)(rows, weight.requires_grad_(), Groups(counts))  # type: ignore[arg-type]
+            dx, dweight = torch.autograd.grad(out[:200].float().sin().sum(), [rows, weight])
+            found.append((out[:200], dx[:200], dweight))
+        for mine, wanted in zip(*found, strict=True):
+            assert torch.equal(mine, wanted), name
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 4], ids=["by TMA", "by pointers"])
+def test_operands_by_tma_and_by_pointers(hidden: int) -> None:
+    """Widths whose rows begin at multiples of 16 bytes, and others."""
+    from mt_moe.experts.choose import load_product
+    from mt_moe.experts.groups import Groups
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    counts = torch.tensor([700, 0, 129, 1], device="cuda")
+    x = torch.randn(830, hidden, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    weight = torch.randn(4, FFN, hidden, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    found = []
+    for name in ("triton", "loop"):
+        out = load_product(name)(x, weight, Groups(counts))  # type: ignore[arg-type]
+        found.append((out, *torch.autograd.grad(out.sum(), [x, weight])))
+    for mine, wanted in zip(*found, strict=True):
+        assert (mine - wanted).abs().max() <= 0.02 * wanted.abs().max()

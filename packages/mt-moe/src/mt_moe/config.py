@@ -31,8 +31,8 @@ class MoeConfig(Section):
     """Inner width of an expert. Default: that of the dense feed-forward."""
     moe_grouped_gemm: Literal["auto", "loop", "grouped", "triton"] = "auto"
     """How the experts' matrices are multiplied: one product after another (loop), torch's grouped_mm (grouped) or a
-    Triton kernel (triton). `auto` takes grouped on a GPU for the dtypes and sizes that it serves, else triton there,
-    and loop on a CPU."""
+    Triton kernel (triton). `auto` takes grouped in bf16 on Hopper and Blackwell for the sizes that it serves, else
+    triton on a GPU, and loop on a CPU."""
     moe_latent_size: PositiveInt | None = None
     """Experts work on tokens projected to this width, and their sum is projected back."""
 

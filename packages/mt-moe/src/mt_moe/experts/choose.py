@@ -8,7 +8,7 @@ import torch
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_moe.experts.grouped import grouped_mm_objection, grouped_product
+from mt_moe.experts.grouped import grouped_mm_objection, grouped_product, is_one_kernel
 from mt_moe.experts.groups import GroupedProduct
 from mt_moe.experts.loop import loop_product
 from mt_moe.kernels.availability import triton_objection
@@ -34,9 +34,9 @@ def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: 
 def _automatic(ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
     if ctx.device.type != "cuda":
         return "loop"
-    recent = torch.cuda.get_device_capability(ctx.device) >= (8, 0)
-    if recent and grouped_mm_objection(ctx.params_dtype, sizes) is None:
+    if is_one_kernel(ctx.device, ctx.params_dtype) and grouped_mm_objection(ctx.params_dtype, sizes) is None:
         return "grouped"
+    recent = torch.cuda.get_device_capability(ctx.device) >= (8, 0)
     return "triton" if recent and triton_objection("cuda") is None else "loop"
 
 

@@ -17,6 +17,7 @@ from mt_moe.config import MoeConfig
 from mt_moe.experts.activation import pick_activation, plain_activation
 from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import Fp8GroupedProduct, fp8_grouped_product
+from mt_moe.experts.grouped import grouped_product, is_one_kernel
 from mt_moe.experts.groups import GroupedProduct, Groups, PermutingProduct
 from mt_moe.experts.loop import loop_product
 from mt_moe.experts.saved_tensors import recompute_saved
@@ -85,6 +86,9 @@ class ExpertLinear(LayoutModule):
         """What in the product in use makes the host wait; None if nothing does."""
         if self.product is loop_product:
             return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
+        weight = self.weight
+        if self.product is grouped_product and weight.is_cuda and not is_one_kernel(weight.device, weight.dtype):
+            return "model.moe.moe_grouped_gemm=grouped reads the number of rows of each expert on this GPU; use triton"
         return self.product.host_wait() if isinstance(self.product, Fp8GroupedProduct) else None
 
     def bias_rows(self, groups: Groups, rows: int) -> Tensor:

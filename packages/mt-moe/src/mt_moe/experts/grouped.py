@@ -1,4 +1,5 @@
-"""`grouped`: torch's grouped_mm, one kernel for all experts; on a GPU without a host synchronization."""
+"""`grouped`: torch's grouped_mm. In bf16 on Hopper and Blackwell it is one CUTLASS kernel for all experts; elsewhere
+torch multiplies one expert after another, and the host reads where their rows end."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from mt_moe.kernels.availability import triton_objection
 ALIGNMENT = 16
 """Alignment in bytes of a row of each operand."""
 SERVED = (torch.bfloat16, torch.float16, torch.float32)
+ONE_KERNEL = (9, 10)
+"""Major compute capabilities of GPUs for which torch has that kernel."""
 
 
 def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
@@ -27,6 +30,11 @@ def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | No
     multiple = ALIGNMENT // dtype.itemsize
     odd = [size for size in sizes if size % multiple]
     return f"the experts' sizes have to be multiples of {multiple}, and one is {odd[0]}" if odd else None
+
+
+def is_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether grouped_mm on this GPU is one kernel, which the host does not wait for."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ONE_KERNEL
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -23,8 +23,13 @@ from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
 
-PRODUCTS = ("loop", "grouped", "triton")
-"""Values of model.moe.moe_grouped_gemm, without auto."""
+PRODUCTS: dict[str, dict[str, object]] = {
+    "loop": {"moe_grouped_gemm": "loop"},
+    "grouped": {"moe_grouped_gemm": "grouped"},
+    "triton": {"moe_grouped_gemm": "triton"},
+    "triton of permuted rows": {"moe_grouped_gemm": "triton", "moe_permute_fusion": "false"},
+}
+"""Options of each grouped GEMM. `triton` gathers rows by pointers; of permuted ones it reads both operands by TMA."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,12 @@ def layers_for(shape: MoeShape, machine: Machine, host: PluginHost) -> tuple[dic
     """(layer by the grouped GEMM of its experts, and "dense"; reasons why the others cannot run)"""
     layers = {"dense": build_layer(shape, machine, host, "dense", ffn=shape.ffn * shape.topk)}
     refused = {}
-    for product in PRODUCTS:
+    for product, own in PRODUCTS.items():
         options = {
             "num_experts": shape.experts,
             "moe_router_topk": shape.topk,
             "moe_router_force_load_balancing": "true",
-            "moe_grouped_gemm": product,
+            **own,
         }
         try:
             layers[product] = build_layer(shape, machine, host, "moe", ffn=shape.ffn, moe=options)
