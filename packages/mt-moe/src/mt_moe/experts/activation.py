@@ -34,8 +34,14 @@ def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> Wei
     plain = plain_activation(name, device_type)
     if name not in FUSED:
         return plain
-    function = kernels.pick("activation", cast(Feature, name), plain=activate)
-    return plain if function is activate else partial(weighted, lambda inner: function(inner, None, name))
+    feature = cast(Feature, name)
+    function = kernels.pick("activation", feature, plain=activate)
+    if function is activate:
+        return plain
+    in_one_pass = kernels.pick_fused("activation", feature)
+    if in_one_pass is not None:
+        return lambda inner, weights: in_one_pass(inner, weights, name)
+    return partial(weighted, lambda inner: function(inner, None, name))
 
 
 def weighted(function: Callable[[Tensor], Tensor], inner: Tensor, weights: Tensor) -> Tensor:

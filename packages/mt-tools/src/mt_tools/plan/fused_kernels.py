@@ -4,7 +4,7 @@
 | --- | --- |
 | rms_norm, layer_norm | the input; one or two statistics per row |
 | rotary | the cosines and sines, which all layers share; q, k and v are copied out of their product |
-| activation | the input |
+| activation | the input; with a weight of each row, the weights |
 | bias_dropout_add | a seed |
 | cross_entropy | the logits; one number per position (as the reference does) |
 
@@ -49,8 +49,11 @@ class ConfiguredKernels(Kernels):
 
     def pick_fused(
         self, kernel: KernelName, *features: Feature, width: int = 0
-    ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """Of rotary, which frees its input. The sum of a norm is planned apart: the same tensors are saved."""
+    ) -> Callable[..., Any] | None:
+        """Of rotary, which frees its input, and of weighted activations. The sum of a norm is planned apart: the same
+        tensors are saved."""
+        if kernel == "activation":
+            return weighted_activation if self._is_fused(kernel, width) else None
         return rotary_of_qkv if kernel == "rotary" and self._is_fused(kernel, width) else None
 
     def _is_fused(self, kernel: KernelName, width: int) -> bool:
@@ -110,6 +113,18 @@ class _Activation(torch.autograd.Function):
         return x.new_empty(x.shape), None if bias is None else torch.empty_like(bias), None
 
 
+class _WeightedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return x.new_empty((len(x), x.shape[1] // (2 if is_gated(name) else 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights = ctx.saved_tensors
+        return x.new_empty(x.shape), torch.empty_like(weights), None
+
+
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
@@ -145,6 +160,10 @@ def rotary_of_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
 
 def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
     return _Activation.apply(x, bias, name)
+
+
+def weighted_activation(x: Tensor, weights: Tensor, name: str) -> Tensor:
+    return _WeightedActivation.apply(x, weights, name)
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:

@@ -28,6 +28,7 @@ class Implementation:
     - Of a norm, (x, branch, ...) -> (x + branch, the norm of it); without a branch (None): (x, the norm of x).
     - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved) -> q [B, S, N, D], k and v [B, S, G, D], with q
       and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's linear_qkv.
+    - Of the activation, (x [R, F] or [R, 2F], weights [R], name) -> activation(x) times the weight of each row.
     """
 
     name: str
@@ -53,6 +54,10 @@ def _external(package: str, function: str, supports: Supports) -> Implementation
     return Implementation(package, supports, Lazy(f"mt_core.nn.kernels.external.{package}:{function}"))
 
 
+_WEIGHTED_ACTIVATION: Lazy[Callable[..., Any]] = Lazy(
+    "mt_core.nn.kernels.triton_kernels.weighted_activation:weighted_activation"
+)
+
 KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "rms_norm": (
         _torch("rms_norm:rms_norm"),
@@ -76,7 +81,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "activation": (
         _torch("activation:activation"),
-        _triton("activation:activation"),
+        replace(_triton("activation:activation"), fused=_WEIGHTED_ACTIVATION),
         _external("te", "activation", needs_te("bias", "geglu", "clamped_swiglu")),
         _external("liger", "activation", needs_liger("bias", "geglu", "clamped_swiglu")),
     ),
