@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MOE, TP, built, planned, tree
+from cases import EP, ETP, EXPERTS, MOE, TP, built, planned, tree
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
@@ -111,6 +111,20 @@ def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, ob
     plain = planned(tree(MOE), 1).ranks[0]
     other = planned(tree({**MOE, "moe": {**MOE["moe"], **option}}), 1).ranks[0]
     assert other.activations == plain.activations
+
+
+@pytest.mark.parametrize("product", ["loop", "grouped", "triton"])
+@pytest.mark.parametrize("fusion", [True, None, False])
+def test_tokens_that_a_product_gathers_are_not_kept_as_rows(product: str, fusion: bool | None) -> None:
+    """On a GPU: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are kept by the
+    router too."""
+    rows = []
+    for keys in ({"moe_permute_fusion": False}, {"moe_grouped_gemm": product, "moe_permute_fusion": fusion}):
+        values = tree({**MOE, "moe": {**EXPERTS, **keys}})
+        values["train"]["device"] = "cuda"
+        rows.append(planned(values, 1).ranks[0])
+    gathers = product == "triton" and fusion is not False
+    assert rows[0].activation_bytes - rows[1].activation_bytes == gathers * 4 * 64 * 2 * 32 * 4
 
 
 def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:

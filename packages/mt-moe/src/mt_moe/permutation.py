@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class RowOrder:
     permutation: Permutation
     copies: int = 1
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """[R] int64, the token of each row; -1: an empty row."""
         return _tokens_of(self.permutation, self.copies)
@@ -180,8 +181,10 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
     padding leaves as many positions empty at the end as choices were dropped.
     """
     if routing.kept is None and routing.padded_to is None:
-        keys = routing.experts.flatten()
-        return sort_by(keys, kernels), count_occurrences(keys, routing.num_experts)
+        keys, counts = routing.experts.flatten(), routing.counts
+        if counts is None:
+            counts = count_occurrences(keys, routing.num_experts)
+        return sort_by(keys, kernels), counts
     keys = _keys(routing)
     if routing.padded_to is None:
         return sort_present(keys, routing.num_experts, kernels)

@@ -10,7 +10,7 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.grouped import grouped_mm_objection, grouped_product, is_one_kernel
 from mt_moe.experts.groups import GroupedProduct
-from mt_moe.experts.loop import loop_product
+from mt_moe.experts.loop import PermutingLoop, loop_product
 from mt_moe.kernels.availability import triton_objection
 
 KEY = "model.moe.moe_grouped_gemm"
@@ -40,7 +40,10 @@ def _automatic(ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
     return "triton" if recent and triton_objection("cuda") is None else "loop"
 
 
-def load_product(name: Name) -> GroupedProduct:
+def load_product(name: Name, device_type: str = "cuda") -> GroupedProduct:
+    """The implementation; on the meta device the one that is planned in its place."""
+    if name == "triton" and device_type == "meta":
+        return PermutingLoop()
     if name == "triton":
         from mt_moe.experts.triton import TritonProduct
 

@@ -127,7 +127,7 @@ class Experts(nn.Module):
         blocks = 2 if is_gated(activation) else 1
         local_ffn = ffn_size // ctx.axis("etp").size
         self.product = resolve_product(config.moe_grouped_gemm, ctx, (hidden_size, local_ffn, blocks * local_ffn))
-        product = load_product(self.product)
+        product = load_product(self.product, self.device_type)
         self.linear_fc1 = ExpertLinear(
             config.num_experts,
             hidden_size,

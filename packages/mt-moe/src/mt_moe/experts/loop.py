@@ -12,27 +12,46 @@ from torch.autograd.function import once_differentiable
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts.groups import Groups
+from mt_moe.permutation import RowOrder
 
 
 class _LoopProduct(torch.autograd.Function):
     """One autograd node for all experts. Selecting each expert's matrix in the graph would allocate, for each expert, a
-    gradient of the size of all of them."""
+    gradient of the size of all of them.
+
+    read: the order in which rows of x are read; written: the one in which results go back to tokens; or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGrad | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        groups: Groups,
+        main: MainGrad | None,
+        read: RowOrder | None,
+        written: RowOrder | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.main = groups, main
-        return _times(x, weight.mT, groups)
+        ctx.groups, ctx.main, ctx.read, ctx.written = groups, main, read, written
+        return _to_tokens(_times(_to_rows(x, read), weight.mT, groups), written)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        grad = _to_rows(grads[0].contiguous(), ctx.written)
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
-        dx = _times(grad, weight, ctx.groups) if wants_dx else None
-        dweight = weight_gradient(grad, x, ctx.groups, ctx.main) if wants_dweight else None
-        return dx, dweight, None, None
+        dx = _to_tokens(_times(grad, weight, ctx.groups), ctx.read) if wants_dx else None
+        dweight = weight_gradient(grad, _to_rows(x, ctx.read), ctx.groups, ctx.main) if wants_dweight else None
+        return dx, dweight, None, None, None, None
+
+
+def _to_rows(x: Tensor, order: RowOrder | None) -> Tensor:
+    return x if order is None else order.permute(x)
+
+
+def _to_tokens(x: Tensor, order: RowOrder | None) -> Tensor:
+    return x if order is None else order.unpermute(x)
 
 
 def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
@@ -81,4 +100,17 @@ def add_outer_products(main: MainGrad, grad: Tensor, x: Tensor, groups: Groups) 
 
 
 def loop_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    return _LoopProduct.apply(x, weight, groups, main_gradient_of(weight))
+    return _LoopProduct.apply(x, weight, groups, main_gradient_of(weight), None, None)
+
+
+class PermutingLoop:
+    """See mt_moe.experts.groups.PermutingProduct: keeps what the Triton kernel keeps, and is planned in its place."""
+
+    def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        return loop_product(x, weight, groups)
+
+    def of_tokens(self, x: Tensor, weight: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        return _LoopProduct.apply(x, weight, groups, main_gradient_of(weight), order, None)
+
+    def to_tokens(self, x: Tensor, weight: Tensor, groups: Groups, order: RowOrder) -> Tensor:
+        return _LoopProduct.apply(x, weight, groups, main_gradient_of(weight), None, order)

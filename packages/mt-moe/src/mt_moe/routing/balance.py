@@ -28,11 +28,13 @@ from mt_moe.tokens import TokenShare
 
 @dataclass(frozen=True)
 class Scored:
-    """logits, probabilities: [T, E]; choices: [T, k], each token's experts of the highest scores."""
+    """logits, probabilities: [T, E]; choices: [T, k], each token's experts of the highest scores; counts: [E] int64,
+    how many tokens chose each."""
 
     logits: Tensor
     probabilities: Tensor
     choices: Tensor
+    counts: Tensor
     share: TokenShare
 
 
@@ -46,7 +48,7 @@ class AuxLoss(nn.Module):
     """The balance loss over the tokens of a micro-batch, over all ranks that hold some of them."""
 
     def forward(self, scored: Scored) -> Tensor:
-        counts = expert_counts(scored.choices, scored.logits)
+        counts = scored.counts.to(scored.logits.dtype)
         sums, counts = scored.share.sum(torch.stack([scored.probabilities.sum(0), counts])).unbind()
         return balance(sums, counts, scored.share.total, scored.choices.shape[1])
 
@@ -60,7 +62,7 @@ class SequenceAuxLoss(nn.Module):
         zeros = scored.logits.new_zeros(share.num_sequences, experts)
         sums = zeros.index_add(0, share.sequence, scored.probabilities)
         cells = share.sequence[:, None] * experts + scored.choices
-        counts = expert_counts(cells, scored.logits, share.num_sequences).view_as(sums)
+        counts = count_occurrences(cells, sums.numel()).to(sums.dtype).view_as(sums)
         sums, counts = share.sum(torch.stack([sums, counts])).unbind()
         return balance(sums, counts, share.total / share.num_sequences, scored.choices.shape[1]).mean()
 
@@ -81,7 +83,7 @@ class GlobalAuxLoss(nn.Module):
 
     def forward(self, scored: Scored) -> Tensor:
         share = scored.share
-        counts = expert_counts(scored.choices, scored.logits)
+        counts = scored.counts.to(scored.logits.dtype)
         sums, counts = share.sum(torch.stack([scored.probabilities.sum(0), counts])).unbind()
         here = torch.cat([counts.detach().double(), self.seen.new_full((1,), share.total)])
         if self.ctx.dp.size > 1:
@@ -130,8 +132,3 @@ def _build(name: str, config: MoeConfig, ctx: ParallelContext) -> nn.Module:
         return GlobalAuxLoss(config.num_experts, ctx)
     plain: dict[str, Any] = {"aux_loss": AuxLoss, "seq_aux_loss": SequenceAuxLoss, "z_loss": ZLoss}
     return plain[name]()
-
-
-def expert_counts(choices: Tensor, like: Tensor, repeats: int = 1) -> Tensor:
-    """[repeats * E] how often each index occurs, in the dtype of `like` [T, E]."""
-    return count_occurrences(choices, repeats * like.shape[1]).to(like.dtype)

@@ -14,7 +14,7 @@ class Routing:
     experts: [T, k] int64, global expert numbers, distinct for each token. weights: [T, k], factors of the experts'
     outputs; differentiable. kept: [T, k] bool, False where the token was dropped by capacity; None: nothing dropped.
     padded_to: rows that every expert gets from this rank, padded with zeros; None: no padding. training: of a
-    micro-batch that is trained on.
+    micro-batch that is trained on. counts: [E] int64, choices of each expert, dropped ones too; None: not counted.
     """
 
     experts: Tensor
@@ -23,6 +23,7 @@ class Routing:
     kept: Tensor | None = None
     padded_to: int | None = None
     training: bool = False
+    counts: Tensor | None = None
 
     @property
     def topk(self) -> int:

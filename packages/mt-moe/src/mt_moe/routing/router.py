@@ -38,8 +38,8 @@ class Router(LayoutModule):
     weight: Tensor
     bias: Tensor | None
     expert_bias: Tensor | None
-    had_fault: Tensor
-    """[] bool: the logits of some micro-batch were not finite."""
+    faults: Tensor
+    """[] fp32: 0, or NaN after the logits of some micro-batch were not finite."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Router(LayoutModule):
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
         self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
-        self.register_buffer("had_fault", torch.zeros((), dtype=torch.bool, device=ctx.device), persistent=False)
+        self.register_buffer("faults", torch.zeros((), device=ctx.device), persistent=False)
         self.losses = BalanceLosses(config, layer, ctx)
         self.counter = LoadCounter(experts, ctx)
         self.load: Load | None = None
@@ -69,19 +69,21 @@ class Router(LayoutModule):
         logits = self.logits(share.tokens)
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
+        counts = count_occurrences(experts, self.config.num_experts) if self.training else None
         if self.training and torch.is_grad_enabled() and self.losses.coefficients and share.total:
-            weights = self.losses(weights, self._scored(logits, experts, share))
+            weights = self.losses(weights, self._scored(logits, experts, counts, share))
         kept, capacity = self._capacity(experts, weights)
-        weights = self._counted(weights, experts, kept)
+        if counts is not None:
+            weights = self._counted(weights, counts, kept)
         padded_to = capacity if self.config.moe_pad_expert_input_to_capacity else None
-        return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training)
+        return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training, counts)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T, E] in moe_router_dtype"""
         dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(self._jitter(tokens).to(dtype), self.weight.to(dtype), bias)
-        self.had_fault |= logits.detach().sum().isfinite().logical_not()
+        self.faults += 0.0 * logits.detach().sum()
         if logits.device.type == "cpu":  # on a GPU this would synchronize; the step's check of the flag reports it
             require_finite(logits, self.name)
         return logits
@@ -91,7 +93,7 @@ class Router(LayoutModule):
         return f"decoder.layers.{self.layer}.mlp.router"
 
     def fault(self) -> str | None:
-        return f"the logits of {self.name}" if bool(self.had_fault) else None
+        return f"the logits of {self.name}" if bool(self.faults.isnan()) else None
 
     def choose(self, logits: Tensor, share: TokenShare) -> Tensor:
         """[T, E] -> experts [T, k]"""
@@ -150,10 +152,12 @@ class Router(LayoutModule):
         factor = config.moe_router_topk_scaling_factor
         return weights if factor is None else weights * factor
 
-    def _scored(self, logits: Tensor, experts: Tensor, share: TokenShare) -> Scored:
+    def _scored(self, logits: Tensor, experts: Tensor, counts: Tensor | None, share: TokenShare) -> Scored:
         probabilities = distribution(logits, self.config.moe_router_score_function)
-        choices = experts if self._is_plain_topk else probabilities.detach().topk(experts.shape[1]).indices
-        return Scored(logits, probabilities, choices, share)
+        if not self._is_plain_topk or counts is None:
+            experts = probabilities.detach().topk(experts.shape[1]).indices
+            counts = count_occurrences(experts, self.config.num_experts)
+        return Scored(logits, probabilities, experts, counts, share)
 
     @property
     def _is_plain_topk(self) -> bool:
@@ -175,10 +179,7 @@ class Router(LayoutModule):
         capacity = expert_capacity(tokens, topk, config.num_experts, config.moe_expert_capacity_factor)
         return keep_within(experts, weights, config.num_experts, capacity, config.moe_token_drop_policy), capacity
 
-    def _counted(self, weights: Tensor, experts: Tensor, kept: Tensor | None) -> Tensor:
-        if not self.training:
-            return weights
-        counts = count_occurrences(experts, self.config.num_experts)
+    def _counted(self, weights: Tensor, counts: Tensor, kept: Tensor | None) -> Tensor:
         dropped = None if kept is None else kept.logical_not().sum()
         return on_backward(weights, lambda: self.counter.add(counts, dropped))
 

@@ -23,8 +23,6 @@ from mt_core.parallel.context import Axis
 from mt_tools.plan.ledger import Ledger
 
 PORTABLE: Mapping[str, Any] = {
-    "moe_grouped_gemm": "loop",
-    "moe_permute_fusion": False,
     "moe_router_force_load_balancing": False,
     "moe_router_random_seed": None,
 }
@@ -33,9 +31,13 @@ EQUIVALENT_SETTINGS = {"flex": "alltoall"}
 """Dispatcher that needs a device -> the one that is planned instead."""
 
 
-def portable(experts: Mapping[str, Any]) -> dict[str, Any]:
-    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same."""
+def portable(experts: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same.
+
+    Products other than Triton's keep the rows of experts, whether a kernel permutes them or not."""
     found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
+    permutes = on_gpu and found.get("moe_grouped_gemm") == "triton" and found.get("moe_permute_fusion") is not False
+    found |= {"moe_grouped_gemm": "triton" if permutes else "loop", "moe_permute_fusion": permutes}
     if planned := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
         found |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
     return found
@@ -75,7 +77,7 @@ class PlannedEnvironment(ModelEnvironment):
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:
         experts = getattr(options, "moe", None)
         if experts is not None:
-            options = options.model_copy(update={"moe": portable(experts)})  # type: ignore[attr-defined]
+            options = options.model_copy(update={"moe": portable(experts, on_gpu=self._on_gpu)})  # type: ignore[attr-defined]
         return super().feed_forward(name, options, layer)
 
     def _over_ranks(self) -> AttentionCore:

@@ -47,9 +47,7 @@ class ConfiguredKernels(Kernels):
         in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
         return in_torch.pick(kernel, *features, width=width, plain=plain)
 
-    def pick_fused(
-        self, kernel: KernelName, *features: Feature, width: int = 0
-    ) -> Callable[..., Any] | None:
+    def pick_fused(self, kernel: KernelName, *features: Feature, width: int = 0) -> Callable[..., Any] | None:
         """Of rotary, which frees its input, and of weighted activations. The sum of a norm is planned apart: the same
         tensors are saved."""
         if kernel == "activation":

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.activations import is_gated
-from mt_core.nn.kernels.triton_kernels.activation import up_factor, gate_slope, through_factor, gate_value
+from mt_core.nn.kernels.triton_kernels.activation import gate_slope, gate_value, through_factor, up_factor
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 
 _BLOCK = 1024
