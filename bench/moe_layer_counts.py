@@ -25,14 +25,9 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
-from mt_moe.permutation import RowKernels
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 4096, 2048, 768, 128, 8
-FORMS: dict[str, dict[str, str]] = {
-    "grouped": {"moe_grouped_gemm": "grouped"},
-    "triton": {"moe_grouped_gemm": "triton"},
-    "grouped, plain torch around it": {"moe_grouped_gemm": "grouped", "moe_permute_fusion": "false"},
-}
+PRODUCTS = ("grouped", "triton")
 
 
 def act_as_a_gpu(launches: Launches) -> None:
@@ -52,13 +47,12 @@ def act_as_a_gpu(launches: Launches) -> None:
         launches.names[self.base_fn.__name__] += 1
 
     JITFunction.run, Autotuner.run = run, run_timed
-    layer.row_kernels = lambda config, ctx: TRITON_ROWS if config.moe_permute_fusion else RowKernels()
+    layer.row_kernels = lambda config, ctx: TRITON_ROWS
     experts.load_product = lambda name, device_type: choose.load_product(name)
     tma.has_tma = lambda x: True
 
 
-def counts(launches: Launches, form: dict[str, str]) -> dict[str, Any]:
-    fused = form.get("moe_permute_fusion") != "false"
+def counts(launches: Launches, product: str) -> dict[str, Any]:
     settings = [
         f"model.hidden_size={HIDDEN}",
         "train.train_iters=1",
@@ -67,11 +61,11 @@ def counts(launches: Launches, form: dict[str, str]) -> dict[str, Any]:
         f"model.moe.moe_router_topk={TOPK}",
         f"model.moe.moe_ffn_hidden_size={FFN}",
         "model.moe.moe_permute_fusion=true",
-        *(f"model.moe.{key}={value}" for key, value in form.items()),
+        f"model.moe.moe_grouped_gemm={product}",
     ]
     host = load_plugins()
     config = load_config(preset="llama3.2-1b", overrides=settings, host=host).config
-    kernels = Kernels({} if fused else {"activation": "torch"}, "cuda", "bfloat16")
+    kernels = Kernels({}, "cuda", "bfloat16")
     ctx = ParallelContext(device=torch.device("meta"), params_dtype=torch.bfloat16)
     layer = ModelEnvironment(config, ctx, host).feed_forward("moe", config.model, 0)
     use_kernels(layer.modules(), kernels)
@@ -85,8 +79,8 @@ def main() -> None:
     verbose = parser.parse_args().verbose
     launches = Launches()
     act_as_a_gpu(launches)
-    for name, form in FORMS.items():
-        found = counts(launches, form)
+    for name in PRODUCTS:
+        found = counts(launches, name)
         forward, backward = (Counter(found[key]) for key in ("forward", "backward"))
         print(
             f"{name}: {forward.total()} launches forward, {backward.total()} backward, {found['bytes'] >> 20} MiB saved"

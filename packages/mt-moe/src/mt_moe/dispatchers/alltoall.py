@@ -64,7 +64,8 @@ class Sending:
     counts: Tensor
     by_expert: RowOrder
     sizes: Sizes | None = None
-    exchange: AllToAll | None = None
+    exchanges: tuple[AllToAll, AllToAll] | None = None
+    """Those of the rows and of the weights."""
     overflow: Tensor | None = None
 
 
@@ -94,8 +95,9 @@ class AllToAllDispatcher:
 
     def finish_dispatch(self, sending: Sending) -> Dispatched:
         rows, weights, sizes = sending.rows, sending.weights, sending.sizes
-        if sending.exchange is not None:
-            rows = sending.exchange.wait(rows)
+        if sending.exchanges is not None:
+            of_rows, of_weights = sending.exchanges
+            rows, weights = of_rows.wait(rows), of_weights.wait(weights)
         if sizes is None:
             return Dispatched(rows, weights, sending.counts, State(None, None), sending.by_expert)
         rows = gather_rows_of(rows, self.placement.etp, sizes.shared)
@@ -159,9 +161,9 @@ class AllToAllDispatcher:
         ep = self.placement.ep
         if ep.size == 1:
             return Sending(rows, weights, counts, by_expert, sizes)
-        weights = all_to_all(weights, ep, sizes.send, sizes.receive)
-        exchange = AllToAll(ep, sizes.send, sizes.receive)
-        return Sending(exchange.start(rows), weights, counts, by_expert, sizes, exchange)
+        of_weights, of_rows = (AllToAll(ep, sizes.send, sizes.receive) for _ in range(2))
+        weights = of_weights.start(weights)
+        return Sending(of_rows.start(rows), weights, counts, by_expert, sizes, (of_rows, of_weights))
 
     def _start_agreeing(self, counts: Tensor) -> tuple[Tensor, HostTransfer]:
         """The chunks, and on their way to the host the numbers of rows to and from each rank."""
