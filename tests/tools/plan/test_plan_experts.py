@@ -127,6 +127,18 @@ def test_tokens_that_a_product_gathers_are_not_kept_as_rows(product: str, fusion
     assert rows[0].activation_bytes - rows[1].activation_bytes == gathers * 4 * 64 * 2 * 32 * 4
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_room_for_a_ranks_rows_is_kept_whatever_the_load(dispatcher: str) -> None:
+    """Room for 1.5 times the mean; with exact sizes the mean, and twice of it where all tokens choose one rank."""
+    rows = []
+    for own in ({}, {"static_shape": True, "expert_rank_capacity_factor": 1.5}):
+        experts = {**EXPERTS, "moe_token_dispatcher_type": dispatcher, "moe_dispatcher_options": own}
+        rows.append(planned(tree({**MOE, "moe": experts}, parallel={EP: 2}), 2).ranks[0])
+    exact, bounded = (row.activations["experts"] for row in rows)
+    assert bounded == 1.5 * exact
+    assert rows[1].imbalanced_activations == rows[1].activation_bytes
+
+
 def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
     machine = get_machine("h100")
     planner = QuickPlanner(built(tree({**MOE, "num_layers": 1}), 1), load_plugins(), machine)

@@ -148,7 +148,7 @@ class MoeLayer(nn.Module):
     def _note(self, overflow: Tensor) -> None:
         """Raises TrainingError on a CPU; on a GPU, where this would synchronize, the step's check reports the flag."""
         self.had_overflow |= overflow
-        if overflow.device.type == "cpu":
+        if self.had_overflow.device.type == "cpu":
             require_room(overflow, self.name)
 
     @property

@@ -38,7 +38,7 @@ def pick_activation(name: Activation, device_type: str, kernels: Kernels) -> Wei
     function = kernels.pick("activation", feature, plain=activate)
     if function is activate:
         return plain
-    in_one_pass = kernels.pick_fused("activation", feature)
+    in_one_pass = cast(Callable[..., Tensor] | None, kernels.pick_fused("activation", feature))
     if in_one_pass is not None:
         return lambda inner, weights: in_one_pass(inner, weights, name)
     return partial(weighted, lambda inner: function(inner, None, name))
