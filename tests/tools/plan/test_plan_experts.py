@@ -113,26 +113,25 @@ def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, ob
     assert other.activations == plain.activations
 
 
-@pytest.mark.parametrize("product", ["loop", "grouped", "triton"])
-@pytest.mark.parametrize("fusion", [True, None, False])
-def test_tokens_that_a_product_gathers_are_not_kept_as_rows(product: str, fusion: bool | None) -> None:
+def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     """On a GPU: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are kept by the
     router too."""
-    rows = []
-    for keys in ({"moe_permute_fusion": False}, {"moe_grouped_gemm": product, "moe_permute_fusion": fusion}):
-        values = tree({**MOE, "moe": {**EXPERTS, **keys}})
+
+    def kept(product: str, fusion: bool | None) -> float:
+        values = tree({**MOE, "moe": {**EXPERTS, "moe_grouped_gemm": product, "moe_permute_fusion": fusion}})
         values["train"]["device"] = "cuda"
-        rows.append(planned(values, 1).ranks[0])
-    gathers = product == "triton" and fusion is not False
-    assert rows[0].activation_bytes - rows[1].activation_bytes == gathers * 4 * 64 * 2 * 32 * 4
+        return planned(values, 1).ranks[0].activation_bytes
+
+    rows = kept("triton", False)
+    assert kept("grouped", None) == rows
+    assert rows - kept("triton", None) == 4 * 64 * 2 * 32 * 4
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_room_for_a_ranks_rows_is_kept_whatever_the_load(dispatcher: str) -> None:
+def test_room_for_a_ranks_rows_is_kept_whatever_the_load() -> None:
     """Room for 1.5 times the mean; with exact sizes the mean, and twice of it where all tokens choose one rank."""
     rows = []
     for own in ({}, {"static_shape": True, "expert_rank_capacity_factor": 1.5}):
-        experts = {**EXPERTS, "moe_token_dispatcher_type": dispatcher, "moe_dispatcher_options": own}
+        experts = {**EXPERTS, "moe_dispatcher_options": own}
         rows.append(planned(tree({**MOE, "moe": experts}, parallel={EP: 2}), 2).ranks[0])
     exact, bounded = (row.activations["experts"] for row in rows)
     assert bounded == 1.5 * exact

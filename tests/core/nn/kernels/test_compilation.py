@@ -55,9 +55,9 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
             gated = name != "squared_relu"
             shape = {"NAME": name, "GATED": gated, "BIAS": True, "BLOCK": 1024}
             yield "activation", f"_activation_{way}", NORM, shape, 4
-            rows = {**NORM, "weights": SINGLE, "dweights": SINGLE}
-            whole = {"NAME": name, "GATED": gated, "BLOCK": 1024}
-            yield "weighted_activation", f"_weighted_activation_{way}", rows, whole, 4
+        rows = {**NORM, "weights": SINGLE, "dweights": SINGLE}
+        whole = {"NAME": "swiglu", "GATED": True, "BLOCK": 1024}
+        yield "weighted_activation", f"_weighted_activation_{way}", rows, whole, 4
         drop = {"BIAS": True, "DROP": True, "BLOCK": 1024} if way == "forward" else {"BLOCK": 1024}
         yield "residual", f"_bias_dropout_add_{way}", {**RESIDUAL, "probability": "fp32"}, drop, 4
     for width in (4096, 32768):
