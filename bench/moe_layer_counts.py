@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
+from mt_moe.experts.groups import GroupedProduct
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 4096, 2048, 768, 128, 8
 PRODUCTS = ("grouped", "triton")
@@ -48,8 +51,13 @@ def act_as_a_gpu(launches: Launches) -> None:
 
     JITFunction.run, Autotuner.run = run, run_timed
     layer.row_kernels = lambda config, ctx: TRITON_ROWS
-    experts.load_product = lambda name, device_type: choose.load_product(name)
+    experts.load_product = partial(gpu_product, choose.load_product)
     tma.has_tma = lambda x: True
+
+
+def gpu_product(load: Callable[[Any], GroupedProduct], name: Any, device_type: str) -> GroupedProduct:
+    """What a GPU gets, on the meta device."""
+    return load(name)
 
 
 def counts(launches: Launches, product: str) -> dict[str, Any]:
