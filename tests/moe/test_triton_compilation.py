@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 from tests.core.nn.kernels.test_compilation import bytes_of_stack  # noqa: E402
 
 from mt_moe.kernels import grouped_product  # noqa: E402
-from mt_moe.kernels.tiles import OUTER, ROWS, Tile  # noqa: E402
+from mt_moe.kernels.tiles import OUTER, ROWS, Tile, first_that_fits  # noqa: E402
 
 HALF, SINGLE, PLACES = "*bf16", "*fp32", "*i64"
 COUNTS = ("mean_rows", "groups")
@@ -90,6 +90,12 @@ def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_pa
 
 def exhaustive_but_first(cases: list[Any]) -> list[Any]:
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
+
+
+def test_a_tile_that_is_not_timed_fits_into_shared_memory() -> None:
+    """Of H100, A100 and RTX 4090."""
+    assert [OUTER.index(first_that_fits(OUTER, size)) for size in (232_448, 166_912, 101_376)] == [0, 1, 3]
+    assert [ROWS.index(first_that_fits(ROWS, size)) for size in (232_448, 166_912, 101_376)] == [0, 0, 4]
 
 
 @pytest.mark.parametrize(

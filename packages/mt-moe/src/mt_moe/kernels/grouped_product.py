@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.main_grad import MainGrad
-from mt_moe.kernels.tiles import ANY_FORMAT, OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed, resident_programs
+from mt_moe.kernels.tiles import OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed, resident_programs, untimed_tile
 from mt_moe.kernels.tma import describe
 
 BAND = tl.constexpr(8)
@@ -217,7 +217,7 @@ def rows_times(
     if lines.stride(2) != 1:
         lines = lines.contiguous()
     x_tma, matrices_tma = None if gather is not None else describe(x), describe(lines)
-    tile = None if is_timed(x) else ANY_FORMAT if x.element_size() > 2 else ROWS[0]
+    tile = None if is_timed(x) else untimed_tile(ROWS, x)
     arguments = {
         "x": x, "x_tma": x_tma, "gather": gather, "matrices": lines, "matrices_tma": matrices_tma, "out": out,
         "scatter": scatter, "ends": ends, "mean_rows": _mean(rows, groups), "groups": groups, "width": width,
@@ -245,7 +245,7 @@ def outer_products(
 ) -> Tensor:
     """left [R, a], right [R, b], ends [E] int32 -> [E, a, b]. Rows of either may be gathered: [R] int64."""
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
-    tile = None if is_timed(left) else ANY_FORMAT if left.element_size() > 2 else OUTER[0]
+    tile = None if is_timed(left) else untimed_tile(OUTER, left)
     _outer(left, left_gather, right, right_gather, out, ends, tile, add=False)
     return out
 
@@ -265,7 +265,7 @@ def add_outer_products(
     Not timed: each call would add.
     """
     total, is_cleared = main.take()
-    _outer(left, left_gather, right, right_gather, total, ends, OUTER[0], add=not is_cleared)
+    _outer(left, left_gather, right, right_gather, total, ends, untimed_tile(OUTER, left), add=not is_cleared)
 
 
 def _outer(

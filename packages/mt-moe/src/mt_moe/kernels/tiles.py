@@ -31,6 +31,11 @@ class Tile:
         """Arguments of a launch."""
         return {**self.sizes(), "num_warps": self.warps, "num_stages": self.stages}
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes for operands in 16 bits, or for the result on its way to memory in fp32."""
+        return max((self.rows + self.columns) * self.depth * 2 * self.stages, self.rows * self.columns * 4)
+
     def config(self, prepare: Callable[[dict[str, Any]], None]) -> triton.Config:
         """prepare: called with the arguments of a launch, before each."""
         return triton.Config(self.sizes(), num_warps=self.warps, num_stages=self.stages, pre_hook=prepare)
@@ -58,7 +63,7 @@ WHOLE_DEPTH = max(tile.depth for tile in ROWS)
 
 
 def is_timed(x: Tensor) -> bool:
-    """Whether tiles are compared by their times. Deterministic runs take the first one."""
+    """Whether tiles are compared by their times. Deterministic runs take the first one that fits."""
     return x.element_size() == 2 and not is_interpreted() and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -69,3 +74,17 @@ def resident_programs(x: Tensor, elements: int) -> int:
         return 3
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     return processors * (1 if elements > 128 * 128 else 2)
+
+
+def untimed_tile(tiles: tuple[Tile, ...], x: Tensor) -> Tile:
+    """The tile for rows x where none is timed."""
+    if x.element_size() > 2:
+        return ANY_FORMAT
+    if is_interpreted():
+        return tiles[0]
+    return first_that_fits(tiles, torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)
+
+
+def first_that_fits(tiles: tuple[Tile, ...], shared_memory: int) -> Tile:
+    """shared_memory: bytes that a program can have on its GPU. The last tile is the smallest."""
+    return next((tile for tile in tiles if tile.shared_memory <= shared_memory), tiles[-1])
