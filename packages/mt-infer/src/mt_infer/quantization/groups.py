@@ -1,7 +1,8 @@
 """Numbers in 8 or 4 bits, with a scale for each group of consecutive ones along the last dimension.
 
 int8, fp8 (e4m3): value = stored x scale, where the largest of a group is the largest that can be stored.
-int4: value = stored x scale + low, stored from 0 to 15; two in a byte, the even one in the lower bits.
+int4: value = stored x scale + low, stored from 0 to 15; two in a byte: the lower bits hold the first half of a group, the
+upper bits the second. So both halves are multiplied by consecutive inputs.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def quantize_int4(x: Tensor) -> Stored:
     scale = (high - low) / INT4_LEVELS
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     stored = ((x - low) / scale).round().clamp(0, INT4_LEVELS).to(torch.uint8)
-    return stored[..., 0::2] | stored[..., 1::2] << 4, scale, low
+    first, second = stored.chunk(2, dim=-1)
+    return first | second << 4, scale, low
 
 
 def dequantize_int4(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    both = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
-    return both.float() * scale + low
+    return torch.cat((values & 15, values >> 4), dim=-1).float() * scale + low
 
 
 FORMATS = {
