@@ -1,5 +1,5 @@
-"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits, and products are computed in the
-dtype of the model from the matrix that is dequantized for it, one layer at a time.
+"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits. On a GPU a Triton kernel multiplies
+the inputs by what is stored; elsewhere the matrix is dequantized into the dtype of the model, one layer at a time.
 
 What stays as it is: token embeddings (and the LM head that is tied to them), positions, norms, biases, convolutions,
 recurrent parameters, and the router of a mixture of experts. An LM head of its own is quantized by a key.
@@ -17,6 +17,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import LinearModule
+from mt_infer.quantization.choice import kernel_objection, product_description
 from mt_infer.quantization.groups import Stored, dequantize, quantize
 
 WEIGHT = "weight"
@@ -31,8 +32,14 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.name, self.group = name, group
         self.columns, self.dtype = weight.shape[-1], weight.dtype
+        self.uses_kernel = kernel_objection(name, weight.device, weight.dtype) is None
+        self.product = product_description(name, weight.device, weight.dtype)
 
     def forward(self, *stored: Tensor) -> Tensor:
+        if self.uses_kernel:
+            from mt_infer.quantization.tensor import QuantizedTensor
+
+            return QuantizedTensor(stored, self.group, self.columns, self.dtype)
         return dequantize(stored, self.name, self.group, self.columns).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Stored:
@@ -51,6 +58,15 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
         weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
         parametrize.register_parametrization(module, WEIGHT, weight, unsafe=True)
+        if weight.uses_kernel and is_expert_matrix(module):
+            multiply_as_stored(module)
+
+
+def multiply_as_stored(module: LayoutModule) -> None:
+    """The matrices of experts; F.linear, which all others go through, reads a QuantizedTensor as it is stored."""
+    from mt_infer.quantization.tensor import QuantizedGroupedProduct
+
+    module.product = QuantizedGroupedProduct(module.product)  # type: ignore[assignment, arg-type]
 
 
 def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, LayoutModule]]:
@@ -89,6 +105,11 @@ def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
             "inference.quantize_output_layer=true, but the model has no LM head of its own here: it is tied to the "
             "token embeddings, which stay as they are; leave the key out"
         )
+
+
+def product_of(model: nn.Module) -> str:
+    """How products with quantized weights are computed, for people; empty for a model without."""
+    return next((module.product for module in model.modules() if isinstance(module, QuantizedWeight)), "")
 
 
 def weight_bytes(model: nn.Module) -> int:
