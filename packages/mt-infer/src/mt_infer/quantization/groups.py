@@ -1,8 +1,8 @@
 """Numbers in 8 or 4 bits, with a scale for each group of consecutive ones along the last dimension.
 
 int8, fp8 (e4m3): value = stored x scale, where the largest of a group is the largest that can be stored.
-int4: value = stored x scale + low, stored from 0 to 15; two in a byte: the lower bits hold the first half of a group, the
-upper bits the second. So both halves are multiplied by consecutive inputs.
+int4: value = stored x scale + low, stored from 0 to 15; two in a byte: the first half of a group in the lower bits, the
+second in the upper, so that the numbers in either are multiplied by consecutive inputs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def measure(path: Path, text: str, device: str, settings: Settings) -> Iterator[
         generator = TextGenerator.load(path, device=device, settings={**settings, "inference": inference})
         engine = generator.engine.engine
         position = sum(group.bytes_per_position for group in engine.manager.layout.groups)
-        yield Measured(name, perplexity(generator, text), weight_bytes(engine.model), position, product_of(engine.model))
+        yield Measured(
+            name, perplexity(generator, text), weight_bytes(engine.model), position, product_of(engine.model)
+        )
 
 
 def perplexity(generator: TextGenerator, text: str) -> float:

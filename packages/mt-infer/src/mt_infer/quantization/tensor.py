@@ -15,7 +15,6 @@ from mt_infer.quantization.groups import Stored
 from mt_infer.quantization.triton_product import triton_dequantize, triton_product
 
 
-
 class Groups(Protocol):
     """Rows in the order of experts, as mt_moe has them."""
 

@@ -98,9 +98,7 @@ def _weight_only_product(
 
 
 @triton.jit
-def _sum_of_splits(
-    parts, bias, out, numbers, width, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_of_splits(parts, bias, out, numbers, width, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """parts [SPLITS, numbers] in fp32 -> out [numbers], rows of `width`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < numbers
