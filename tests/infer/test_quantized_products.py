@@ -3,7 +3,6 @@ model reaches it."""
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,21 +203,22 @@ def difference_on_rank(rank: int, world: int) -> tuple[int, float]:
     """Products of sharded layers, and how far they are from those of dequantized shards."""
     config = configuration("llama", parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True})
     ctx = build.build_context(config, torch.device("cpu"))
-    layers = nn.Sequential(
-        ColumnParallelLinear(16, 32, ctx, bias=True, init=normal(1.0)),
-        RowParallelLinear(32, 16, ctx, bias=True, init=normal(1.0)),
-    )
-    initialize(layers, 1, ctx)
+
+    def sharded_layers() -> nn.Module:
+        layers = nn.Sequential(
+            ColumnParallelLinear(16, 32, ctx, bias=True, init=normal(1.0)),
+            RowParallelLinear(32, 16, ctx, bias=True, init=normal(1.0)),
+        )
+        initialize(layers, 1, ctx)
+        quantize_weights(layers, InferenceConfig(quantize_weights="int4", quantize_group_size=8))
+        return layers
+
     x = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(rank))
-    options = InferenceConfig(quantize_weights="int4", quantize_group_size=8)
-    found = []
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        dequantized = copy.deepcopy(layers)
-        quantize_weights(dequantized, options)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        expected = sharded_layers()(x)
         kernel = PlainKernel().install(patch)
-        quantize_weights(layers, options)
-        found = [layer(x) for layer in (layers, dequantized)]
-    return kernel.products, float((found[0] - found[1]).abs().max())
+        found = sharded_layers()(x)
+    return kernel.products, float((found - expected).abs().max())
 
 
 @pytest.mark.dist

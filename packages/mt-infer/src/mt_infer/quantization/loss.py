@@ -25,8 +25,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """name: of the form. perplexity: of a token. weights: bytes. position: bytes of a position in the cache. product: how
-    products with quantized weights are computed."""
+    """name: of the form. perplexity: of a token. weights: bytes. position: bytes of a position in the cache.
+
+    product: how products with quantized weights are computed.
+    """
 
     name: str
     perplexity: float
@@ -42,9 +44,8 @@ def measure(path: Path, text: str, device: str, settings: Settings) -> Iterator[
         generator = TextGenerator.load(path, device=device, settings={**settings, "inference": inference})
         engine = generator.engine.engine
         position = sum(group.bytes_per_position for group in engine.manager.layout.groups)
-        yield Measured(
-            name, perplexity(generator, text), weight_bytes(engine.model), position, product_of(engine.model)
-        )
+        weights, product = weight_bytes(engine.model), product_of(engine.model)
+        yield Measured(name, perplexity(generator, text), weights, position, product)
 
 
 def perplexity(generator: TextGenerator, text: str) -> float:

@@ -1,5 +1,5 @@
-"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits. On a GPU a Triton kernel multiplies
-the inputs by what is stored; elsewhere the matrix is dequantized into the dtype of the model, one layer at a time.
+"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits. On a GPU a Triton kernel
+multiplies by what is stored; elsewhere the matrix is dequantized into the dtype of the model, one layer at a time.
 
 What stays as it is: token embeddings (and the LM head that is tied to them), positions, norms, biases, convolutions,
 recurrent parameters, and the router of a mixture of experts. An LM head of its own is quantized by a key.
