@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 from tests.core.nn.kernels.test_compilation import bytes_of_stack, compile_for_hopper
 
 from mt_infer.quantization import tensor as quantized_tensor
-from mt_infer.quantization.triton_product import Sizes, tiling
+from mt_infer.quantization.triton_product import COLUMNS, STAGES, Sizes, tiling
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ def difference_on_rank(rank: int, world: int) -> tuple[int, float]:
 
     def sharded_layers() -> nn.Module:
         layers = nn.Sequential(
-            ColumnParallelLinear(16, 32, ctx, bias=True, init=normal(1.0)),
-            RowParallelLinear(32, 16, ctx, bias=True, init=normal(1.0)),
+            ColumnParallelLinear(16, 32, ctx, bias=True, init=normal(0.1)),
+            RowParallelLinear(32, 16, ctx, bias=True, init=normal(0.1)),
         )
         initialize(layers, 1, ctx)
         quantize_weights(layers, InferenceConfig(quantize_weights="int4", quantize_group_size=8))
@@ -225,7 +225,7 @@ def difference_on_rank(rank: int, world: int) -> tuple[int, float]:
 def test_shards_of_tensor_parallel_layers() -> None:
     for products, difference in run_ranks(2, difference_on_rank):
         assert products == 2
-        assert difference < 1e-5
+        assert difference < 1e-6
 
 
 # -- on Hopper ----------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_few_rows_keep_every_processor_busy(bits: int) -> None:
     for width, depth in LLAMA_8B.values():
         for rows in (1, 8):
             tile = tiling(Sizes(rows, width, depth // 128, 128, 1, 2, bits), PROCESSORS)
-            assert -(-width // tile.columns) * tile.row_tiles * tile.splits >= 0.9 * PROCESSORS
+            assert -(-width // COLUMNS) * tile.row_tiles * tile.splits >= 0.9 * PROCESSORS
             assert tile.splits == 1 or tile.splits * rows * width * 8 <= width * depth * bits / 8 / 4
     assert tiling(Sizes(256, 4096, 32, 128, 1, 2, bits), PROCESSORS).splits == 1
 
@@ -252,12 +252,12 @@ DECODE = {
 }  # fmt: skip
 INT4 = {name: value for name, value in DECODE.items() if name != "lows"} | {"PER_BYTE": 2}
 EXPERTS = {name: value for name, value in DECODE.items() if name != "ends"} | {"EXPERTS": True, "SPLITS": 1}
-PREFILL = {**DECODE, "ROWS": 64, "COLUMNS": 128, "SPLITS": 1}
+MANY_ROWS = {**DECODE, "ROWS": 64, "SPLITS": 1}
 COMPILED = {
-    "int8": ("*i8", DECODE, 4, 4),
-    "fp8, experts": ("*fp8e4nv", EXPERTS, 4, 4),
-    "int4": ("*u8", INT4, 4, 6),
-    "int8, 64 rows": ("*i8", PREFILL, 8, 4),
+    "int8": ("*i8", DECODE),
+    "fp8, experts": ("*fp8e4nv", EXPERTS),
+    "int4": ("*u8", INT4),
+    "fp8, 64 rows": ("*fp8e4nv", MANY_ROWS),
 }
 
 
@@ -266,9 +266,9 @@ COMPILED = {
 def test_the_kernel_compiled_for_hopper(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor cores multiply; what is stored and inputs are copied asynchronously, 8 or 16 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    stored, constants, warps, stages = COMPILED[case]
+    stored, constants = COMPILED[case]
     module, types = "mt_infer.quantization.triton_product", {**TYPES, "stored": stored}
-    assembly = compile_for_hopper(module, "_weight_only_product", types, constants, warps, stages)
+    assembly = compile_for_hopper(module, "_weight_only_product", types, constants, 4, STAGES)
     assert "wgmma.mma_async" in assembly["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, 0x(\w+),", assembly["ptx"])
     assert copies

@@ -20,13 +20,15 @@ from torch import Tensor
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 from mt_infer.quantization.groups import Stored
 
+COLUMNS = 64
+"""Of the output, of a program: rows of the left operand of an instruction of the tensor cores (wgmma)."""
 DEPTH = 128
 """Input features of a step, with inputs of 16 bits."""
 PROGRAMS_PER_PROCESSOR = 2
-"""So many have registers on Hopper. Their loads on the way, of STAGES - 1 tiles, are 24 KiB and more for each: together
-what the latency of memory takes to be hidden."""
-STAGES = {8: 4, 4: 6}
-"""By the bits of a number."""
+"""So many have registers on Hopper."""
+STAGES = 4
+"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: two programs on
+each of 132 processors have 3 MiB or more, about what an H200 transfers in the latency of its memory."""
 LEAST_STEPS = 2
 """Of a program: below, the launch and the sum of the parts cost more than they save."""
 SUM_BLOCK = 1024
@@ -136,10 +138,9 @@ def _dequantize(
 
 @dataclass(frozen=True)
 class Tiling:
-    """rows, columns, depth: of a step of a program. row_tiles: programs for the rows of an expert. splits: of depth."""
+    """rows, depth: of a step of a program. row_tiles: programs for the rows of an expert. splits: of all depth."""
 
     rows: int
-    columns: int
     depth: int
     row_tiles: int
     splits: int
@@ -162,15 +163,14 @@ def tiling(sizes: Sizes, processors: int) -> Tiling:
     rows_of_expert = triton.cdiv(sizes.rows, sizes.experts)
     depth = min(DEPTH * 2 // sizes.itemsize, max(triton.next_power_of_2(sizes.group), 128 // sizes.bits))
     rows = min(max(triton.next_power_of_2(rows_of_expert), 16), 128 // sizes.itemsize)
-    columns = 128 if rows == 64 else 64
     row_tiles = triton.cdiv(rows_of_expert, rows)
-    programs = triton.cdiv(sizes.width, columns) * row_tiles * sizes.experts
+    programs = triton.cdiv(sizes.width, COLUMNS) * row_tiles * sizes.experts
     steps = sizes.groups * triton.cdiv(sizes.group, depth)
     # Parts of sums are written and read, 8 bytes each: at most a quarter of the bytes of the weights.
     few_bytes = sizes.groups * sizes.group * sizes.bits // (256 * sizes.rows)
     wanted = min(PROGRAMS_PER_PROCESSOR * processors // programs, steps // LEAST_STEPS, few_bytes)
     splits = 1 if sizes.experts > 1 else 1 << max(wanted.bit_length() - 1, 0)
-    return Tiling(rows, columns, depth, row_tiles, splits)
+    return Tiling(rows, depth, row_tiles, splits)
 
 
 def triton_product(
@@ -191,10 +191,10 @@ def triton_product(
     is_split = tile.splits > 1
     parts = x.new_empty(tile.splits, rows, width, dtype=torch.float32) if is_split else out
     with on_device(x):
-        _weight_only_product[(triton.cdiv(width, tile.columns), tile.row_tiles, experts * tile.splits)](
+        _weight_only_product[(triton.cdiv(width, COLUMNS), tile.row_tiles, experts * tile.splits)](
             x, values, scales, lows, bias, ends, parts, rows, width, depth, groups, x.stride(0),
             group, 8 // bits, bias is not None and not is_split, ends is not None, tile.splits,
-            tile.rows, tile.columns, tile.depth, num_warps=tile.columns // 16, num_stages=STAGES[bits],
+            tile.rows, COLUMNS, tile.depth, num_warps=4, num_stages=STAGES,
         )  # fmt: skip
         if is_split:
             _sum_of_splits[(triton.cdiv(out.numel(), SUM_BLOCK),)](

@@ -33,7 +33,7 @@ class QuantizedWeight(nn.Module):
         self.name, self.group = name, group
         self.columns, self.dtype = weight.shape[-1], weight.dtype
         self.uses_kernel = kernel_objection(name, weight.device, weight.dtype) is None
-        self.product = product_description(name, weight.device, weight.dtype)
+        self.product_description = product_description(name, weight.device, weight.dtype)
 
     def forward(self, *stored: Tensor) -> Tensor:
         if self.uses_kernel:
@@ -109,7 +109,7 @@ def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
 
 def product_of(model: nn.Module) -> str:
     """How products with quantized weights are computed, for people; empty for a model without."""
-    return next((module.product for module in model.modules() if isinstance(module, QuantizedWeight)), "")
+    return next((module.product_description for module in model.modules() if isinstance(module, QuantizedWeight)), "")
 
 
 def weight_bytes(model: nn.Module) -> int:
