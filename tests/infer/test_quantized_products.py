@@ -248,11 +248,11 @@ def test_few_rows_keep_every_processor_busy(bits: int) -> None:
 TYPES = {"x": "*bf16", "bias": "*bf16", "scales": "*fp32", "lows": "*fp32", "ends": "*i32", "out": "*bf16"}
 DECODE = {
     "GROUP": 128, "PER_BYTE": 1, "BIAS": False, "EXPERTS": False, "SPLITS": 4, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128,
-    "bias": None, "ends": None, "lows": None,
+    "bias": None, "ends": None, "lows": None, "rows": 1,
 }  # fmt: skip
 INT4 = {name: value for name, value in DECODE.items() if name != "lows"} | {"PER_BYTE": 2}
 EXPERTS = {name: value for name, value in DECODE.items() if name != "ends"} | {"EXPERTS": True, "SPLITS": 1}
-MANY_ROWS = {**DECODE, "ROWS": 64, "SPLITS": 1}
+MANY_ROWS = {name: value for name, value in DECODE.items() if name != "rows"} | {"ROWS": 64, "SPLITS": 1}
 COMPILED = {
     "int8": ("*i8", DECODE),
     "fp8, experts": ("*fp8e4nv", EXPERTS),

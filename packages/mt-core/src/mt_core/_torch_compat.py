@@ -316,7 +316,7 @@ def tensor_without_memory(
     cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """An instance of a subclass of Tensor that implements `__torch_dispatch__`; operations on it are the subclass's."""
-    found: Tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    found: Tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +53,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -64,9 +64,9 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantized, (args, dict(kwargs or {})))
+        args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

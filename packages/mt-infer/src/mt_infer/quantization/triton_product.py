@@ -24,16 +24,65 @@ COLUMNS = 64
 """Of the output, of a program: rows of the left operand of an instruction of the tensor cores (wgmma)."""
 DEPTH = 128
 """Input features of a step, with inputs of 16 bits."""
-PROGRAMS_PER_PROCESSOR = 2
-"""So many have registers on Hopper."""
+PROGRAMS_PER_PROCESSOR = 4
+"""So many have registers on Hopper, with 16 rows: 128 a thread."""
 STAGES = 4
-"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: two programs on
-each of 132 processors have 3 MiB or more, about what an H200 transfers in the latency of its memory."""
+"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: four programs
+on each of 132 processors have 6 MiB or more, above what an H200 transfers in the latency of its memory (4.8 TB/s, 1 us)."""
 LEAST_STEPS = 2
 """Of a program: below, the launch and the sum of the parts cost more than they save."""
 SUM_BLOCK = 1024
 LINES, LINE_BYTES = 8, 256
 """Of a program that dequantizes."""
+
+
+@triton.jit
+def _multiply_rows(
+    x, stored, scales, lows, bias, out, start, end, split, line, column, rows, width, depth, groups, x_row,
+    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + ROWS) before `end`, by the lines of W that are for the columns `column`."""
+    # Of a group, bytes: all, or of int4 half as many. The upper bits of a byte are SPAN features behind the lower.
+    SPAN: tl.constexpr = GROUP // PER_BYTE
+    BYTES: tl.constexpr = DEPTH // PER_BYTE
+    STEPS: tl.constexpr = (SPAN + BYTES - 1) // BYTES
+    steps = groups * STEPS
+    share = tl.cdiv(steps, SPLITS)
+    there = column < width
+    row = start + tl.arange(0, ROWS)
+    known = row < end
+    line_bytes = stored + (line * (groups * SPAN))[:, None]
+    line_inputs = x + (row.to(tl.int64) * x_row)[:, None]
+    total = tl.zeros([column.shape[0], ROWS], tl.float32)
+    for step in range(split * share, tl.minimum(split * share + share, steps)):
+        group = step // STEPS
+        in_group = (step % STEPS) * BYTES + tl.arange(0, BYTES)
+        feature = group * GROUP + in_group
+        read, counted = there[:, None], known[:, None] & (feature < depth)[None, :]
+        if SPAN % BYTES != 0:
+            inside = (in_group < SPAN)[None, :]
+            read, counted = read & inside, counted & inside
+        weights = tl.load(line_bytes + (group * SPAN + in_group)[None, :], mask=read, other=0.0)
+        inputs = tl.load(line_inputs + feature[None, :], mask=counted, other=0.0)
+        scale = tl.load(scales + line * groups + group, mask=there, other=0.0)
+        if PER_BYTE == 2:
+            counted = counted & (feature + SPAN < depth)[None, :]
+            upper_inputs = tl.load(line_inputs + (feature + SPAN)[None, :], mask=counted, other=0.0)
+            low = tl.load(lows + line * groups + group, mask=there, other=0.0)
+            # As signed bytes, which become 16-bit numbers in fewer instructions.
+            lower = (weights & 15).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
+            upper = (weights >> 4).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
+            product = tl.dot(lower, tl.trans(inputs), input_precision="ieee")
+            product = tl.dot(upper, tl.trans(upper_inputs), product, input_precision="ieee")
+            total += low[:, None] * tl.sum(inputs.to(tl.float32) + upper_inputs.to(tl.float32), 1)[None, :]
+        else:
+            product = tl.dot(weights.to(x.dtype.element_ty), tl.trans(inputs), input_precision="ieee")
+        total += product * scale[:, None]
+    if BIAS:
+        total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
+    place = (split.to(tl.int64) * rows + row)[:, None] * width + column[None, :]
+    tl.store(out + place, tl.trans(total).to(out.dtype.element_ty), mask=known[:, None] & there[None, :])
 
 
 @triton.jit
@@ -50,53 +99,22 @@ def _weight_only_product(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2) % SPLITS
     expert = (tl.program_id(2) // SPLITS).to(tl.int64)
-    first, end = tl.program_id(1) * ROWS, rows
+    line = expert * width + column
+    first = tl.program_id(1) * ROWS
     if EXPERTS:
-        end = tl.load(ends + expert)
         before = tl.load(ends + tl.maximum(expert - 1, 0))
         first += tl.where(expert > 0, before, 0)
-    # Of a group, bytes: all, or of int4 half as many. The upper bits of a byte are SPAN features behind the lower.
-    SPAN: tl.constexpr = GROUP // PER_BYTE
-    BYTES: tl.constexpr = DEPTH // PER_BYTE
-    steps_of_group: tl.constexpr = (SPAN + BYTES - 1) // BYTES
-    steps = groups * steps_of_group
-    share = tl.cdiv(steps, SPLITS)
-    line = expert * width + column
-    there = column < width
-    line_bytes = stored + (line * (groups * SPAN))[:, None]
-    for start in range(first, end, tl.num_programs(1) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        known = row < end
-        line_inputs = x + (row.to(tl.int64) * x_row)[:, None]
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for step in range(split * share, tl.minimum(split * share + share, steps)):
-            group = step // steps_of_group
-            in_group = (step % steps_of_group) * BYTES + tl.arange(0, BYTES)
-            feature = group * GROUP + in_group
-            read, counted = there[:, None], known[:, None] & (feature < depth)[None, :]
-            if SPAN % BYTES != 0:
-                inside = (in_group < SPAN)[None, :]
-                read, counted = read & inside, counted & inside
-            weights = tl.load(line_bytes + (group * SPAN + in_group)[None, :], mask=read, other=0.0)
-            inputs = tl.load(line_inputs + feature[None, :], mask=counted, other=0.0)
-            scale = tl.load(scales + line * groups + group, mask=there, other=0.0)
-            if PER_BYTE == 2:
-                counted = counted & (feature + SPAN < depth)[None, :]
-                upper_inputs = tl.load(line_inputs + (feature + SPAN)[None, :], mask=counted, other=0.0)
-                low = tl.load(lows + line * groups + group, mask=there, other=0.0)
-                # As signed bytes, which become 16-bit numbers in fewer instructions.
-                lower = (weights & 15).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
-                upper = (weights >> 4).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
-                product = tl.dot(lower, tl.trans(inputs), input_precision="ieee")
-                product = tl.dot(upper, tl.trans(upper_inputs), product, input_precision="ieee")
-                total += low[:, None] * tl.sum(inputs.to(tl.float32) + upper_inputs.to(tl.float32), 1)[None, :]
-            else:
-                product = tl.dot(weights.to(x.dtype.element_ty), tl.trans(inputs), input_precision="ieee")
-            total += product * scale[:, None]
-        if BIAS:
-            total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
-        place = (split.to(tl.int64) * rows + row)[:, None] * width + column[None, :]
-        tl.store(out + place, tl.trans(total).to(out.dtype.element_ty), mask=known[:, None] & there[None, :])
+        end = tl.load(ends + expert)
+        for start in range(first, end, tl.num_programs(1) * ROWS):
+            _multiply_rows(
+                x, stored, scales, lows, bias, out, start, end, split, line, column, rows, width, depth, groups, x_row,
+                GROUP, PER_BYTE, BIAS, SPLITS, ROWS, DEPTH,
+            )  # fmt: skip
+    else:  # without the loop, which takes registers
+        _multiply_rows(
+            x, stored, scales, lows, bias, out, first, rows, split, line, column, rows, width, depth, groups, x_row,
+            GROUP, PER_BYTE, BIAS, SPLITS, ROWS, DEPTH,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -106,7 +124,7 @@ def _sum_of_splits(parts, bias, out, numbers, width, BIAS: tl.constexpr, SPLITS:
     there = place < numbers
     total = tl.zeros([BLOCK], tl.float32)
     for split in range(SPLITS):
-        total += tl.load(parts + split * numbers.to(tl.int64) + place, mask=there, other=0.0)
+        total += tl.load(parts + split * numbers + place, mask=there, other=0.0)
     if BIAS:
         total += tl.load(bias + place % width, mask=there, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
