@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
@@ -115,8 +115,8 @@ def weight_bytes(model: nn.Module, batch: int) -> float:
 
 def own_bytes(module: nn.Module) -> float:
     """Of a module's parameters, also where they are quantized."""
-    quantized = module.parametrizations.parameters() if is_parametrized(module) else ()
-    return float(sum(parameter.nbytes for parameter in (*module.parameters(recurse=False), *quantized)))
+    parameters = module.named_parameters()
+    return float(sum(one.nbytes for name, one in parameters if "." not in name or name.startswith("parametrizations.")))
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -63,7 +63,7 @@ class QuantizedTensor(Tensor):
         return call_without_overrides(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantized, (args, kwargs or {}))

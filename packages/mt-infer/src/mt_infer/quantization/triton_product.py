@@ -27,8 +27,8 @@ DEPTH = 128
 PROGRAMS_PER_PROCESSOR = 4
 """So many have registers on Hopper, with 16 rows: 128 a thread."""
 STAGES = 4
-"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: four programs
-on each of 132 processors have 6 MiB or more, above what an H200 transfers in the latency of its memory (4.8 TB/s, 1 us)."""
+"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: four on each
+of 132 processors have 6 MiB or more. An H200 transfers 4.8 MB in a latency of 1 us."""
 LEAST_STEPS = 2
 """Of a program: below, the launch and the sum of the parts cost more than they save."""
 SUM_BLOCK = 1024

@@ -36,7 +36,7 @@ class QuantizedWeight(nn.Module):
         self.product_description = product_description(name, weight.device, weight.dtype)
 
     def forward(self, *stored: Tensor) -> Tensor:
-        if self.uses_kernel:
+        if self.uses_kernel:  # then there is Triton
             from mt_infer.quantization.tensor import QuantizedTensor
 
             return QuantizedTensor(stored, self.group, self.columns, self.dtype)
