@@ -135,10 +135,10 @@ def interpreted() -> tuple[Any, Any, Any]:
 def test_the_kernel_multiplies_by_the_values_stored(interpreted: Any) -> None:
     products, experts, _ = interpreted
     for label, (of_product, of_matrix) in products.items():
-        assert of_product < (1e-3 if "odd" in label or "tiles" in label else 2e-6), label
+        assert of_product < (1e-3 if "odd" in label or "tiles" in label else 3e-6), label  # fp16 or fp32
         assert of_matrix < 1e-6, label
     assert len(products) == len(PRODUCTS) * len(FORMATS)
-    assert max(experts.values()) < 2e-6
+    assert max(experts.values()) < 3e-6
 
 
 def test_no_dequantized_matrix_is_written_for_few_rows(interpreted: Any) -> None:
@@ -161,7 +161,7 @@ class PlainKernel:
         self, x: Tensor, stored: Any, group: int, bias: Tensor | None = None, ends: Tensor | None = None
     ) -> Tensor:
         self.products += 1
-        name = {torch.int8: "int8"}.get(stored[0].dtype, "int4" if len(stored) == 3 else "fp8")
+        name = {torch.int8: "int8", torch.int16: "int4"}.get(stored[0].dtype, "fp8")
         weight = dequantize(stored, name, group, x.shape[1])
         if ends is None:
             return F.linear(x, weight, bias)
@@ -225,7 +225,7 @@ def difference_on_rank(rank: int, world: int) -> tuple[int, float]:
 def test_shards_of_tensor_parallel_layers() -> None:
     for products, difference in run_ranks(2, difference_on_rank):
         assert products == 2
-        assert difference < 1e-6
+        assert difference < 1e-5
 
 
 # -- on Hopper ----------------------------------------------------------------------------------------
@@ -240,23 +240,23 @@ def test_few_rows_keep_every_processor_busy(bits: int) -> None:
     for width, depth in LLAMA_8B.values():
         for rows in (1, 8):
             tile = tiling(Sizes(rows, width, depth // 128, 128, 1, 2, bits), PROCESSORS)
-            assert -(-width // COLUMNS) * tile.row_tiles * tile.splits >= 0.9 * PROCESSORS
+            assert -(-width // COLUMNS[bits]) * tile.row_tiles * tile.splits >= 0.9 * PROCESSORS
             assert tile.splits == 1 or tile.splits * rows * width * 8 <= width * depth * bits / 8 / 4
     assert tiling(Sizes(256, 4096, 32, 128, 1, 2, bits), PROCESSORS).splits == 1
 
 
 TYPES = {"x": "*bf16", "bias": "*bf16", "scales": "*fp32", "lows": "*fp32", "ends": "*i32", "out": "*bf16"}
 DECODE = {
-    "GROUP": 128, "PER_BYTE": 1, "BIAS": False, "EXPERTS": False, "SPLITS": 4, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128,
+    "GROUP": 128, "PER_WORD": 1, "BIAS": False, "EXPERTS": False, "SPLITS": 4, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128,
     "bias": None, "ends": None, "lows": None, "rows": 1,
 }  # fmt: skip
-INT4 = {name: value for name, value in DECODE.items() if name != "lows"} | {"PER_BYTE": 2}
+INT4 = {name: value for name, value in DECODE.items() if name != "lows"} | {"PER_WORD": 4, "COLUMNS": 128}
 EXPERTS = {name: value for name, value in DECODE.items() if name != "ends"} | {"EXPERTS": True, "SPLITS": 1}
 MANY_ROWS = {name: value for name, value in DECODE.items() if name != "rows"} | {"ROWS": 64, "SPLITS": 1}
 COMPILED = {
     "int8": ("*i8", DECODE),
     "fp8, experts": ("*fp8e4nv", EXPERTS),
-    "int4": ("*u8", INT4),
+    "int4": ("*i16", INT4),
     "fp8, 64 rows": ("*fp8e4nv", MANY_ROWS),
 }
 

@@ -2,7 +2,7 @@
 """Weight-only products in Triton: y = x W^T, with W as it is stored (mt_infer.quantization.groups).
 
 Stored numbers are exact in 16 bits, so that tensor cores multiply them as they are. A group's scale multiplies the
-group's part of a product, in fp32; a low adds the sum of the group's inputs. Nothing of the size of W is written.
+group's part of a product, in fp32; a low multiplies the sum of the group's inputs. Nothing of the size of W is written.
 
 Programs share the input features too, where there are few others (split-K). Their number follows from shapes alone, so
 that launches can be captured, and sums are in one order.
@@ -20,65 +20,84 @@ from torch import Tensor
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 from mt_infer.quantization.groups import Stored
 
-COLUMNS = 64
-"""Of the output, of a program: rows of the left operand of an instruction of the tensor cores (wgmma)."""
+COLUMNS = {8: 64, 4: 128}
+"""Of the output, of a program, by the bits of a number: a tile of W takes 8 KiB as it is stored, and fills instructions
+of the tensor cores (wgmma), whose left operand has 64 rows."""
 DEPTH = 128
 """Input features of a step, with inputs of 16 bits."""
 PROGRAMS_PER_PROCESSOR = 4
 """So many have registers on Hopper, with 16 rows: 128 a thread."""
 STAGES = 4
-"""Of the pipeline of loads. A program has three tiles of W on the way, 12 KiB of int4 or 24 KiB of 8 bits: four on each
-of 132 processors have 6 MiB or more. An H200 transfers 4.8 MB in a latency of 1 us."""
+"""Of the pipeline of loads. A program has three tiles of W on the way, so that four on each of 132 processors have
+12 MiB. An H200 transfers 4.8 MB in a latency of 1 us."""
 LEAST_STEPS = 2
 """Of a program: below, the launch and the sum of the parts cost more than they save."""
 SUM_BLOCK = 1024
-LINES, LINE_BYTES = 8, 256
+PER_WORD = {8: 1, 4: 4}
+"""Numbers in a word of what is stored, by their bits."""
+LINES, LINE_WORDS = 8, 256
 """Of a program that dequantizes."""
+
+
+@triton.jit
+def _numbers_of(words, part: tl.constexpr, PER_WORD: tl.constexpr):
+    """What a word stands for; of int4 its number `part`, plus 16.
+
+    Conversions of integers take so many instructions that they, not memory, would be the limit. Bits are put behind the
+    exponent of 16 in bf16, or of 2^23 in fp32.
+    """
+    if PER_WORD > 1:
+        bits = words << 3 if part == 0 else words >> (4 * part - 3)
+        numbers = (bits & 0x78 | 0x4180).to(tl.bfloat16, bitcast=True)
+    elif words.dtype == tl.int8:
+        bits = words.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # 2^23 + 128 + number
+        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        numbers = words
+    return numbers
 
 
 @triton.jit
 def _multiply_rows(
     x, stored, scales, lows, bias, out, start, end, split, line, column, rows, width, depth, groups, x_row,
-    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, PER_WORD: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Rows [start, start + ROWS) before `end`, by the lines of W that are for the columns `column`."""
-    # Of a group, bytes: all, or of int4 half as many. The upper bits of a byte are SPAN features behind the lower.
-    SPAN: tl.constexpr = GROUP // PER_BYTE
-    BYTES: tl.constexpr = DEPTH // PER_BYTE
-    STEPS: tl.constexpr = (SPAN + BYTES - 1) // BYTES
+    # What is stored of a group, and read in a step. The numbers of a word of int4 are SPAN features apart.
+    SPAN: tl.constexpr = GROUP // PER_WORD
+    WORDS: tl.constexpr = DEPTH // PER_WORD
+    STEPS: tl.constexpr = (SPAN + WORDS - 1) // WORDS
     steps = groups * STEPS
     share = tl.cdiv(steps, SPLITS)
     there = column < width
     row = start + tl.arange(0, ROWS)
     known = row < end
-    line_bytes = stored + (line * (groups * SPAN))[:, None]
+    line_words = stored + (line * (groups * SPAN))[:, None]
     line_inputs = x + (row.to(tl.int64) * x_row)[:, None]
     total = tl.zeros([column.shape[0], ROWS], tl.float32)
     for step in range(split * share, tl.minimum(split * share + share, steps)):
         group = step // STEPS
-        in_group = (step % STEPS) * BYTES + tl.arange(0, BYTES)
-        feature = group * GROUP + in_group
-        read, counted = there[:, None], known[:, None] & (feature < depth)[None, :]
-        if SPAN % BYTES != 0:
+        in_group = (step % STEPS) * WORDS + tl.arange(0, WORDS)
+        read, counted = there[:, None], known[:, None]
+        if SPAN % WORDS != 0:
             inside = (in_group < SPAN)[None, :]
             read, counted = read & inside, counted & inside
-        weights = tl.load(line_bytes + (group * SPAN + in_group)[None, :], mask=read, other=0.0)
-        inputs = tl.load(line_inputs + feature[None, :], mask=counted, other=0.0)
+        words = tl.load(line_words + (group * SPAN + in_group)[None, :], mask=read, other=0.0)
         scale = tl.load(scales + line * groups + group, mask=there, other=0.0)
-        if PER_BYTE == 2:
-            counted = counted & (feature + SPAN < depth)[None, :]
-            upper_inputs = tl.load(line_inputs + (feature + SPAN)[None, :], mask=counted, other=0.0)
-            low = tl.load(lows + line * groups + group, mask=there, other=0.0)
-            # As signed bytes, which become 16-bit numbers in fewer instructions.
-            lower = (weights & 15).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
-            upper = (weights >> 4).to(tl.int8, bitcast=True).to(x.dtype.element_ty)
-            product = tl.dot(lower, tl.trans(inputs), input_precision="ieee")
-            product = tl.dot(upper, tl.trans(upper_inputs), product, input_precision="ieee")
-            total += low[:, None] * tl.sum(inputs.to(tl.float32) + upper_inputs.to(tl.float32), 1)[None, :]
-        else:
-            product = tl.dot(weights.to(x.dtype.element_ty), tl.trans(inputs), input_precision="ieee")
+        product = tl.zeros([column.shape[0], ROWS], tl.float32)
+        sums = tl.zeros([ROWS], tl.float32)
+        for part in tl.static_range(PER_WORD):
+            feature = group * GROUP + part * SPAN + in_group
+            inputs = tl.load(line_inputs + feature[None, :], mask=counted & (feature < depth)[None, :], other=0.0)
+            weights = _numbers_of(words, part, PER_WORD).to(x.dtype.element_ty)
+            product = tl.dot(weights, tl.trans(inputs), product, input_precision="ieee")
+            if PER_WORD > 1:
+                sums += tl.sum(inputs.to(tl.float32), 1)
         total += product * scale[:, None]
+        if PER_WORD > 1:
+            low = tl.load(lows + line * groups + group, mask=there, other=0.0) - 16.0 * scale
+            total += low[:, None] * sums[None, :]
     if BIAS:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
     place = (split.to(tl.int64) * rows + row)[:, None] * width + column[None, :]
@@ -88,13 +107,13 @@ def _multiply_rows(
 @triton.jit
 def _weight_only_product(
     x, stored, scales, lows, bias, ends, out, rows, width, depth, groups, x_row,
-    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, PER_WORD: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """x [R, depth]; stored [E, width, bytes], scales and lows [E, width, groups]; out [SPLITS, R, width].
+    """x [R, depth]; stored [E, width, words], scales and lows [E, width, groups]; out [SPLITS, R, width].
 
-    EXPERTS: the rows of x are in the order of experts, and end at `ends` [E]. The tile of W is the left operand, whose
-    64 rows a tensor core's instruction takes; there may be few rows of x.
+    EXPERTS: the rows of x are in the order of experts, and end at `ends` [E]. The tile of W is the left operand: of the
+    right one, the rows of x, an instruction of the tensor cores takes as few as there are.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2) % SPLITS
@@ -108,12 +127,12 @@ def _weight_only_product(
         for start in range(first, end, tl.num_programs(1) * ROWS):
             _multiply_rows(
                 x, stored, scales, lows, bias, out, start, end, split, line, column, rows, width, depth, groups, x_row,
-                GROUP, PER_BYTE, BIAS, SPLITS, ROWS, DEPTH,
+                GROUP, PER_WORD, BIAS, SPLITS, ROWS, DEPTH,
             )  # fmt: skip
     else:  # without the loop, which takes registers
         _multiply_rows(
             x, stored, scales, lows, bias, out, first, rows, split, line, column, rows, width, depth, groups, x_row,
-            GROUP, PER_BYTE, BIAS, SPLITS, ROWS, DEPTH,
+            GROUP, PER_WORD, BIAS, SPLITS, ROWS, DEPTH,
         )  # fmt: skip
 
 
@@ -133,25 +152,25 @@ def _sum_of_splits(parts, bias, out, numbers, width, BIAS: tl.constexpr, SPLITS:
 @triton.jit
 def _dequantize(
     stored, scales, lows, out, lines, depth, groups,
-    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, LINES: tl.constexpr, LINE_BYTES: tl.constexpr,
+    GROUP: tl.constexpr, PER_WORD: tl.constexpr, LINES: tl.constexpr, LINE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """stored [lines, bytes] -> out [lines, depth]"""
-    SPAN: tl.constexpr = GROUP // PER_BYTE
+    """stored [lines, words] -> out [lines, depth]"""
+    SPAN: tl.constexpr = GROUP // PER_WORD
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-    byte = tl.program_id(1) * LINE_BYTES + tl.arange(0, LINE_BYTES)[None, :]
-    group = byte // SPAN
-    feature = group * GROUP + byte % SPAN
-    there = (line < lines) & (feature < depth)
-    weights = tl.load(stored + line * (groups * SPAN) + byte, mask=there, other=0.0)
+    word = tl.program_id(1) * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
+    group = word // SPAN
+    there = (line < lines) & (group < groups)
+    words = tl.load(stored + line * (groups * SPAN) + word, mask=there, other=0.0)
     scale = tl.load(scales + line * groups + group, mask=there, other=0.0)
-    place = out + line * depth + feature
-    if PER_BYTE == 2:
+    if PER_WORD > 1:
         low = tl.load(lows + line * groups + group, mask=there, other=0.0)
-        tl.store(place, ((weights & 15).to(tl.float32) * scale + low).to(out.dtype.element_ty), mask=there)
-        upper = (weights >> 4).to(tl.float32) * scale + low
-        tl.store(place + SPAN, upper.to(out.dtype.element_ty), mask=there & (feature + SPAN < depth))
-    else:
-        tl.store(place, (weights.to(tl.float32) * scale).to(out.dtype.element_ty), mask=there)
+    for part in tl.static_range(PER_WORD):
+        feature = group * GROUP + part * SPAN + word % SPAN
+        number = (words >> (4 * part) & 15) if PER_WORD > 1 else words
+        value = number.to(tl.float32) * scale
+        if PER_WORD > 1:
+            value += low
+        tl.store(out + line * depth + feature, value.to(out.dtype.element_ty), mask=there & (feature < depth))
 
 
 @dataclass(frozen=True)
@@ -179,10 +198,10 @@ class Sizes:
 
 def tiling(sizes: Sizes, processors: int) -> Tiling:
     rows_of_expert = triton.cdiv(sizes.rows, sizes.experts)
-    depth = min(DEPTH * 2 // sizes.itemsize, max(triton.next_power_of_2(sizes.group), 128 // sizes.bits))
+    depth = min(DEPTH * 2 // sizes.itemsize, max(triton.next_power_of_2(sizes.group), 16 * PER_WORD[sizes.bits]))
     rows = min(max(triton.next_power_of_2(rows_of_expert), 16), 128 // sizes.itemsize)
     row_tiles = triton.cdiv(rows_of_expert, rows)
-    programs = triton.cdiv(sizes.width, COLUMNS) * row_tiles * sizes.experts
+    programs = triton.cdiv(sizes.width, COLUMNS[sizes.bits]) * row_tiles * sizes.experts
     steps = sizes.groups * triton.cdiv(sizes.group, depth)
     # Parts of sums are written and read, 8 bytes each: at most a quarter of the bytes of the weights.
     few_bytes = sizes.groups * sizes.group * sizes.bits // (256 * sizes.rows)
@@ -209,10 +228,10 @@ def triton_product(
     is_split = tile.splits > 1
     parts = x.new_empty(tile.splits, rows, width, dtype=torch.float32) if is_split else out
     with on_device(x):
-        _weight_only_product[(triton.cdiv(width, COLUMNS), tile.row_tiles, experts * tile.splits)](
+        _weight_only_product[(triton.cdiv(width, COLUMNS[bits]), tile.row_tiles, experts * tile.splits)](
             x, values, scales, lows, bias, ends, parts, rows, width, depth, groups, x.stride(0),
-            group, 8 // bits, bias is not None and not is_split, ends is not None, tile.splits,
-            tile.rows, COLUMNS, tile.depth, num_warps=4, num_stages=STAGES,
+            group, PER_WORD[bits], bias is not None and not is_split, ends is not None, tile.splits,
+            tile.rows, COLUMNS[bits], tile.depth, num_warps=4, num_stages=STAGES,
         )  # fmt: skip
         if is_split:
             _sum_of_splits[(triton.cdiv(out.numel(), SUM_BLOCK),)](
@@ -225,10 +244,10 @@ def triton_dequantize(stored: Stored, group: int, columns: int, dtype: torch.dty
     """As mt_infer.quantization.groups.dequantize, in one pass over memory: [..., columns] in dtype."""
     values, scales, lows = _operands(stored)
     out = scales.new_empty(*scales.shape[:-1], columns, dtype=dtype)
-    lines, per_byte = out.numel() // columns, 1 if lows is None else 2
+    lines, per_word = out.numel() // columns, PER_WORD[8 if lows is None else 4]
     with on_device(out):
-        _dequantize[(triton.cdiv(lines, LINES), triton.cdiv(values.shape[-1], LINE_BYTES))](
-            values, scales, lows, out, lines, columns, scales.shape[-1], group, per_byte, LINES, LINE_BYTES, num_warps=4
+        _dequantize[(triton.cdiv(lines, LINES), triton.cdiv(values.shape[-1], LINE_WORDS))](
+            values, scales, lows, out, lines, columns, scales.shape[-1], group, per_word, LINES, LINE_WORDS, num_warps=4
         )
     return out
 

@@ -18,7 +18,7 @@ from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import LinearModule
 from mt_infer.quantization.choice import kernel_objection, product_description
-from mt_infer.quantization.groups import Stored, dequantize, quantize
+from mt_infer.quantization.groups import INT4_PER_WORD, Stored, dequantize, quantize
 
 WEIGHT = "weight"
 EXPERT_AXIS = "edp"
@@ -53,7 +53,7 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
         return
     refuse_impossible(model, options)
     for path, module in matrices(model, with_output=options.quantize_output_layer):
-        require_whole_groups(path, module, group)
+        require_whole_groups(path, module, options)
         module.requires_grad_(False)
         weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
@@ -82,11 +82,12 @@ def is_expert_matrix(module: nn.Module) -> bool:
     return layout is not None and layout.replicas == EXPERT_AXIS and len(layout.shape) == 3
 
 
-def require_whole_groups(path: str, module: LayoutModule, group: int) -> None:
+def require_whole_groups(path: str, module: LayoutModule, options: InferenceConfig) -> None:
     """A group is of one rank, so that every layout stores the same numbers."""
-    layout, columns = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1]
+    layout, columns, group = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1], options.quantize_group_size
     if columns < layout.shape[-1] and columns % group:
-        allowed = [size for size in range(2, columns + 1, 2) if columns % size == 0]
+        multiple = INT4_PER_WORD if options.quantize_weights == "int4" else 2
+        allowed = [size for size in range(multiple, columns + 1, multiple) if columns % size == 0]
         raise ConfigError(
             f"inference.quantize_group_size={group} does not divide the {columns} input features of {path} on a "
             f"tensor-parallel rank; it can be {', '.join(map(str, allowed))}"
@@ -94,10 +95,11 @@ def require_whole_groups(path: str, module: LayoutModule, group: int) -> None:
 
 
 def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
-    if options.quantize_group_size % 2 and options.quantize_weights == "int4":
+    group = options.quantize_group_size
+    if group % INT4_PER_WORD and options.quantize_weights == "int4":
         raise ConfigError(
-            f"inference.quantize_group_size={options.quantize_group_size} is odd, and int4 has two numbers in a byte; "
-            f"use {options.quantize_group_size + 1}"
+            f"inference.quantize_group_size={group} is no multiple of {INT4_PER_WORD}, the numbers of int4 in a word; "
+            f"use {group + -group % INT4_PER_WORD}"
         )
     has_output = any(isinstance(module, VocabParallelOutput) for module in model.modules())
     if options.quantize_output_layer and not has_output:
