@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.core.nn.kernels.interpreter import run_interpreted
+from tests.core.train.cuda_graphs.replayed import TapeRecorder
+from tests.core.train.test_steady_step import Spy
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 from tests.infer.test_families import FAMILIES
 from tests.infer.test_quantization import FORMATS, GREEDY, quantized
@@ -24,9 +26,12 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
 from mt_core.train import build
+from mt_infer.decoding.graphs import DecodeGraphs
+from mt_infer.decoding.objections import layer_objections
 from mt_infer.quantization import weights as quantized_weights
 from mt_infer.quantization.groups import dequantize, quantize
 from mt_infer.quantization.weights import quantize_weights
+from mt_infer.sampling.parameters import SamplingParameters
 
 pytest.importorskip("triton")
 from tests.core.nn.kernels.test_compilation import bytes_of_stack, compile_for_hopper
@@ -197,6 +202,22 @@ def test_every_product_of_a_model_reads_what_is_stored(family: str, monkeypatch:
         assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-5)
     assert kernel.products > 0
     assert kernel.dequantized == others
+
+
+def test_a_captured_step_with_experts_waits_for_its_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over experts reads how many rows each has; a product with what is stored does not."""
+    PlainKernel().install(monkeypatch)
+    model, _ = quantized(FAMILIES["qwen_moe"], quantize_weights="int8")
+    engine = engine_of(configuration(FAMILIES["qwen_moe"]), model=model)
+    assert list(layer_objections(engine.model, engine.options, engine.ctx)) == []
+    engine.graphs = DecodeGraphs(engine.runner, engine.manager, TapeRecorder())
+    for text in prompts(4, 6, 5):
+        engine.add(text, SamplingParameters(temperature=0.0, max_tokens=12, ignore_eod=True))
+    for _ in range(5):
+        engine.step()
+    with Spy() as spy:
+        engine.step()
+    assert spy.methods == {"tolist": spy.waits} == {"tolist": 1}
 
 
 def difference_on_rank(rank: int, world: int) -> tuple[int, float]:

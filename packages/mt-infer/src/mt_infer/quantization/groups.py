@@ -1,8 +1,8 @@
 """Numbers in 8 or 4 bits, with a scale for each group of consecutive ones along the last dimension.
 
 int8, fp8 (e4m3): value = stored x scale, where the largest of a group is the largest that can be stored.
-int4: value = stored x scale + low, stored from 0 to 15; four in a word of 16 bits, the first in the lowest bits. They are
-a quarter of the group apart, so that equal bits of consecutive words are multiplied by consecutive inputs.
+int4: value = stored x scale + low, stored from 0 to 15; four in a word of 16 bits, the first in the lowest. They are a
+quarter of the group apart, so that equal bits of consecutive words are multiplied by consecutive inputs.
 """
 
 from __future__ import annotations
