@@ -3,34 +3,41 @@
     python bench/decode.py --model 8b --batch 1 --batch 8 --out decode-8b.json
 
 Random weights and prompts. The floor counts the bytes that a step has to read once, at the bandwidth of a copy in the
-same process: all weights but the token embeddings (of experts those that are expected to be chosen), and the keys and
-values of the sequences. Without a GPU the models are tiny and the times mean nothing.
+same process: all weights, as they are stored, but the token embeddings (of experts those that are expected to be
+chosen), and the keys and values of the sequences. `--weights plain --weights int8` measures quantized weights beside
+plain ones. Without a GPU the models are tiny and the times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.layout import LayoutModule
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import build
 from mt_infer import InferenceEngine, SamplingParameters
+from mt_infer.quantization.weights import product_of, quantize_weights
 from mt_moe.experts.experts import ExpertLinear
 from mt_tools.bench.machine import Machine, measure_machine
 from mt_tools.bench.report import Case, Report, conditions
 
 WARM_UP = 8
+PLAIN = "plain"
 TINY = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.ffn_hidden_size=96",
     "model.vocab_size=256", "model.make_vocab_size_divisible_by=1",
@@ -64,11 +71,12 @@ MODELS = {
 }
 
 
-def configuration(model: Model, machine: Machine, more: Sequence[str], host: PluginHost) -> Config:
+def configuration(model: Model, weights: str, machine: Machine, more: Sequence[str], host: PluginHost) -> Config:
     sizes = model.settings if machine.is_gpu else model.small
     dtype, memory = ("bf16", 8) if machine.is_gpu else ("fp32", 0.2)
     common = (f"precision.dtype={dtype}", f"inference.cache_memory_gb={memory}", "inference.max_requests=8")
-    settings = [*common, "train.train_iters=1", *sizes, *more]
+    form = () if weights == PLAIN else (f"inference.quantize_weights={weights}",)
+    settings = [*common, "train.train_iters=1", *sizes, *form, *more]
     return load_config(preset=model.preset, overrides=settings, host=host).config
 
 
@@ -78,6 +86,7 @@ def build_engine(config: Config, machine: Machine, host: PluginHost, longest: in
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+    quantize_weights(model, config.inference)
     return InferenceEngine(model, None, ctx, config.inference, longest=longest)
 
 
@@ -93,15 +102,26 @@ def weight_bytes(model: nn.Module, batch: int) -> float:
     is_tied = not any(name.startswith("output_layer") for name, _ in model.named_parameters())
     total = 0.0
     for name, module in model.named_modules():
-        own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        own = 0.0 if isinstance(module, ParametrizationList) else own_bytes(module)
         if isinstance(module, ExpertLinear):
-            count = len(module.weight)
+            count = module.layouts["weight"].shape[0]
             chosen = next(k for router, k in topk.items() if name.startswith(router.removesuffix("router")))
             own *= 1 - (1 - chosen / count) ** batch
         if module is embedding and not is_tied:
             own = 0.0
         total += own
     return total
+
+
+def own_bytes(module: nn.Module) -> float:
+    """Of a module's parameters, also where they are quantized."""
+    parameters = module.named_parameters()
+    return float(sum(one.nbytes for name, one in parameters if "." not in name or name.startswith("parametrizations.")))
+
+
+def parameter_count(model: nn.Module) -> int:
+    layouts = (module.layouts for module in model.modules() if isinstance(module, LayoutModule))
+    return sum(math.prod(layout.shape) for own in layouts for layout in own.values())
 
 
 def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -> list[float]:
@@ -137,13 +157,16 @@ def replay_seconds(engine: InferenceEngine, steps: int) -> float | None:
     return (time.perf_counter() - started) / steps
 
 
-def case_of(name: str, engine: InferenceEngine, machine: Machine, batch: int, context: int, steps: int) -> Case:
+def case_of(
+    name: str, weights: str, engine: InferenceEngine, machine: Machine, batch: int, context: int, steps: int
+) -> Case:
     median = statistics.median(timed_steps(engine, batch, context, steps))
     floor = bytes_of_step(engine, batch, context + steps // 2) / machine.copy_bandwidth
     replay = replay_seconds(engine, steps)
     return {
-        "name": f"{name} batch {batch}",
-        "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        "name": f"{name} batch {batch}" if weights == PLAIN else f"{name} {weights} batch {batch}",
+        "parameters": parameter_count(engine.model),
+        "products": product_of(engine.model) or "dense",
         "context": context,
         "step_ms": median * 1e3,
         "tokens_per_second": batch / median,
@@ -151,7 +174,7 @@ def case_of(name: str, engine: InferenceEngine, machine: Machine, batch: int, co
         "of_copy_bandwidth": floor / median,
         "cuda_graphs": engine.graphs is not None,
         "replay_ms": None if replay is None else replay * 1e3,
-        "goal_ms": MODELS[name].goals.get(batch) if machine.is_gpu else None,
+        "goal_ms": MODELS[name].goals.get(batch) if machine.is_gpu and weights == PLAIN else None,
     }
 
 
@@ -159,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--batch", action="append", type=int)
+    parser.add_argument("--weights", action="append", choices=[PLAIN, "int8", "fp8", "int4"])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--set", action="append", default=[], help="section.key=value")
@@ -168,11 +192,11 @@ def main() -> None:
     report = Report("decode", conditions(**machine.conditions()), options.out, on_case=lambda case: print(case))
     print(report.conditions)
     context, steps = (options.context, options.steps) if machine.is_gpu else (24, 10)
-    for name in options.model or MODELS:
-        config = configuration(MODELS[name], machine, options.set, host)
+    for name, weights in product(options.model or MODELS, options.weights or [PLAIN]):
+        config = configuration(MODELS[name], weights, machine, options.set, host)
         engine = build_engine(config, machine, host, context + 2 * steps + 2 * WARM_UP)
         for batch in options.batch or (1, 8):
-            report.add(case_of(name, engine, machine, batch, context, steps))
+            report.add(case_of(name, weights, engine, machine, batch, context, steps))
         del engine
         gc.collect()
         if machine.is_gpu:

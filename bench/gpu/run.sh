@@ -46,7 +46,10 @@ bench() {
 }
 
 decode() {
-    measure "decode-$1" "$2" python3 decode.py --model "$1" --batch 1 --batch 8 --out "$results/decode-$1.json"
+    local model="$1" limit="$2"
+    shift 2
+    measure "decode-$model" "$limit" python3 decode.py --model "$model" --batch 1 --batch 8 "$@" \
+        --out "$results/decode-$model.json"
 }
 
 gpu_tests() {
@@ -68,7 +71,7 @@ case "$part" in
     bench calibrate 50 calibrate
     bench train-1.2b 70 train --preset 1.2b
     bench train-8b 130 train --preset 8b
-    gpu_tests tests-gpu 260 --ignore tests/gpu/test_decoding.py tests/gpu
+    gpu_tests tests-gpu 260 --ignore tests/gpu/test_decoding.py --ignore tests/gpu/test_quantized_products.py tests/gpu
     ;;
 2)
     bench kernels 200 kernels --no-compile
@@ -92,10 +95,10 @@ case "$part" in
     bench train-1.2b-again 70 train --preset 1.2b
     ;;
 5)
-    decode 8b 150
-    decode 583m 90
-    decode 16b-moe 150
-    gpu_tests tests-gpu-decoding 120 tests/gpu/test_decoding.py
+    decode 8b 200 --weights plain --weights int8 --weights fp8 --weights int4
+    decode 583m 70
+    decode 16b-moe 140 --weights plain --weights int8
+    gpu_tests tests-gpu-decoding 140 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
     ;;
 6)
     bench train-124m 60 train --preset 124m

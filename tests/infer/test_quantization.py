@@ -63,9 +63,10 @@ def test_what_is_read_is_what_the_formula_gives(name: str, columns: int) -> None
     torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=1e-5)
 
 
-def test_four_bits_are_two_numbers_in_a_byte() -> None:
+def test_four_numbers_of_four_bits_are_a_word() -> None:
     values, scale, low = quantize(torch.arange(16.0)[None], "int4", 16)
-    assert values.tolist() == [[even | (even + 1) << 4 for even in range(0, 16, 2)]]
+    words = [number | number + 4 << 4 | number + 8 << 8 | number + 12 << 12 for number in range(4)]
+    assert values.tolist() == [[word - (word >> 15 << 16) for word in words]]
     assert (scale.item(), low.item()) == (1.0, 0.0)
 
 
@@ -231,7 +232,11 @@ def test_every_layout_stores_the_same_numbers(family: str, parallel: dict[str, A
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("llama", {"quantize_weights": "int4", "quantize_group_size": 7}, "quantize_group_size=7 is odd.*use 8"),
+        (
+            "llama",
+            {"quantize_weights": "int4", "quantize_group_size": 7},
+            "size=7 is no multiple of 4.*use 8",
+        ),
         ("gpt2", {"quantize_weights": "int8", "quantize_output_layer": True}, "no LM head of its own"),
         ("llama", {"quantize_weights": "int8", "batch_invariant": True}, "batch_invariant"),
         ("llama", {"cache_dtype": "fp8", "batch_invariant": True}, "batch_invariant"),
@@ -273,6 +278,7 @@ def test_the_command_shows_what_it_costs(tmp_path: Path, capsys: pytest.CaptureF
     print(shown)
     rows = {line[:14].strip(): re.findall(r"[-+]?[\d.]+", line[14:]) for line in shown.splitlines()[1:]}
     losses = {name: abs(float(row[1])) for name, row in rows.items()}
+    assert shown.count("dequantized by torch on CPU") == 3
     assert list(rows) == ["as it is", "weights int8", "weights fp8", "weights int4", "cache int8", "cache fp8"]
     assert 1 < float(rows["as it is"][0]) < 100
     assert max(losses[name] for name in ("weights int8", "cache int8")) < 0.5

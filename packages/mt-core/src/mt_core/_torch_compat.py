@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import IntEnum
 from types import SimpleNamespace
@@ -307,3 +307,20 @@ class UncompiledDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+# -- tensors that stand for others -------------------------------------------------------------------
+
+
+def tensor_without_memory(
+    cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An instance of a subclass of Tensor that implements `__torch_dispatch__`; operations on it are the subclass's."""
+    found: Tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return found
+
+
+def call_without_overrides(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """func, past the `__torch_function__` of subclasses."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

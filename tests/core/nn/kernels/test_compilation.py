@@ -129,7 +129,7 @@ def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int
 
 
 def compile_for_hopper(
-    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int
+    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int = 3
 ) -> dict[str, Any]:
     """The assembly at each stage. Pointers and sizes are multiples of 16, as those of a model are.
 
@@ -149,7 +149,8 @@ def compile_for_hopper(
         if kind.startswith("*") or kind == "i32"
     }
     source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
 def test_every_kernel_compiles_and_moves_wide_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,14 @@ def quantization(
     from mt_infer.quantization.loss import measure
 
     settings = engine_settings(set_ or [])
-    typer.echo(f"{'form':14} {'perplexity':>10} {'loss':>8} {'weights':>12} {'position':>10}")
+    typer.echo(f"{'form':14} {'perplexity':>10} {'loss':>8} {'weights':>12} {'position':>10}  products")
     base = 0.0
     for found in measure(path, read_text(text), device, settings):
         base = base or found.perplexity
         loss = f"{found.perplexity / base - 1:+.2%}"
         weights, position = f"{found.weights / 2**20:.3f} MiB", f"{found.position} B"
-        typer.echo(f"{found.name:14} {found.perplexity:10.4f} {loss:>8} {weights:>12} {position:>10}")
+        row = f"{found.name:14} {found.perplexity:10.4f} {loss:>8} {weights:>12} {position:>10}  {found.product}"
+        typer.echo(row.rstrip())
 
 
 def read_text(path: Path) -> str:

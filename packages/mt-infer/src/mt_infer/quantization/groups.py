@@ -1,7 +1,8 @@
 """Numbers in 8 or 4 bits, with a scale for each group of consecutive ones along the last dimension.
 
 int8, fp8 (e4m3): value = stored x scale, where the largest of a group is the largest that can be stored.
-int4: value = stored x scale + low, stored from 0 to 15; two in a byte, the even one in the lower bits.
+int4: value = stored x scale + low, stored from 0 to 15; four in a word of 16 bits, the first in the lowest. They are a
+quarter of the group apart, so that equal bits of consecutive words are multiplied by consecutive inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-INT8_MAX, INT4_LEVELS = 127, 15
+INT8_MAX, INT4_LEVELS, INT4_PER_WORD = 127, 15, 4
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 Stored = tuple[Tensor, ...]
 """Bytes [..., columns] (uint8 or int8), scales [..., groups] in fp32, and for int4 lows [..., groups]."""
@@ -57,12 +58,15 @@ def quantize_int4(x: Tensor) -> Stored:
     scale = (high - low) / INT4_LEVELS
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     stored = ((x - low) / scale).round().clamp(0, INT4_LEVELS).to(torch.uint8)
-    return stored[..., 0::2] | stored[..., 1::2] << 4, scale, low
+    quarters = stored.chunk(INT4_PER_WORD, dim=-1)
+    words = sum(quarter.int() << 4 * place for place, quarter in enumerate(quarters))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int16), scale, low
 
 
 def dequantize_int4(values: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    both = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
-    return both.float() * scale + low
+    stored = torch.cat([values >> 4 * place & 15 for place in range(INT4_PER_WORD)], dim=-1)
+    return stored.float() * scale + low
 
 
 FORMATS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_infer.quantization.weights import weight_bytes
+from mt_infer.quantization.weights import product_of, weight_bytes
 from mt_infer.text import TextGenerator
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -25,12 +25,16 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """name: of the form. perplexity: of a token. weights: bytes. position: bytes of a position in the cache."""
+    """name: of the form. perplexity: of a token. weights: bytes. position: bytes of a position in the cache.
+
+    product: how products with quantized weights are computed.
+    """
 
     name: str
     perplexity: float
     weights: int
     position: int
+    product: str
 
 
 def measure(path: Path, text: str, device: str, settings: Settings) -> Iterator[Measured]:
@@ -40,7 +44,8 @@ def measure(path: Path, text: str, device: str, settings: Settings) -> Iterator[
         generator = TextGenerator.load(path, device=device, settings={**settings, "inference": inference})
         engine = generator.engine.engine
         position = sum(group.bytes_per_position for group in engine.manager.layout.groups)
-        yield Measured(name, perplexity(generator, text), weight_bytes(engine.model), position)
+        weights, product = weight_bytes(engine.model), product_of(engine.model)
+        yield Measured(name, perplexity(generator, text), weights, position, product)
 
 
 def perplexity(generator: TextGenerator, text: str) -> float:

@@ -1,5 +1,5 @@
-"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits, and products are computed in the
-dtype of the model from the matrix that is dequantized for it, one layer at a time.
+"""Weight-only quantization of a model in memory: matrices are stored in 8 or 4 bits. On a GPU a Triton kernel
+multiplies by what is stored; elsewhere the matrix is dequantized into the dtype of the model, one layer at a time.
 
 What stays as it is: token embeddings (and the LM head that is tied to them), positions, norms, biases, convolutions,
 recurrent parameters, and the router of a mixture of experts. An LM head of its own is quantized by a key.
@@ -17,7 +17,8 @@ from mt_core.errors import ConfigError
 from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import LinearModule
-from mt_infer.quantization.groups import Stored, dequantize, quantize
+from mt_infer.quantization.choice import kernel_objection, product_description
+from mt_infer.quantization.groups import INT4_PER_WORD, Stored, dequantize, quantize
 
 WEIGHT = "weight"
 EXPERT_AXIS = "edp"
@@ -31,8 +32,14 @@ class QuantizedWeight(nn.Module):
         super().__init__()
         self.name, self.group = name, group
         self.columns, self.dtype = weight.shape[-1], weight.dtype
+        self.uses_kernel = kernel_objection(name, weight.device, weight.dtype) is None
+        self.product_description = product_description(name, weight.device, weight.dtype)
 
     def forward(self, *stored: Tensor) -> Tensor:
+        if self.uses_kernel:  # then there is Triton
+            from mt_infer.quantization.tensor import QuantizedTensor
+
+            return QuantizedTensor(stored, self.group, self.columns, self.dtype)
         return dequantize(stored, self.name, self.group, self.columns).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Stored:
@@ -46,11 +53,20 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
         return
     refuse_impossible(model, options)
     for path, module in matrices(model, with_output=options.quantize_output_layer):
-        require_whole_groups(path, module, group)
+        require_whole_groups(path, module, options)
         module.requires_grad_(False)
         weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
         parametrize.register_parametrization(module, WEIGHT, weight, unsafe=True)
+        if weight.uses_kernel and is_expert_matrix(module):
+            multiply_as_stored(module)
+
+
+def multiply_as_stored(module: LayoutModule) -> None:
+    """The matrices of experts; F.linear, which all others go through, reads a QuantizedTensor as it is stored."""
+    from mt_infer.quantization.tensor import QuantizedGroupedProduct
+
+    module.product = QuantizedGroupedProduct(module.product)  # type: ignore[assignment, arg-type]
 
 
 def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, LayoutModule]]:
@@ -66,11 +82,12 @@ def is_expert_matrix(module: nn.Module) -> bool:
     return layout is not None and layout.replicas == EXPERT_AXIS and len(layout.shape) == 3
 
 
-def require_whole_groups(path: str, module: LayoutModule, group: int) -> None:
+def require_whole_groups(path: str, module: LayoutModule, options: InferenceConfig) -> None:
     """A group is of one rank, so that every layout stores the same numbers."""
-    layout, columns = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1]
+    layout, columns, group = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1], options.quantize_group_size
     if columns < layout.shape[-1] and columns % group:
-        allowed = [size for size in range(2, columns + 1, 2) if columns % size == 0]
+        multiple = INT4_PER_WORD if options.quantize_weights == "int4" else 2
+        allowed = [size for size in range(multiple, columns + 1, multiple) if columns % size == 0]
         raise ConfigError(
             f"inference.quantize_group_size={group} does not divide the {columns} input features of {path} on a "
             f"tensor-parallel rank; it can be {', '.join(map(str, allowed))}"
@@ -78,10 +95,11 @@ def require_whole_groups(path: str, module: LayoutModule, group: int) -> None:
 
 
 def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
-    if options.quantize_group_size % 2 and options.quantize_weights == "int4":
+    group = options.quantize_group_size
+    if group % INT4_PER_WORD and options.quantize_weights == "int4":
         raise ConfigError(
-            f"inference.quantize_group_size={options.quantize_group_size} is odd, and int4 has two numbers in a byte; "
-            f"use {options.quantize_group_size + 1}"
+            f"inference.quantize_group_size={group} is no multiple of {INT4_PER_WORD}, the numbers of int4 in a word; "
+            f"use {group + -group % INT4_PER_WORD}"
         )
     has_output = any(isinstance(module, VocabParallelOutput) for module in model.modules())
     if options.quantize_output_layer and not has_output:
@@ -89,6 +107,11 @@ def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
             "inference.quantize_output_layer=true, but the model has no LM head of its own here: it is tied to the "
             "token embeddings, which stay as they are; leave the key out"
         )
+
+
+def product_of(model: nn.Module) -> str:
+    """How products with quantized weights are computed, for people; empty for a model without."""
+    return next((module.product_description for module in model.modules() if isinstance(module, QuantizedWeight)), "")
 
 
 def weight_bytes(model: nn.Module) -> int:
