@@ -1,4 +1,4 @@
-"""mt's Llama, with the kernels that a GPU gets: Triton's launches are counted and not done."""
+"""A model of mt, with the kernels that a GPU gets: Triton's launches are counted and not done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from counting import FlashAttention, Launches
-from shapes import HIDDEN, LENGTH
+from shapes import LENGTH
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
@@ -35,16 +35,18 @@ class OnGPU(ModelEnvironment):
 LAUNCHES: list[Launches] = []
 
 
-def build(launches: Launches, layers: int) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
+def build(
+    launches: Launches, layers: int, preset: str, *settings: str
+) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
     LAUNCHES.append(launches)
     count_triton(launches)
     sizes = [f"model.num_layers={layers}", f"data.seq_length={LENGTH}", "train.micro_batch_size=1"]
-    overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock"]
+    overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock", *settings]
     host = load_plugins()
-    config = load_config(preset="llama3-8b", overrides=overrides, host=host).config
-    kernels = Kernels({}, "cuda", "bfloat16")
+    config = load_config(preset=preset, overrides=overrides, host=host).config
+    kernels = Kernels(config.kernels.model_dump(), "cuda", "bfloat16")
     ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
-    make = host.models.get("llama", key="model.family").build.load()
+    make = host.models.get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
     use_kernels(model.modules(), kernels)
     position_ids = torch.empty((1, LENGTH), dtype=torch.int64, device="meta")
@@ -55,7 +57,11 @@ def build(launches: Launches, layers: int) -> tuple[nn.Module, Callable[[Tensor]
     def run(hidden: Tensor) -> Tensor:
         return staged.run_stage(stage, hidden, tokens=tokens, position_ids=position_ids)
 
-    return model, run, torch.empty((1, LENGTH, HIDDEN), dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return (
+        model,
+        run,
+        torch.empty((1, LENGTH, config.model.hidden_size), dtype=torch.bfloat16, device="meta", requires_grad=True),
+    )
 
 
 def count_triton(launches: Launches) -> None:
@@ -63,5 +69,6 @@ def count_triton(launches: Launches) -> None:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         launches.names[self.fn.__name__] += 1
+        launches.move(args)
 
     JITFunction.run = run

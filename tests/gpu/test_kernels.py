@@ -79,6 +79,19 @@ def test_rotary_of_qkv(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("per_group", "groups", "head_dim", "half"), [(4, 8, 128, 64), (1, 12, 64, 16), (3, 1, 10, 3)])
+def test_normed_rotary_of_qkv(
+    dtype: torch.dtype, interleaved: bool, per_group: int, groups: int, head_dim: int, half: int
+) -> None:
+    qkv = on_gpu(2, 600, groups, per_group + 2, head_dim, dtype=dtype)  # more tokens than programs
+    weights = [on_gpu(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    angles = on_gpu(1, 600, 1, half, dtype=torch.float32).detach()
+    given = qkv, angles.cos(), angles.sin(), interleaved, *weights, interleaved
+    assert_agrees(formulas.normed_in_one_pass, formulas.normed_parts, *given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"])
 @pytest.mark.parametrize("width", [14336, 26])
 def test_activations(dtype: torch.dtype, name: str, width: int) -> None:

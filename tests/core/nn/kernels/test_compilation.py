@@ -34,6 +34,11 @@ NORM = {
 }
 STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE, "eps": "fp32"}
 ROTARY_OF_QKV = {"qkv": HALF, "q": HALF, "k": HALF, "v": HALF, "cos": SINGLE, "sin": SINGLE}
+NORMED_ROTARY = {
+    **ROTARY_OF_QKV,
+    **dict.fromkeys(("dq", "dk", "dv", "dqkv", "q_weight", "k_weight"), HALF),
+    **{"dweights": SINGLE, "eps": "fp32", "q_scale": "fp32"},
+}
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
 LOSS = {"logits": HALF, "gradient": HALF, "columns": ADDRESSES, "result": SINGLE, "lse": SINGLE, "factor": SINGLE}
@@ -67,7 +72,10 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
         yield "rotary", "_rotary", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
         for backward in (False, True):
             whole = {"BACKWARD": backward, "INTERLEAVED": interleaved, **heads, "WIDTH": 128}
-            yield "rotary", "_rotary_of_qkv", ROTARY_OF_QKV, whole, 4
+            yield "rotary_of_qkv", "_rotary_of_qkv", ROTARY_OF_QKV, whole, 4
+        for way in ("forward", "backward"):
+            normed = {"ZERO_CENTERED": True, "INTERLEAVED": interleaved, **heads, "Q_HEADS": 16, "WIDTH": 128}
+            yield "rotary_of_qkv", f"_normed_rotary_of_qkv_{way}", NORMED_ROTARY, normed, 4
     yield "cross_entropy", "_cross_entropy_statistics", LOSS, {"DEPTH": 4, "BLOCK": 2048}, 8
     yield "cross_entropy", "_cross_entropy_gradient", LOSS, {"BLOCK": 4096}, 8
     half, single = triton.language.bfloat16, triton.language.float32

@@ -26,8 +26,9 @@ class Implementation:
 
     fused: the kernel with the operations around it in one pass, backward too.
     - Of a norm, (x, branch, ...) -> (x + branch, the norm of it); without a branch (None): (x, the norm of x).
-    - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved) -> q [B, S, N, D], k and v [B, S, G, D], with q
-      and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's linear_qkv.
+    - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved, norms) -> q [B, S, N, D], k and v [B, S, G, D],
+      with q and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's
+      linear_qkv. norms: HeadNorms of the reference, or None; what they give is not rounded before it is turned.
     """
 
     name: str
@@ -70,7 +71,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "rotary": (
         _torch("rotary:rotary"),
-        replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary:rotary_of_qkv")),
+        replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary_of_qkv:rotary_of_qkv")),
         _external("apex", "rotary", needs_apex("interleaved", "batched_angles")),
         _external("liger", "rotary", needs_liger("interleaved", "partial")),
     ),
