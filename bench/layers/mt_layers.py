@@ -11,11 +11,17 @@ from shapes import LENGTH
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
+from mt_core.config.schema import Config
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.fp8.casts import Scaled
+from mt_core.nn.fp8.history import AmaxHistory
+from mt_core.nn.fp8.options import PRODUCTS
+from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.model import as_pipelined
+from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
 from mt_tools.plan.contexts import fake_context
@@ -49,6 +55,7 @@ def build(
     make = host.models.get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
     use_kernels(model.modules(), kernels)
+    use_counted_fp8(launches, model, config, ctx, kernels)
     position_ids = torch.empty((1, LENGTH), dtype=torch.int64, device="meta")
     tokens = torch.empty_like(position_ids)
     staged = as_pipelined(model)
@@ -62,6 +69,22 @@ def build(
         run,
         torch.empty((1, LENGTH, config.model.hidden_size), dtype=torch.bfloat16, device="meta", requires_grad=True),
     )
+
+
+def use_counted_fp8(
+    launches: Launches, model: nn.Module, config: Config, ctx: ParallelContext, kernels: Kernels
+) -> None:
+    """FP8 as on a GPU, in a step with a history of magnitudes. Products of scaled matrices are one launch."""
+
+    def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
+        launches.names["scaled_mm"] += 1
+        return torch.empty(len(a.data), len(b.data), dtype=dtype, device="meta")
+
+    PRODUCTS["emulated"] = scaled_product  # type: ignore[index]
+    use_fp8(model, config, ctx, kernels)
+    for module in model.modules():
+        if isinstance(module, AmaxHistory):
+            module.has_stepped = True
 
 
 def count_triton(launches: Launches) -> None:

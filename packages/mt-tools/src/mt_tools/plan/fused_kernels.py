@@ -3,7 +3,8 @@
 | kernel | saved besides the parameters |
 | --- | --- |
 | rms_norm, layer_norm | the input; one or two statistics per row |
-| rotary | the cosines and sines, which all layers share; q, k and v are copied out of their product, which norms of heads keep |
+| rotary | the cosines and sines, which all layers share; q, k and v are copied out of qkv |
+| rotary with norms of heads | the same, and qkv |
 | activation | the input |
 | bias_dropout_add | a seed |
 | cross_entropy | the logits; one number per position (as the reference does) |

@@ -29,6 +29,7 @@ class Implementation:
     - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved, norms) -> q [B, S, N, D], k and v [B, S, G, D],
       with q and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's
       linear_qkv. norms: HeadNorms of the reference, or None; what they give is not rounded before it is turned.
+    - Of fp8_cast, the function itself: its casts compute the activations (Activated) that they are given.
     """
 
     name: str
@@ -48,6 +49,11 @@ def _triton(reference: str, supports: Supports = supports_triton) -> Implementat
 def _triton_norm(name: str) -> Implementation:
     fused: Lazy[Callable[..., Any]] = Lazy(f"mt_core.nn.kernels.triton_kernels.{name}:add_{name}")
     return replace(_triton(f"{name}:{name}", supports_triton_rows), fused=fused)
+
+
+def _triton_fp8_cast() -> Implementation:
+    cast = _triton("fp8_activations:TritonActivationCasts")
+    return replace(cast, fused=cast.function)
 
 
 def _external(package: str, function: str, supports: Supports) -> Implementation:
@@ -109,6 +115,6 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "fp8_cast": (
         Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.cast_implementations:TorchCasts")),
-        _triton("fp8_casts:TritonCasts"),
+        _triton_fp8_cast(),
     ),
 }

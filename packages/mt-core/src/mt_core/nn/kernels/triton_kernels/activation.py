@@ -23,7 +23,7 @@ _QUICK = tl.constexpr(1.702)  # quick_gelu(x) = x sigmoid(1.702 x)
 
 
 @triton.jit
-def _value(x, NAME: tl.constexpr):
+def gate_value(x, NAME: tl.constexpr):
     """The activation of the gate half (swiglu, geglu, geglu_tanh, clamped_swiglu) or of everything (squared_relu)."""
     if NAME == "swiglu":
         result = x * tl.sigmoid(x)
@@ -41,7 +41,7 @@ def _value(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, NAME: tl.constexpr):
+def gate_slope(x, NAME: tl.constexpr):
     """Its derivative."""
     if NAME == "swiglu":
         gate = tl.sigmoid(x)
@@ -61,7 +61,7 @@ def _slope(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def _factor(up, NAME: tl.constexpr):
+def up_factor(up, NAME: tl.constexpr):
     """What the activation of the gate half is multiplied by."""
     if NAME == "clamped_swiglu":
         up = tl.minimum(tl.maximum(up, -_CLAMP), _CLAMP) + 1.0
@@ -69,8 +69,8 @@ def _factor(up, NAME: tl.constexpr):
 
 
 @triton.jit
-def _through_factor(grad, up, NAME: tl.constexpr):
-    """The gradient of `up` from that of _factor(up)."""
+def through_factor(grad, up, NAME: tl.constexpr):
+    """The gradient of `up` from that of up_factor(up)."""
     if NAME == "clamped_swiglu":
         grad = tl.where(tl.abs(up) <= _CLAMP, grad, 0.0)
     return grad
@@ -87,12 +87,12 @@ def _activation_forward(
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    result = _value(value, NAME)
+    result = gate_value(value, NAME)
     if GATED:
         up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
-        result *= _factor(up, NAME)
+        result *= up_factor(up, NAME)
     tl.store(y + row * width + column, result, mask=inside)
 
 
@@ -112,9 +112,9 @@ def _activation_backward(
         up = tl.load(x + offset + width, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + offset + width, _through_factor(grad * _value(value, NAME), up, NAME), mask=inside)
-        grad *= _factor(up, NAME)
-    tl.store(dx + offset, grad * _slope(value, NAME), mask=inside)
+        tl.store(dx + offset + width, through_factor(grad * gate_value(value, NAME), up, NAME), mask=inside)
+        grad *= up_factor(up, NAME)
+    tl.store(dx + offset, grad * gate_slope(value, NAME), mask=inside)
 
 
 class _Activation(torch.autograd.Function):
