@@ -26,7 +26,7 @@ from mt_core.parallel.context import ParallelContext
 
 SAVED_BYTES = {"tensorwise": 8, "delayed": 12, "rowwise": 8, "blockwise": 8}
 """For each number of the activation. Forward the activation is not written and read in 16 bits (delayed: 4 bytes;
-tensorwise, whose largest magnitude takes a pass of its own: 2; rowwise and blockwise, which compute it for each product:
+tensorwise, whose largest magnitude takes its own pass: 2; rowwise and blockwise, which compute it for each product:
 2); backward the two halves of its input's gradient are not (8; 6; 6)."""
 SIZES = {"tensorwise": 32, "delayed": 32, "rowwise": 32, "blockwise": 128}
 """Features: blocks are not smaller, and the interpreter is slow."""
