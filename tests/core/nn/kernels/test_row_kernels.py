@@ -227,7 +227,7 @@ def normed_parts(
 def normed_in_one_pass(
     qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fused("rotary")(qkv, cos, sin, interleaved, HeadNorms(q_weight, k_weight, 1e-5, zero_centered, 0.75))
+    return fused("rotary")(qkv, cos, sin, interleaved, HeadNorms(q_weight, k_weight, 0.75, 1e-5, zero_centered))
 
 
 def check_normed_rotary_of_qkv(rank: int, world: int) -> None:

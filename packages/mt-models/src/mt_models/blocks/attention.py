@@ -134,7 +134,7 @@ class SelfAttention(nn.Module):
         if not isinstance(q_norm, Norm) or not isinstance(k_norm, Norm):
             return None
         q_weight, *options = q_norm.operands()
-        return HeadNorms(q_weight, k_norm.operands()[0], *options, q_scale=self.query_scale)
+        return HeadNorms(q_weight, k_norm.operands()[0], self.query_scale, *options)
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         q, k, v = self.project_and_turn(x, None if angles is None else angles.within(self.window))

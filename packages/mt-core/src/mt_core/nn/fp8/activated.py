@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mt_core.nn.kernels.reference.activation import activation
+from mt_core.nn.kernels.reference.activation import FusedActivation, activation
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Activated:
     """
 
     x: Tensor
-    name: str
+    name: FusedActivation
     grad: Tensor | None = None
     turned: bool = False
 

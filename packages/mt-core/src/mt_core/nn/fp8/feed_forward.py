@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from mt_core.nn.feed_forward import DenseFeedForward
 from mt_core.nn.fp8.activated import Activated
 from mt_core.nn.fp8.multiply import Fp8Multiply, LayerCall, backward_products, forward_product
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.activation import FusedActivation
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -28,7 +29,7 @@ class Fp8FeedForward:
 
     first: Fp8Multiply
     second: Fp8Multiply
-    activation: str
+    activation: FusedActivation
 
     def __call__(self, x: Tensor, fc1: ColumnParallelLinear, fc2: RowParallelLinear) -> Tensor:
         calls = self.first.call(fc1.weight, fc1.ctx), self.second.call(fc2.weight, fc2.ctx)
@@ -39,7 +40,13 @@ class Fp8FeedForward:
 class _Fp8FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight1: Tensor, weight2: Tensor, first: LayerCall, second: LayerCall, name: str
+        ctx: Any,
+        x: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        first: LayerCall,
+        second: LayerCall,
+        name: FusedActivation,
     ) -> Tensor:
         inner, saved1 = forward_product(x.flatten(0, -2), x.shape, weight1, first, ctx.needs_input_grad[1])
         activated = Activated(inner.flatten(0, -2), name)
@@ -83,11 +90,10 @@ def join_activations(layer: nn.Module, kernels: Kernels) -> None:
 
 def _joined(module: DenseFeedForward) -> Fp8FeedForward | None:
     """None: the activation has no such form, or a gradient is needed in 16 bits."""
-    products = module.linear_fc1.multiply, module.linear_fc2.multiply
-    first, second = products
+    first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
     if not isinstance(first, Fp8Multiply) or not isinstance(second, Fp8Multiply):
         return None
     in_fp8 = first.wgrad_in_fp8 and second.wgrad_in_fp8 and module.linear_fc1.bias is None
     if not in_fp8 or not is_gated(module.activation) or module.activation not in FUSED:
         return None
-    return Fp8FeedForward(first, second, module.activation)
+    return Fp8FeedForward(first, second, cast(FusedActivation, module.activation))

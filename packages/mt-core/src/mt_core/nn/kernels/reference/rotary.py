@@ -19,9 +19,9 @@ class HeadNorms:
 
     q_weight: Tensor
     k_weight: Tensor
+    q_scale: float
     eps: float
     zero_centered: bool = False
-    q_scale: float = 1.0
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
