@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from counting import FlashAttention, Launches
@@ -19,11 +19,13 @@ from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.options import PRODUCTS
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import KernelName
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.model import as_pipelined
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
+from mt_models.blocks.decoder_config import DecoderConfig
 from mt_tools.plan.contexts import fake_context
 from mt_tools.plan.ledger import Ledger
 
@@ -50,7 +52,7 @@ def build(
     overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock", *settings]
     host = load_plugins()
     config = load_config(preset=preset, overrides=overrides, host=host).config
-    kernels = Kernels(config.kernels.model_dump(), "cuda", "bfloat16")
+    kernels = Kernels(cast(Mapping[KernelName, str], config.kernels.model_dump()), "cuda", "bfloat16")
     ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
     make = host.models.get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
@@ -64,11 +66,8 @@ def build(
     def run(hidden: Tensor) -> Tensor:
         return staged.run_stage(stage, hidden, tokens=tokens, position_ids=position_ids)
 
-    return (
-        model,
-        run,
-        torch.empty((1, LENGTH, config.model.hidden_size), dtype=torch.bfloat16, device="meta", requires_grad=True),
-    )
+    shape = (1, LENGTH, cast(DecoderConfig, config.model).hidden_size)
+    return model, run, torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
 def use_counted_fp8(

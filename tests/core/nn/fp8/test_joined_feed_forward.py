@@ -43,7 +43,7 @@ class Shape:
     output_init_std: float = 0.3
 
 
-def feed_forward(recipe: str, name: str, *, joined: bool) -> DenseFeedForward:
+def feed_forward(recipe: str, name: str, *, joined: bool, device: str = "cpu") -> DenseFeedForward:
     ctx = ParallelContext(params_dtype=torch.bfloat16)
     module = DenseFeedForward(Shape(name, SIZES[recipe], SIZES[recipe]), ctx)
     options = Fp8Options(
@@ -57,9 +57,9 @@ def feed_forward(recipe: str, name: str, *, joined: bool) -> DenseFeedForward:
     initialize(module, 3, ctx)
     module.activate = partial(implementation("activation", "triton"), bias=None, name=name)
     if joined:
-        join_activations(module, Kernels({"fp8_cast": "triton", "activation": "triton"}, "cpu", "bfloat16"))
+        join_activations(module, Kernels({"fp8_cast": "triton", "activation": "triton"}, device, "bfloat16"))
         assert module.joined is not None
-    return module
+    return module.to(device)
 
 
 @contextmanager
