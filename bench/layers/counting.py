@@ -1,9 +1,9 @@
-"""Launches and saved bytes of layers on the meta device, whoever wrote them."""
+"""Launches, and moved and saved bytes, of layers on the meta device, whoever wrote them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "device"}
 NO_KERNEL |= {"_unsafe_view", "_reshape_alias", "lift_fresh"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "scaled_mm"}
 
 
 class Launches(TorchDispatchMode):
@@ -22,12 +23,22 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.moved = 0
         self.fused = 0
+
+    def move(self, tensors: Iterable[Any]) -> None:
+        """A launch reads or writes these, each once."""
+        memory = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x.nbytes for x in flat(tensors)}
+        self.moved += sum(memory.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if not (func.is_view or name in NO_KERNEL or self.fused):
             self.names[name] += 1
+            result = func(*args, **(kwargs or {}))
+            if name not in PRODUCTS:
+                self.move([args, result])
+            return result
         return func(*args, **(kwargs or {}))
 
     def as_one(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -42,6 +53,13 @@ class Launches(TorchDispatchMode):
                 self.fused -= 1
 
         return counted
+
+
+def flat(values: Any) -> list[Tensor]:
+    """The tensors in nested lists."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [x for value in values for x in flat(value)] if isinstance(values, list | tuple) else []
 
 
 class FlashAttention(torch.autograd.Function):
@@ -99,10 +117,12 @@ def count(launches: Launches, model: nn.Module, run: Callable[[Tensor], Tensor],
 
     with launches:
         launches.names.clear()
+        launches.moved = 0
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             out = run(hidden)
         forward = dict(launches.names)
         launches.names.clear()
         out.backward(torch.empty_like(out))
         backward = dict(launches.names)
-    return {"forward": forward, "backward": backward, "bytes": sum(storage.nbytes() for storage in saved.values())}
+    kept = sum(storage.nbytes() for storage in saved.values())
+    return {"forward": forward, "backward": backward, "bytes": kept, "moved": launches.moved}

@@ -1,23 +1,31 @@
-"""mt's Llama, with the kernels that a GPU gets: Triton's launches are counted and not done."""
+"""A model of mt, with the kernels that a GPU gets: Triton's launches are counted and not done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from counting import FlashAttention, Launches
-from shapes import HIDDEN, LENGTH
+from shapes import LENGTH
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
+from mt_core.config.schema import Config
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.fp8.casts import Scaled
+from mt_core.nn.fp8.history import AmaxHistory
+from mt_core.nn.fp8.options import PRODUCTS
+from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import KernelName
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.model import as_pipelined
+from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
+from mt_models.blocks.decoder_config import DecoderConfig
 from mt_tools.plan.contexts import fake_context
 from mt_tools.plan.ledger import Ledger
 
@@ -35,18 +43,21 @@ class OnGPU(ModelEnvironment):
 LAUNCHES: list[Launches] = []
 
 
-def build(launches: Launches, layers: int) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
+def build(
+    launches: Launches, layers: int, preset: str, *settings: str
+) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
     LAUNCHES.append(launches)
     count_triton(launches)
     sizes = [f"model.num_layers={layers}", f"data.seq_length={LENGTH}", "train.micro_batch_size=1"]
-    overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock"]
+    overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock", *settings]
     host = load_plugins()
-    config = load_config(preset="llama3-8b", overrides=overrides, host=host).config
-    kernels = Kernels({}, "cuda", "bfloat16")
+    config = load_config(preset=preset, overrides=overrides, host=host).config
+    kernels = Kernels(cast(Mapping[KernelName, str], config.kernels.model_dump()), "cuda", "bfloat16")
     ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
-    make = host.models.get("llama", key="model.family").build.load()
+    make = host.models.get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
     use_kernels(model.modules(), kernels)
+    use_counted_fp8(launches, model, config, ctx, kernels)
     position_ids = torch.empty((1, LENGTH), dtype=torch.int64, device="meta")
     tokens = torch.empty_like(position_ids)
     staged = as_pipelined(model)
@@ -55,7 +66,24 @@ def build(launches: Launches, layers: int) -> tuple[nn.Module, Callable[[Tensor]
     def run(hidden: Tensor) -> Tensor:
         return staged.run_stage(stage, hidden, tokens=tokens, position_ids=position_ids)
 
-    return model, run, torch.empty((1, LENGTH, HIDDEN), dtype=torch.bfloat16, device="meta", requires_grad=True)
+    shape = (1, LENGTH, cast(DecoderConfig, config.model).hidden_size)
+    return model, run, torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+
+
+def use_counted_fp8(
+    launches: Launches, model: nn.Module, config: Config, ctx: ParallelContext, kernels: Kernels
+) -> None:
+    """FP8 as on a GPU, in a step with a history of magnitudes. Products of scaled matrices are one launch."""
+
+    def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
+        launches.names["scaled_mm"] += 1
+        return torch.empty(len(a.data), len(b.data), dtype=dtype, device="meta")
+
+    PRODUCTS["emulated"] = scaled_product  # type: ignore[index]
+    use_fp8(model, config, ctx, kernels)
+    for module in model.modules():
+        if isinstance(module, AmaxHistory):
+            module.has_stepped = True
 
 
 def count_triton(launches: Launches) -> None:
@@ -63,5 +91,6 @@ def count_triton(launches: Launches) -> None:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         launches.names[self.fn.__name__] += 1
+        launches.move(args)
 
     JITFunction.run = run

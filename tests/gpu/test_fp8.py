@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.core.nn.fp8.test_joined_feed_forward import SIZES, feed_forward
 from tests.core.nn.fp8.test_products import PAIRS
 from tests.core.nn.kernels.interpreter import implementation
 from torch import Tensor
@@ -133,3 +134,18 @@ def test_runs_stay_near_bf16(recipe: str, compile_: str) -> None:
     for more in ([], [*fp8, f"train.compile={compile_}"]):
         losses.append(Trainer(load_config(preset="gpt-tiny", overrides=[*common, *more])).train().losses["valid_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activations_that_casts_compute(recipe: str) -> None:
+    """As separate kernels do, up to multiplications and additions that a compiler joins in one of them."""
+    x, grad = random(4, 300, SIZES[recipe]), random(4, 300, SIZES[recipe], seed=1)
+    found = []
+    for joined in (False, True):
+        module = feed_forward(recipe, "swiglu", joined=joined, device="cuda")
+        given = x.detach().requires_grad_()
+        out = module(given)
+        out.backward(grad)
+        found.append((out, given.grad, module.linear_fc1.weight.grad, module.linear_fc2.weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert off(other, one) < 2e-2

@@ -16,8 +16,9 @@ from tests.core.nn.kernels.test_losses import losses_of
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern, eager_attention
+from mt_core.nn.embedding import VocabRange, project_to_vocab
 from mt_core.nn.kernels.reference.adamw import AdamWOptions, TorchAdamW
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, ParallelContext
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -79,6 +80,19 @@ def test_rotary_of_qkv(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("per_group", "groups", "head_dim", "half"), [(4, 8, 128, 64), (1, 12, 64, 16), (3, 1, 10, 3)])
+def test_normed_rotary_of_qkv(
+    dtype: torch.dtype, interleaved: bool, per_group: int, groups: int, head_dim: int, half: int
+) -> None:
+    qkv = on_gpu(2, 600, groups, per_group + 2, head_dim, dtype=dtype)  # more tokens than programs
+    weights = [on_gpu(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    angles = on_gpu(1, 600, 1, half, dtype=torch.float32).detach()
+    given = qkv, angles.cos(), angles.sin(), interleaved, *weights, interleaved
+    assert_agrees(formulas.normed_in_one_pass, formulas.normed_parts, *given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"])
 @pytest.mark.parametrize("width", [14336, 26])
 def test_activations(dtype: torch.dtype, name: str, width: int) -> None:
@@ -113,6 +127,23 @@ def test_cross_entropy(dtype: torch.dtype, vocabulary: int) -> None:
     kernel = implementation("cross_entropy", "triton")
     for overwrite in (False, True):
         assert_agrees(lambda x, o=overwrite: kernel(x * 1, columns, Axis(), o), lambda x: losses_of(x, columns), logits)
+
+
+def test_logits_of_a_padded_vocabulary_are_aligned() -> None:
+    """GPT-2's: the product's rows, and those of the gradient, begin at multiples of 16 bytes."""
+    ids, padded = 50257, 50304
+    x, weight = on_gpu(1, 64, 256), on_gpu(padded, 256)
+    target = torch.randint(0, ids, (64,), device="cuda")
+    logits = project_to_vocab(x, weight, VocabRange(0, ids), ParallelContext())
+    assert logits.shape[-1] == ids
+    assert logits.stride(1) == padded
+    implementation("cross_entropy", "triton")(logits.flatten(0, 1), target, Axis()).sum().backward()
+    exact = [given.detach().double().requires_grad_() for given in (x, weight)]
+    losses_of(exact[0][0] @ exact[1][:ids].T, target).sum().backward()
+    for given, wanted in zip((x, weight), exact, strict=True):
+        assert given.grad is not None
+        assert (given.grad.double() - wanted.grad).abs().max() < 1.6e-2 * wanted.grad.abs().max()
+    assert not weight.grad[ids:].any()  # type: ignore[index]
 
 
 def test_linear_cross_entropy_holds_a_chunk_of_logits_and_no_more() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from tests.core.nn.kernels.interpreter import run_interpreted
@@ -14,12 +17,14 @@ from mt_core.nn.layout import initialize
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 
 LAYERS, WIDTH = 2, 32
 SIZES = [f"num_layers={LAYERS}", f"hidden_size={WIDTH}", "num_attention_heads=4", "vocab_size=48"]
 FAMILIES = {
     "llama": ["family=llama", "ffn_hidden_size=48"],
-    "gemma": ["family=gemma", "ffn_hidden_size=48"],
+    "gemma": ["family=gemma", "ffn_hidden_size=48", "query_pre_attn_scalar=5"],
     "gpt": ["family=gpt", "normalization=LayerNorm", "position_embedding_type=rope"],
     "gpt, parallel": [
         "family=gpt",
@@ -66,10 +71,11 @@ def step(model: Model) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, int
 
 
 def check(rank: int, world: int, family: str) -> tuple[int, int]:
-    kernel = f"kernels.{'layer_norm' if 'gpt' in family else 'rms_norm'}=triton"
+    norm = f"kernels.{'layer_norm' if 'gpt' in family else 'rms_norm'}=triton"
+    kernels = [norm, *(["kernels.rotary=triton"] if family == "gemma" else [])]
     plain, wanted, _ = step(built(FAMILIES[family]))
     full = ["recompute.recompute_granularity=full", "recompute.recompute_method=uniform"]
-    recomputed, fused = (step(built(FAMILIES[family], kernel, *more)) for more in (full, []))
+    recomputed, fused = (step(built(FAMILIES[family], *kernels, *more)) for more in (full, []))
     for logits, gradients, _ in (recomputed, fused):
         assert torch.allclose(logits, plain, atol=1e-5)
         for one, other in zip(gradients, wanted, strict=True):
@@ -80,3 +86,30 @@ def check(rank: int, world: int, family: str) -> tuple[int, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_add_to_the_residual_stream_in_their_norms(family: str) -> None:
     assert run_interpreted(check, family) == [(LAYERS * SUMS[family], 0)]
+
+
+def launches_of_attention(rank: int, world: int, *kernels: str) -> dict[str, int]:
+    """By kernel, of a Qwen3 layer between the product of queries, keys and values and the attention, both ways."""
+    from triton.runtime import interpreter
+
+    names: Counter[str] = Counter()
+    launch = interpreter.GridExecutor.__call__
+
+    def counting(self: Any, *given: Any, **named: Any) -> None:
+        names[self.fn.__name__] += 1
+        launch(self, *given, **named)
+
+    interpreter.GridExecutor.__call__ = counting
+    model = built(["family=qwen", "ffn_hidden_size=48", "num_query_groups=2"], *kernels)
+    attention = next(module for module in model.modules() if isinstance(module, SelfAttention))
+    angles = RotaryAngles(torch.arange(2)[None], inverse_frequencies(WIDTH // 4, 1e4))
+    parts = attention.project_and_turn(torch.randn(1, 2, WIDTH), angles)
+    torch.stack([part.sum() for part in parts]).sum().backward()
+    return dict(names)
+
+
+def test_norms_of_heads_and_positions_are_one_launch_each_way() -> None:
+    (apart,) = run_interpreted(launches_of_attention, "kernels.rms_norm=torch", "kernels.rotary=triton")
+    assert apart == {"_rotary": 2}
+    (joined,) = run_interpreted(launches_of_attention, "kernels.rms_norm=triton", "kernels.rotary=triton")
+    assert joined == {"_normed_rotary_of_qkv_forward": 1, "_normed_rotary_of_qkv_backward": 1}

@@ -130,6 +130,7 @@ class Traffic(TorchDispatchMode):
     FREE = (
         "view",
         "empty",
+        "new_empty",
         "t.",
         "transpose",
         "detach",

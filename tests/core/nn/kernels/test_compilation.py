@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 triton = pytest.importorskip("triton")
 
 from mt_core.nn.kernels.support import WIDEST_ROW  # noqa: E402
-from mt_core.nn.kernels.triton_kernels import fp8_casts, layer_norm, rms_norm, softmax  # noqa: E402
+from mt_core.nn.kernels.triton_kernels import fp8_activations, fp8_casts, layer_norm, rms_norm, softmax  # noqa: E402
 from mt_core.nn.kernels.triton_kernels.launch import warps_for  # noqa: E402
 from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS  # noqa: E402
 
@@ -34,6 +34,13 @@ NORM = {
 }
 STATISTICS = {"mean": SINGLE, "rstd": SINGLE, "dweight": SINGLE, "dbias": SINGLE, "eps": "fp32"}
 ROTARY_OF_QKV = {"qkv": HALF, "q": HALF, "k": HALF, "v": HALF, "cos": SINGLE, "sin": SINGLE}
+NORMED_ROTARY = {
+    **ROTARY_OF_QKV,
+    **dict.fromkeys(("dq", "dk", "dv", "dqkv", "q_weight", "k_weight"), HALF),
+    "dweights": SINGLE,
+    "eps": "fp32",
+    "q_scale": "fp32",
+}
 ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "sin": SINGLE}
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
 LOSS = {"logits": HALF, "gradient": HALF, "columns": ADDRESSES, "result": SINGLE, "lse": SINGLE, "factor": SINGLE}
@@ -43,7 +50,7 @@ ADAMW = {
     **LISTS, "scale": SINGLE, "corrections": SINGLE,
     **dict.fromkeys(("lr", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay"), "fp32"),
 }  # fmt: skip
-FP8 = {"x": HALF, "amaxes": "*i32", "parts": "*i32", "limit": "fp32", "scale": SINGLE, "noted": SINGLE}
+FP8 = {"x": HALF, "grad": HALF, "amaxes": "*i32", "parts": "*i32", "limit": "fp32", "scale": SINGLE, "noted": SINGLE}
 RESIDUAL = {"x": HALF, "bias": HALF, "residual": HALF, "y": HALF, "dy": HALF, "dx": HALF, "seed": ADDRESSES}
 
 
@@ -70,7 +77,10 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
         yield "rotary", "_rotary", ROTARY, {"INVERSE": False, "INTERLEAVED": interleaved, **heads}, 4
         for backward in (False, True):
             whole = {"BACKWARD": backward, "INTERLEAVED": interleaved, **heads, "WIDTH": 128}
-            yield "rotary", "_rotary_of_qkv", ROTARY_OF_QKV, whole, 4
+            yield "rotary_of_qkv", "_rotary_of_qkv", ROTARY_OF_QKV, whole, 4
+        for way in ("forward", "backward"):
+            normed = {"ZERO_CENTERED": True, "INTERLEAVED": interleaved, **heads, "Q_HEADS": 16, "WIDTH": 128}
+            yield "rotary_of_qkv", f"_normed_rotary_of_qkv_{way}", NORMED_ROTARY, normed, 4
     yield "cross_entropy", "_cross_entropy_statistics", LOSS, {"DEPTH": 4, "BLOCK": 2048}, 8
     yield "cross_entropy", "_cross_entropy_gradient", LOSS, {"BLOCK": 4096}, 8
     half, single = triton.language.bfloat16, triton.language.float32
@@ -104,6 +114,26 @@ def fp8_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]
             )
         lines, block = fp8_casts._ROW_TILES[turned]
         yield "fp8_casts", "_fp8_cast_rows", *fp8_case("fp8e4nv", {"TURNED": turned, "LINES": lines, "BLOCK": block}), 8
+    for gradient in (False, True):
+        yield from fp8_activation_cases({"NAME": "swiglu", "GRADIENT": gradient})
+
+
+def fp8_activation_cases(kind: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+    """Of the activation or of the gradient of its input."""
+    module = "fp8_activations"
+    yield module, "_fp8_amax_of_activation", FP8, {**kind, "BLOCK": fp8_activations._AMAX_BLOCK}, 16
+    rows, columns = fp8_activations._TILE
+    for count, measured in ((512, False), (1, True)):
+        both = {"COUNT": count, "STRAIGHT": True, "TRANSPOSED": True, "MEASURED": measured}
+        shape = {**kind, **both, "ROWS": rows, "COLUMNS": columns}
+        yield module, "_fp8_cast_of_activation", *fp8_case("fp8e4nv", shape), 8
+    for turned in (False, True):
+        rows, columns = fp8_activations._BLOCK_TILES[turned]
+        blocks = {**kind, "TURNED": turned, "ROWS": rows, "COLUMNS": columns}
+        yield module, "_fp8_cast_blocks_of_activation", *fp8_case("fp8e4nv", blocks), 8
+        lines, block = fp8_activations._ROW_TILES[turned]
+        by_line = {**kind, "TURNED": turned, "LINES": lines, "BLOCK": block}
+        yield module, "_fp8_cast_rows_of_activation", *fp8_case("fp8e4nv", by_line), 8
 
 
 def fp8_case(form: str, shape: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

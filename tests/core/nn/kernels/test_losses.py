@@ -65,6 +65,31 @@ def test_large_and_hidden_logits(name: str) -> None:
     run_interpreted(check_extremes, name)
 
 
+def check_gaps(rank: int, world: int) -> None:
+    """Between rows of logits, as a padded vocabulary leaves them on a GPU: nothing of them counts or is written."""
+    memory = random(5, 16).detach()
+    memory[:, 9:] = float("nan")
+    before, target = memory.clone(), labels(5, 9)
+    logits = memory[:, :9].requires_grad_()
+    for overwrite in (False, True):
+        logits.grad = None
+        losses = implementation("cross_entropy", "triton")(logits, target, ALONE, overwrite)
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        exact = logits.detach().double().requires_grad_()
+        losses_of(exact, target).sum().backward()
+        assert torch.allclose(losses.double(), losses_of(exact, target), atol=1e-5)
+        assert torch.allclose(gradient.double(), exact.grad, atol=1e-6)
+        assert gradient.stride() == (16, 1)
+        assert torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0))
+    # The last row ends where the memory does: there is nothing to read behind it.
+    ends = torch.empty(4 * 16 + 9).as_strided((5, 9), (16, 1)).copy_(memory[:, :9])
+    assert torch.allclose(implementation("cross_entropy", "triton")(ends, target, ALONE), losses.detach())
+
+
+def test_logits_whose_rows_are_apart_in_memory() -> None:
+    run_interpreted(check_gaps)
+
+
 def check_overwriting(rank: int, world: int) -> str:
     """Another operation that kept the logits for its backward pass must not get their gradient instead."""
     logits = random(4, 9) * 1

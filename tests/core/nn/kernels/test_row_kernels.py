@@ -11,6 +11,7 @@ from tests.core.nn.kernels.comparison import assert_agrees, random
 from tests.core.nn.kernels.interpreter import fused, implementation, run_interpreted
 from torch import Tensor
 
+from mt_core.nn.kernels.reference.rotary import HeadNorms
 from mt_core.nn.kernels.request import KernelName
 
 IMPLEMENTATIONS = ("torch", "triton")
@@ -213,6 +214,41 @@ def check_rotary_of_qkv(rank: int, world: int) -> None:
 def test_rotary_of_qkv_in_one_pass() -> None:
     """Queries, keys and values of groups, all in tensors of their own."""
     run_interpreted(check_rotary_of_qkv)
+
+
+def normed_parts(
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    q = 0.75 * rms_norm(q.flatten(2, 3), q_weight, 1e-5, zero_centered)
+    return *rotary(q, rms_norm(k.squeeze(3), k_weight, 1e-5, zero_centered), cos, sin, interleaved), v.squeeze(3)
+
+
+def normed_in_one_pass(
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fused("rotary")(qkv, cos, sin, interleaved, HeadNorms(q_weight, k_weight, 0.75, 1e-5, zero_centered))
+
+
+def check_normed_rotary_of_qkv(rank: int, world: int) -> None:
+    from mt_core.nn.kernels.triton_kernels import rotary_of_qkv
+
+    rotary_of_qkv._PROGRAMS_PER_MULTIPROCESSOR = 1  # 4 programs in all: fewer than tokens
+    for dtype, (groups, per_group, head_dim, half, batch) in (
+        (torch.float32, (1, 17, 10, 3, 1)),
+        (torch.bfloat16, (2, 2, 8, 4, 2)),
+    ):
+        qkv = random(2, 3, groups, per_group + 2, head_dim, dtype=dtype)
+        q_weight, k_weight = (random(head_dim, dtype=dtype, seed=i) for i in (1, 2))
+        angles = random(batch, 3, 1, half).detach()
+        for interleaved in (False, True):
+            given = qkv, angles.cos(), angles.sin(), interleaved, q_weight, k_weight, interleaved
+            assert_agrees(normed_in_one_pass, normed_parts, *given)
+
+
+def test_normed_rotary_of_qkv_in_one_pass() -> None:
+    """Partial rotary, grouped heads, angles of each sequence, weights that are zero-centred or not."""
+    run_interpreted(check_normed_rotary_of_qkv)
 
 
 def check_activations(rank: int, world: int, name: str) -> None:

@@ -87,8 +87,12 @@ class VocabParallelOutput(LinearModule):
 
 
 def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
-    """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it."""
-    return column_parallel_linear(x, without_padding(weight, own), None, ctx)
+    """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it.
+
+    On a GPU the result has room for them between its rows in memory: rows of 50,257 numbers would not be aligned.
+    """
+    pitch = len(weight) if weight.is_cuda and len(weight) > len(own) > 0 else None
+    return column_parallel_linear(x, without_padding(weight, own), None, ctx, pitch)
 
 
 def without_padding(weight: Tensor, own: VocabRange) -> Tensor:

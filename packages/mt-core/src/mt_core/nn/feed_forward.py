@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import Section
@@ -37,17 +38,27 @@ class FeedForwardShape(Protocol):
     def output_init_std(self) -> float: ...
 
 
+class JoinedFeedForward(Protocol):
+    """Computes both products and the activation between them."""
+
+    def __call__(self, x: Tensor, fc1: ColumnParallelLinear, fc2: RowParallelLinear) -> Tensor: ...
+
+
 class DenseConfig(Section):
     """The dense block takes its shape from the model; it has no options of its own."""
 
 
 class DenseFeedForward(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))): [batch, sequence, hidden] -> the same."""
+    """linear_fc2(activation(linear_fc1(x))): [batch, sequence, hidden] -> the same.
+
+    joined: computes all of it in place of the layers (FP8), except under torch.compile.
+    """
 
     def __init__(self, config: FeedForwardShape, ctx: ParallelContext) -> None:
         super().__init__()
         self.activation = config.activation
         self.activate: Callable[[Tensor], Tensor] = partial(activate, config.activation)
+        self.joined: JoinedFeedForward | None = None
         blocks = 2 if is_gated(config.activation) else 1
         init: Init = normal(config.init_method_std)
         self.linear_fc1 = ColumnParallelLinear(
@@ -70,6 +81,8 @@ class DenseFeedForward(nn.Module):
         self.activate = pick_activation(self.activation, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None and not torch.compiler.is_compiling():
+            return self.joined(x, self.linear_fc1, self.linear_fc2)
         return self.linear_fc2(self.activate(self.linear_fc1(x)))
 
 

@@ -119,38 +119,58 @@ def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:
     return reduce_from(partial, ctx.tp)
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
-    """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed."""
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, pitch: int | None = None
+) -> Tensor:
+    """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed.
+
+    pitch: numbers from one row of the result to the next in memory, as of `linear`; not with a bias.
+    """
     if ctx.tp.size == 1:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, pitch)
     main, overlap = main_gradient_of(weight), ctx.sequence_parallel and ctx.tp_comm_overlap
-    return _ColumnParallelLinear.apply(x, weight, bias, main, ctx.tp, ctx.sequence_parallel, overlap)
+    return _ColumnParallelLinear.apply(x, weight, bias, main, ctx.tp, ctx.sequence_parallel, overlap, pitch)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b on one rank: x [..., in], W [out, in]. The gradient of W goes to its main gradient if it has one."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None = None) -> Tensor:
+    """x W^T + b on one rank: x [..., in], W [out, in]. The gradient of W goes to its main gradient if it has one.
+
+    pitch: numbers from one row of the result to the next in memory, `out` or more; not with a bias. Products write
+    rows that are not aligned slowly.
+    """
     main = main_gradient_of(weight)
-    if main is None or not torch.is_grad_enabled():
+    if pitch is None and (main is None or not torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
-    return _MainGradientLinear.apply(x, weight, bias, main)
+    return _MainGradientLinear.apply(x, weight, bias, main, pitch)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None) -> Tensor:
+    if pitch is None:
+        return F.linear(x, weight, bias)
+    assert bias is None
+    rows = x.flatten(0, -2)
+    out = x.new_empty(len(rows), pitch)[:, : len(weight)]
+    return torch.mm(rows, weight.t(), out=out).unflatten(0, x.shape[:-1])
 
 
 class _MainGradientLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad | None, pitch: int | None
+    ) -> Tensor:
         ctx.main, ctx.has_bias = main, bias is not None
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return _product(x, weight, bias, pitch)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         wanted = _wanted(ctx)
         dx = grad @ weight if wanted.x else None
         dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main) if wanted.weight else None
         dbias = _bias_gradient(grad) if wanted.bias else None
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -167,19 +187,20 @@ class _ColumnParallelLinear(torch.autograd.Function):
         axis: Axis,
         sequence_parallel: bool,
         overlap: bool,
+        pitch: int | None,
     ) -> Tensor:
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
-        if overlap:
+        if overlap and pitch is None:
             assert axis.group is not None
             _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
             return out if bias is None else out + bias
         whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x
-        return F.linear(whole, weight, bias)
+        return _product(whole, weight, bias, pitch)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         wanted = _wanted(ctx)
@@ -196,7 +217,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         dbias = _bias_gradient(grad) if wanted.bias else None
         if reducing is not None:
             reducing.wait()
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None, None, None
 
 
 class _OverlappedRowParallelLinear(torch.autograd.Function):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.request import KernelName
 from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
 from mt_core.parallel.context import AxisName, ParallelContext
 
@@ -18,6 +19,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 class Norm(LayoutModule):
     """A norm over the last dimension. add_kernel: its kernel's form `fused`, if that has one."""
 
+    kernel_name: ClassVar[KernelName]
     kernel: Callable[..., Tensor]
     add_kernel: Callable[..., tuple[Tensor, ...]] | None = None
 
@@ -42,6 +44,7 @@ class Norm(LayoutModule):
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al., 2016)."""
 
+    kernel_name = "layer_norm"
     weight: Tensor
     bias: Tensor
 
@@ -63,6 +66,7 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019)."""
 
+    kernel_name = "rms_norm"
     weight: Tensor
 
     def __init__(self, size: int, eps: float, ctx: ParallelContext, partial: tuple[AxisName, ...] = ()) -> None:

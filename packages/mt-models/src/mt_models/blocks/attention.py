@@ -11,9 +11,10 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import Cache, PagedScores, Pages, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.rotary import HeadNorms
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
-from mt_core.nn.norm import Normalization, build_head_norm
+from mt_core.nn.norm import Norm, Normalization, build_head_norm
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.rotary import RotaryAngles, plain_rotary, rotary_features
@@ -100,6 +101,7 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear if output_bias is None else output_bias,
             init=normal(config.output_init_std),
         )
+        self.query_scale = 1.0  # of the queries, behind their norm
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
@@ -110,13 +112,29 @@ class SelfAttention(nn.Module):
         if self.rotary_features is not None:
             self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
             if self._turns_what_it_splits:
-                self.split_and_turn = kernels.pick_fused("rotary", *self.rotary_features, width=self.head_dim)
+                self.split_and_turn = kernels.pick_fused(
+                    "rotary",
+                    *self.rotary_features,
+                    width=self.head_dim,
+                    joined=None if self.q_layernorm is None else "rms_norm",
+                )
 
     @property
     def _turns_what_it_splits(self) -> bool:
-        """Whether nothing is computed between the split of qkv and the positions, by a subclass either."""
+        """Whether between the split of qkv and the positions nothing is computed but RMSNorms of heads, by a subclass
+        either."""
         own = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
-        return own and self.q_layernorm is None and self.ranks_per_group == 1
+        norms = (self.q_layernorm, self.k_layernorm)
+        in_kernel = all(isinstance(norm, Norm) and norm.kernel_name == "rms_norm" for norm in norms)
+        plain = self.q_layernorm is None and self.query_scale == 1.0
+        return own and (in_kernel or plain) and self.ranks_per_group == 1
+
+    def _head_norms(self) -> HeadNorms | None:
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        if not isinstance(q_norm, Norm) or not isinstance(k_norm, Norm):
+            return None
+        q_weight, *options = q_norm.operands()
+        return HeadNorms(q_weight, k_norm.operands()[0], self.query_scale, *options)
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         q, k, v = self.project_and_turn(x, None if angles is None else angles.within(self.window))
@@ -147,7 +165,8 @@ class SelfAttention(nn.Module):
     def project_and_turn(self, x: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, with the norms of heads and with positions."""
         if self.split_and_turn is not None and angles is not None:
-            q, k, v = self.split_and_turn(self.groups_of_rows(x), angles.cos, angles.sin, self.rotary_interleaved)
+            qkv, norms = self.groups_of_rows(x), self._head_norms()
+            q, k, v = self.split_and_turn(qkv, angles.cos, angles.sin, self.rotary_interleaved, norms)
             return q, k, v
         q, k, v = self.project(x)
         q, k = self.normalize(q, k)
@@ -177,6 +196,6 @@ class SelfAttention(nn.Module):
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Applied to each head of the queries and keys, if the model has it."""
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return q, k
-        return self.q_layernorm(q), self.k_layernorm(k)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        return q if self.query_scale == 1.0 else q * self.query_scale, k

@@ -22,6 +22,7 @@ class ZeroCenteredRMSNorm(Norm):
     different positions.
     """
 
+    kernel_name = "rms_norm"
     weight: Tensor
 
     def __init__(self, size: int, eps: float, ctx: ParallelContext, *, per_head: bool = False) -> None:

@@ -51,10 +51,6 @@ class GemmaAttention(SelfAttention):
             self.q_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
             self.k_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = super().normalize(q, k)
-        return q * self.query_scale, k
-
     def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
         return replace(super().paged_scores(pattern), softcap=self.logit_softcap)
 

@@ -3,7 +3,8 @@
 | kernel | saved besides the parameters |
 | --- | --- |
 | rms_norm, layer_norm | the input; one or two statistics per row |
-| rotary | the cosines and sines, which all layers share; q, k and v are copied out of their product |
+| rotary | the cosines and sines, which all layers share; q, k and v are copied out of qkv |
+| rotary with norms of heads | the same, and qkv |
 | activation | the input; with a weight of each row, the weights |
 | bias_dropout_add | a seed |
 | cross_entropy | the logits; one number per position (as the reference does) |
@@ -23,6 +24,7 @@ from mt_core.config.schema import Config
 from mt_core.nn.activations import is_gated
 from mt_core.nn.kernels.choice import AUTO, Kernels
 from mt_core.nn.kernels.reference.cross_entropy import cross_entropy
+from mt_core.nn.kernels.reference.rotary import HeadNorms
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.nn.kernels.support import WIDEST_ROW
 from mt_core.nn.kernels.use import configured_kernels
@@ -47,12 +49,14 @@ class ConfiguredKernels(Kernels):
         in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
         return in_torch.pick(kernel, *features, width=width, plain=plain)
 
-    def pick_fused(self, kernel: KernelName, *features: Feature, width: int = 0) -> Callable[..., Any] | None:
-        """Of rotary, which frees its input, and of weighted activations. The sum of a norm is planned apart: the same
-        tensors are saved."""
-        if kernel == "activation":
-            return weighted_activation if self._is_fused(kernel, width) else None
-        return rotary_of_qkv if kernel == "rotary" and self._is_fused(kernel, width) else None
+    def pick_fused(
+        self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
+    ) -> Callable[..., Any] | None:
+        """Of rotary, which frees its input unless it normalizes heads, and of weighted activations. The sum of a norm is
+        planned apart: the same tensors are saved."""
+        found = FUSED.get(kernel)
+        kernels = (kernel,) if joined is None else (kernel, joined)
+        return found if all(self._is_fused(each, width) for each in kernels) else None
 
     def _is_fused(self, kernel: KernelName, width: int) -> bool:
         wanted = self.wanted.get(kernel, AUTO)
@@ -87,16 +91,20 @@ class _Rotary(torch.autograd.Function):
 
 class _RotaryOfQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin, q_weight, k_weight, None if q_weight is None else qkv)
         ctx.shape = qkv.shape
         *positions, groups, rows, width = qkv.shape
         q = qkv.new_empty((*positions, groups * (rows - 2), width))
         return q, qkv.new_empty((*positions, groups, width)), qkv.new_empty((*positions, groups, width))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].new_empty(ctx.shape), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, *weights, _ = ctx.saved_tensors
+        dweights = [None if weight is None else torch.empty_like(weight) for weight in weights]
+        return grads[0].new_empty(ctx.shape), *dweights, None, None
 
 
 class _Activation(torch.autograd.Function):
@@ -151,8 +159,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
     return turned
 
 
-def rotary_of_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    parts: tuple[Tensor, Tensor, Tensor] = _RotaryOfQKV.apply(qkv, cos, sin)
+def rotary_of_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (None, None) if norms is None else (norms.q_weight, norms.k_weight)
+    parts: tuple[Tensor, Tensor, Tensor] = _RotaryOfQKV.apply(qkv, *weights, cos, sin)
     return parts
 
 
@@ -177,3 +188,6 @@ FAKES: Mapping[KernelName, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
 }
 """With the same signature as the real kernel."""
+
+FUSED: Mapping[KernelName, Callable[..., Any]] = {"rotary": rotary_of_qkv, "activation": weighted_activation}
+"""Of the form `fused`."""

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from mt_core.nn.fp8.activated import Matrix, computed
 from mt_core.nn.fp8.casts import (
     Granularity,
     Scaled,
@@ -22,7 +23,7 @@ from mt_core.nn.fp8.formats import scale_of
 
 Map = Callable[[Tensor], Tensor]
 """Of [rows, ...] to another number of rows, such as gathering them."""
-Cast = Callable[[Tensor, torch.dtype, int], Scaled]
+Cast = Callable[[Matrix, torch.dtype, int], Scaled]
 """(x, format, margin) -> x with a scale for each row or block"""
 Along = Literal["columns", "rows", "both"]
 """What the products of a matrix will be contracted along. A cast may give up to what is named."""
@@ -76,20 +77,20 @@ class Casts(Protocol):
         """cast_square_blocks"""
         ...
 
-    def amaxes(self, x: Tensor) -> Tensor:
+    def amaxes(self, x: Matrix) -> Tensor:
         """fp32, [] or [n]: magnitudes of which the largest is that of x."""
         ...
 
-    def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+    def by_amaxes(self, x: Matrix, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
         """By the largest of these magnitudes (see scale_of)."""
         ...
 
-    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
+    def by_scale(self, x: Matrix, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
         """scale: [] fp32."""
         ...
 
     def by_past(
-        self, x: Tensor, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
+        self, x: Matrix, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
     ) -> WholeCast:
         """By the magnitude `past`, [] fp32. An x that is not finite becomes NaN, by its scale; of another one the
         largest magnitude is noted: noted = max(noted, it), [] fp32."""
@@ -99,22 +100,28 @@ class Casts(Protocol):
 class TorchCasts:
     """In plain torch: the reference, and what torch.compile makes kernels of."""
 
-    rows = staticmethod(cast_rows)
-    row_blocks = staticmethod(cast_row_blocks)
-    square_blocks = staticmethod(cast_square_blocks)
+    def rows(self, x: Matrix, dtype: torch.dtype, margin: int) -> Scaled:
+        return cast_rows(computed(x), dtype, margin)
 
-    def amaxes(self, x: Tensor) -> Tensor:
-        return amax_of(x)
+    def row_blocks(self, x: Matrix, dtype: torch.dtype, margin: int) -> Scaled:
+        return cast_row_blocks(computed(x), dtype, margin)
 
-    def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+    def square_blocks(self, x: Matrix, dtype: torch.dtype, margin: int) -> Scaled:
+        return cast_square_blocks(computed(x), dtype, margin)
+
+    def amaxes(self, x: Matrix) -> Tensor:
+        return amax_of(computed(x))
+
+    def by_amaxes(self, x: Matrix, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
         return self.by_scale(x, scale_of(amaxes, dtype, margin), dtype, along)
 
-    def by_scale(self, x: Tensor, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
-        return WholeCast(cast_tensor(x, scale, dtype))
+    def by_scale(self, x: Matrix, scale: Tensor, dtype: torch.dtype, along: Along) -> WholeCast:
+        return WholeCast(cast_tensor(computed(x), scale, dtype))
 
     def by_past(
-        self, x: Tensor, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
+        self, x: Matrix, past: Tensor, noted: Tensor | None, dtype: torch.dtype, margin: int, along: Along
     ) -> WholeCast:
+        x = computed(x)
         amax = amax_of(x)
         if noted is not None:
             note(noted, amax)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.fp8.activated import Activated, Matrix, computed
 from mt_core.nn.fp8.cast_implementations import Along, Map
 from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role
@@ -38,8 +40,13 @@ class Fp8Multiply:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         """x [..., in] -> [..., out], sharded as the layer says."""
-        notes, main = torch.is_grad_enabled(), main_gradient_of(weight)
-        out = _Fp8Linear.apply(x, weight, LayerCall(self, ctx.tp, ctx.sequence_parallel, notes, main))
+        return self.leave(_Fp8Linear.apply(x, weight, self.call(weight, ctx)), bias, ctx)
+
+    def call(self, weight: Tensor, ctx: ParallelContext) -> LayerCall:
+        return LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled(), main_gradient_of(weight))
+
+    def leave(self, out: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
+        """The layer's result from the product of this rank's shards."""
         if self.cut == "input" and ctx.tp.size > 1:
             out = leave_tensor_parallel(out, ctx)
         return out if bias is None else out + bias
@@ -66,7 +73,7 @@ class LayerCall:
     def gathers(self) -> bool:
         return self.communicates and self.sequence_parallel
 
-    def operand(self, matrix: Tensor, role: Role, along: Along = "columns", scale: Tensor | None = None) -> Operand:
+    def operand(self, matrix: Matrix, role: Role, along: Along = "columns", scale: Tensor | None = None) -> Operand:
         return self.layer.scaling.operand(
             matrix, role, along=along, cut_over=self._cut_over(role), note=self.notes, scale=scale
         )
@@ -95,47 +102,67 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: LayerCall) -> Tensor:
-        rows = x.flatten(0, -2)
-        # What is gathered again for the weight's gradient has to be kept by rows.
-        is_both = call.layer.wgrad_in_fp8 and ctx.needs_input_grad[1] and not call.gathers
-        inputs, weights = call.operand(rows, "input", "both" if is_both else "columns"), call.operand(weight, "weight")
-        a = inputs.along_columns(call.map_rows(x.shape))
-        out = call.multiply(a, weights.along_columns(), x.dtype, fast=True)
-        kept = inputs.kept() if call.layer.wgrad_in_fp8 else rows
-        ctx.save_for_backward(kept, inputs.scale, weight, weights.scale)
+        out, saved = forward_product(x.flatten(0, -2), x.shape, weight, call, ctx.needs_input_grad[1])
+        ctx.save_for_backward(*saved)
         ctx.call, ctx.shape = call, x.shape
-        return out.view(*_gathered_shape(x.shape, call), len(weight))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        kept, scale, weight, weight_scale = ctx.saved_tensors
-        call: LayerCall = ctx.call
-        wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        kept, *saved = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
-        along_rows: Along = "both" if wants_dx else "rows"
-        is_in_fp8 = wants_dweight and call.layer.wgrad_in_fp8
-        gradients = call.operand(grad, "gradient", along_rows if is_in_fp8 else "columns")
-        dx = dweight = reducing = None
-        if wants_dx:
-            weights = call.operand(weight, "weight", "rows", weight_scale)
-            rows = call.multiply(gradients.along_columns(), weights.along_rows(), grad.dtype)
-            dx, reducing = _leave(rows.view(*_gathered_shape(ctx.shape, call), weight.shape[1]), call)
-        if wants_dweight:
-            gather = call.map_rows(ctx.shape)
-            whole = kept if gather is None else gather(kept)
-            dweight = _weight_gradient(call, grad, gradients, whole, scale, weight.dtype)
-        if reducing is not None:
-            reducing.wait()
-        return dx, dweight, None
+        return *backward_products(grad, ctx.shape, kept, saved, ctx.call, gradients_wanted(ctx, 2)), None
+
+
+Saved = tuple[Tensor | None, ...]
+"""Of a product: what its input keeps, the input's scale, the weight and its scale."""
+
+
+def forward_product(
+    x: Matrix, shape: torch.Size, weight: Tensor, call: LayerCall, wants_dweight: bool
+) -> tuple[Tensor, Saved]:
+    """x [rows, in], of a tensor of `shape` -> x W^T [..., out], and what its backward pass needs. Of an Activated that
+    is not cast for both products at once its own input is kept."""
+    # What is gathered again for the weight's gradient has to be kept by rows.
+    is_both = call.layer.wgrad_in_fp8 and wants_dweight and not call.gathers
+    inputs, weights = call.operand(x, "input", "both" if is_both else "columns"), call.operand(weight, "weight")
+    a = inputs.along_columns(call.map_rows(shape))
+    out = call.multiply(a, weights.along_columns(), weight.dtype if isinstance(x, Activated) else x.dtype, fast=True)
+    kept = inputs.kept() if call.layer.wgrad_in_fp8 else x
+    saved = (kept.x if isinstance(kept, Activated) else kept, inputs.scale, weight, weights.scale)
+    return out.view(*_gathered_shape(shape, call), len(weight)), saved
+
+
+def backward_products(
+    grad: Matrix, shape: torch.Size, kept: Matrix, saved: Sequence[Tensor], call: LayerCall, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad [rows, out] -> the gradients of x and of the weight. kept, saved: as forward_product gave them."""
+    scale, weight, weight_scale = saved
+    wants_dx, wants_dweight = wanted
+    along_rows: Along = "both" if wants_dx else "rows"
+    is_in_fp8 = wants_dweight and call.layer.wgrad_in_fp8
+    gradients = call.operand(grad, "gradient", along_rows if is_in_fp8 else "columns")
+    dx = dweight = reducing = None
+    if wants_dx:
+        weights = call.operand(weight, "weight", "rows", weight_scale)
+        rows = call.multiply(gradients.along_columns(), weights.along_rows(), weight.dtype)
+        dx, reducing = _leave(rows.view(*_gathered_shape(shape, call), weight.shape[1]), call)
+    if wants_dweight:
+        gather = call.map_rows(shape)
+        whole = gather(kept) if gather is not None and isinstance(kept, Tensor) else kept
+        dweight = _weight_gradient(call, grad, gradients, whole, scale, weight.dtype)
+    if reducing is not None:
+        reducing.wait()
+    return dx, dweight
 
 
 def _weight_gradient(
-    call: LayerCall, grad: Tensor, gradients: Operand, kept: Tensor, scale: Tensor | None, dtype: torch.dtype
+    call: LayerCall, grad: Matrix, gradients: Operand, kept: Matrix, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
     """dy^T x: [out, in], or None after it was added to the main gradient. No product of FP8 adds to what is there."""
     if not call.layer.wgrad_in_fp8:
-        return weight_gradient(grad, kept, call.main)
+        return weight_gradient(computed(grad), computed(kept), call.main)
     inputs = call.layer.scaling.restored(kept, scale, "input")
     return call.multiply(gradients.along_rows(), inputs.along_rows(), dtype)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mt_core.nn.fp8.activated import Matrix
 from mt_core.nn.fp8.cast_implementations import TORCH_CASTS, Along, Cast, Casts, Map, restored_cast
 from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.formats import Role, scale_of
@@ -24,7 +25,7 @@ class Operand(Protocol):
         """Of the whole matrix, where it has one."""
         ...
 
-    def kept(self) -> Tensor:
+    def kept(self) -> Matrix:
         """What of it a backward pass needs."""
         ...
 
@@ -41,14 +42,14 @@ class Operand(Protocol):
 class CastByDirection:
     """Scales belong to the dimension of a product: it is cast once for each."""
 
-    x: Tensor
+    x: Matrix
     cast: Cast
     dtype: torch.dtype
     margin: int
 
     scale = None
 
-    def kept(self) -> Tensor:
+    def kept(self) -> Matrix:
         return self.x
 
     def along_columns(self, map_rows: Map | None = None) -> Scaled:
@@ -66,7 +67,7 @@ class Scaling(Protocol):
 
     def operand(
         self,
-        x: Tensor,
+        x: Matrix,
         role: Role,
         *,
         along: Along = "columns",
@@ -79,7 +80,7 @@ class Scaling(Protocol):
         before."""
         ...
 
-    def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
         """The operand that had `kept` and `scale`."""
         ...
 
@@ -94,7 +95,7 @@ class CurrentScaling:
 
     def operand(
         self,
-        x: Tensor,
+        x: Matrix,
         role: Role,
         *,
         along: Along = "columns",
@@ -107,7 +108,7 @@ class CurrentScaling:
             return casts.by_scale(x, scale, dtype, along)
         return casts.by_amaxes(x, largest_over(casts.amaxes(x), cut_over), dtype, self.margin, along)
 
-    def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
         return _restored(kept, scale)
 
 
@@ -123,7 +124,7 @@ class DelayedScaling:
 
     def operand(
         self,
-        x: Tensor,
+        x: Matrix,
         role: Role,
         *,
         along: Along = "columns",
@@ -139,7 +140,7 @@ class DelayedScaling:
             scale = self._first_scale(casts.amaxes(x).amax(), role, cut_over, note)
         return casts.by_scale(x, scale, dtype, along)
 
-    def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
         return _restored(kept, scale)
 
     def _first_scale(self, amax: Tensor, role: Role, cut_over: Axis, note: bool) -> Tensor:
@@ -166,7 +167,7 @@ class RowScaling:
 
     def operand(
         self,
-        x: Tensor,
+        x: Matrix,
         role: Role,
         *,
         along: Along = "columns",
@@ -176,7 +177,7 @@ class RowScaling:
     ) -> Operand:
         return CastByDirection(x, _outside_of_compiler(self.casts).rows, self.dtypes[role], self.margin)
 
-    def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
         return self.operand(kept, role)
 
 
@@ -190,7 +191,7 @@ class BlockScaling:
 
     def operand(
         self,
-        x: Tensor,
+        x: Matrix,
         role: Role,
         *,
         along: Along = "columns",
@@ -202,10 +203,11 @@ class BlockScaling:
         cast = casts.square_blocks if role == "weight" else casts.row_blocks
         return CastByDirection(x, cast, self.dtypes[role], self.margin)
 
-    def restored(self, kept: Tensor, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
         return self.operand(kept, role)
 
 
-def _restored(kept: Tensor, scale: Tensor | None) -> Operand:
+def _restored(kept: Matrix, scale: Tensor | None) -> Operand:
     assert scale is not None
+    assert isinstance(kept, Tensor)
     return restored_cast(kept, scale)

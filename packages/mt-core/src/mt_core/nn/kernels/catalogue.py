@@ -26,9 +26,11 @@ class Implementation:
 
     fused: the kernel with the operations around it in one pass, backward too.
     - Of a norm, (x, branch, ...) -> (x + branch, the norm of it); without a branch (None): (x, the norm of x).
-    - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved) -> q [B, S, N, D], k and v [B, S, G, D], with q
-      and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's linear_qkv.
+    - Of rotary, (qkv [B, S, G, N / G + 2, D], cos, sin, interleaved, norms) -> q [B, S, N, D], k and v [B, S, G, D],
+      with q and k turned: a group of qkv has its query heads, its key head and its value head, as Megatron's
+      linear_qkv. norms: HeadNorms of the reference, or None; what they give is not rounded before it is turned.
     - Of the activation, (x [R, F] or [R, 2F], weights [R], name) -> activation(x) times the weight of each row.
+    - Of fp8_cast, the function itself: its casts compute the activations (Activated) that they are given.
     """
 
     name: str
@@ -48,6 +50,11 @@ def _triton(reference: str, supports: Supports = supports_triton) -> Implementat
 def _triton_norm(name: str) -> Implementation:
     fused: Lazy[Callable[..., Any]] = Lazy(f"mt_core.nn.kernels.triton_kernels.{name}:add_{name}")
     return replace(_triton(f"{name}:{name}", supports_triton_rows), fused=fused)
+
+
+def _triton_fp8_cast() -> Implementation:
+    cast = _triton("fp8_activations:TritonActivationCasts")
+    return replace(cast, fused=cast.function)
 
 
 def _external(package: str, function: str, supports: Supports) -> Implementation:
@@ -75,7 +82,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "rotary": (
         _torch("rotary:rotary"),
-        replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary:rotary_of_qkv")),
+        replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary_of_qkv:rotary_of_qkv")),
         _external("apex", "rotary", needs_apex("interleaved", "batched_angles")),
         _external("liger", "rotary", needs_liger("interleaved", "partial")),
     ),
@@ -113,6 +120,6 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     ),
     "fp8_cast": (
         Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.cast_implementations:TorchCasts")),
-        _triton("fp8_casts:TritonCasts"),
+        _triton_fp8_cast(),
     ),
 }

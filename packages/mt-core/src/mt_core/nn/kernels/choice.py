@@ -103,11 +103,16 @@ class Kernels:
         return choice.load()
 
     def pick_fused(
-        self, kernel: KernelName, *features: Feature, width: int = 0
+        self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., tuple[Tensor, ...]] | None:
-        """The form `fused` of what `pick` gives for the same use; None: it has no such form."""
-        form = self._choose(kernel, features, width).implementation.fused
-        return None if form is None else form.load()
+        """The form `fused` of what `pick` gives for the same use; None: it has no such form.
+
+        joined: the kernel that this form takes the place of as well. The two have to be of one implementation.
+        """
+        chosen = self._choose(kernel, features, width).implementation
+        if joined is not None and self._choose(joined, (), width).implementation.name != chosen.name:
+            return None
+        return None if chosen.fused is None else chosen.fused.load()
 
     def _choose(self, kernel: KernelName, features: Iterable[Feature], width: int) -> Choice:
         request = KernelRequest(

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from mt_core.nn.kernels.reference.accumulation import widened
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorms of each head of the queries and of the keys, before they are rotated.
+
+    q_weight, k_weight: [D]. zero_centered: they are multiplied by 1 + weight. q_scale: a factor of the queries.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    q_scale: float
+    eps: float
+    zero_centered: bool = False
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:

@@ -88,25 +88,38 @@ def _gradient_into(gradient: Tensor, logits: Tensor, columns: Tensor, lse: Tenso
 ROWS = RowKernels(statistics, subtract_target_)
 
 
+def _with_gaps(logits: Tensor) -> Tensor:
+    """logits [rows, ids] with what lies between one row and the next in memory, [rows, ids or more], contiguous."""
+    rows, pitch = len(logits), logits.stride(0)
+    held = logits.untyped_storage().nbytes() // logits.element_size() - logits.storage_offset()
+    if logits.stride(1) != 1 or pitch <= logits.shape[1] or rows * pitch > held:
+        return logits.contiguous()
+    return logits.as_strided((rows, pitch), (pitch, 1))
+
+
 class _CrossEntropy(torch.autograd.Function):
+    """Logits whose rows are apart in memory are read as they are, and the rows of their gradient are as far apart, so
+    that both stay aligned. Such logits may be a part of something else, and are not overwritten."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
-        rows, columns = logits.contiguous(), columns.contiguous()
-        losses, lse = reduce_statistics(statistics(rows, columns, rows.shape[1]), axis)
+        rows, columns = _with_gaps(logits), columns.contiguous()
+        ctx.ids = logits.shape[1]
+        losses, lse = reduce_statistics(statistics(rows, columns, ctx.ids), axis)
         ctx.save_for_backward(rows, columns, lse)
-        ctx.overwrite = overwrite
+        ctx.overwrite = overwrite and rows.shape[1] == ctx.ids
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, columns, lse = ctx.saved_tensors
         gradient = logits if ctx.overwrite else torch.empty_like(logits)
-        _gradient_into(gradient, logits, columns, lse, grads[0], logits.shape[1])
+        _gradient_into(gradient, logits, columns, lse, grads[0], ctx.ids)
         if ctx.overwrite:
             # Autograd does not see Triton's in-place write. With the version counter incremented, a backward pass that
             # saved the logits raises an error instead of using overwritten values.
             torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None
+        return gradient[:, : ctx.ids], None, None, None
 
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:

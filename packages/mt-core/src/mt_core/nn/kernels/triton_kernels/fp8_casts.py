@@ -6,7 +6,10 @@ A product contracts neighbours in memory, so a matrix that takes part in two pro
 magnitudes are compared as integers: the bits of numbers that are not negative have their order, and NaN is the largest.
 """
 
+from __future__ import annotations
+
 import os
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,10 +20,10 @@ from mt_core.nn.fp8.cast_implementations import Along, WholeCast
 from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK, Granularity, Scaled
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 
-_AMAX_BLOCK, _AMAX_WARPS = 8192, 16
-_AMAX_PROGRAMS = 2
+_AMAX_BLOCK, AMAX_WARPS = 8192, 16
+AMAX_PROGRAMS = 2
 """Of a multiprocessor. Few, as each tile of a cast reads what every program found."""
-_TILE, _TILE_WARPS = 128, 8
+TILE_SIZE, TILE_WARPS = 128, 8
 """Rows and columns of a tile: 128 bytes next to one another in either order."""
 _ROW_TILES = {False: (4, 2048), True: (64, 128)}
 """Lines and numbers of each that a program has at a time, of rows and of columns."""
@@ -30,7 +33,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _magnitude_bits(x):
+def magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
@@ -41,12 +44,12 @@ def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
     for block in range(blocks):
         index = first + block * BLOCK + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, _magnitude_bits(tl.load(x + index, mask=index < size, other=0.0).to(tl.float32)))
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x + index, mask=index < size, other=0.0).to(tl.float32)))
     tl.store(parts + tl.program_id(0), tl.max(largest, 0))
 
 
 @triton.jit
-def _scale_of(bits, limit):
+def scale_of(bits, limit):
     """As formats.scale_of, of the bits of magnitudes."""
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), limit)
     scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # which leaves NaN
@@ -54,7 +57,7 @@ def _scale_of(bits, limit):
 
 
 @triton.jit
-def _rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
+def rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
     """fp32 within the range of the format -> the format, to nearest, ties to even. EMULATED: by integers, as torch's
     CPU does, for the interpreter, whose conversion is not exact."""
     if not EMULATED:
@@ -62,7 +65,7 @@ def _rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
     else:
         DIGITS: tl.constexpr = 3 if tl.float8e4nv == TYPE else 2
         BIAS: tl.constexpr = 7 if tl.float8e4nv == TYPE else 15
-        bits = _magnitude_bits(value)
+        bits = magnitude_bits(value)
         sign = (value.to(tl.int32, bitcast=True) >> 31) & 1
         # Below the smallest normal number: added to one whose last place is the format's smallest number.
         ones = tl.full(bits.shape, (127 - BIAS + 24 - DIGITS) << 23, tl.int32)
@@ -74,6 +77,41 @@ def _rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
         code = tl.where(bits > _INFINITY, 0x7F, code) | (sign << 7)
         result = code.to(tl.uint8).to(TYPE, bitcast=True)
     return result
+
+
+@triton.jit
+def scale_of_whole(amaxes, count, limit, scale, COUNT: tl.constexpr):
+    """COUNT 0: `scale`, which is read; else that of amaxes, and `scale` is written."""
+    if COUNT == 0:
+        divisor = tl.load(scale)
+    else:
+        which = tl.arange(0, COUNT)
+        divisor = scale_of(tl.max(tl.load(amaxes + which, mask=which < count, other=0), 0), limit)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale, divisor)
+    return divisor
+
+
+@triton.jit
+def store_largest(parts, bits):
+    """bits [rows, columns] of this program's tile."""
+    tl.store(parts + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def store_cast(
+    value, divisor, data, transposed, row, column, rows, end, columns, padded,
+    LARGEST: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """A tile of data [rows, columns], up to the column `end`, and of transposed [columns, padded]."""
+    value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    cast = rounded(value, data.dtype.element_ty, EMULATED)
+    if STRAIGHT:
+        inside = (row < rows)[:, None] & (column < end)[None, :]
+        tl.store(data + row[:, None] * columns + column[None, :], cast, mask=inside)
+    if TRANSPOSED:
+        within = (column < end)[:, None] & (row < padded)[None, :]
+        tl.store(transposed + column[:, None] * padded + row[None, :], tl.trans(cast), mask=within)
 
 
 @triton.jit
@@ -91,23 +129,13 @@ def _fp8_cast(
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if COUNT == 0:
-        divisor = tl.load(scale)
-    else:
-        which = tl.arange(0, COUNT)
-        divisor = _scale_of(tl.max(tl.load(amaxes + which, mask=which < count, other=0), 0), limit)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale, divisor)
+    divisor = scale_of_whole(amaxes, count, limit, scale, COUNT)
     if MEASURED:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(parts + program, tl.max(tl.max(_magnitude_bits(value), 1), 0))
-    value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    cast = _rounded(value, data.dtype.element_ty, EMULATED)
-    if STRAIGHT:
-        tl.store(data + row[:, None] * columns + column[None, :], cast, mask=inside)
-    if TRANSPOSED:
-        within = (column < columns)[:, None] & (row < padded)[None, :]
-        tl.store(transposed + column[:, None] * padded + row[None, :], tl.trans(cast), mask=within)
+        store_largest(parts, magnitude_bits(value))
+    store_cast(
+        value, divisor, data, transposed, row, column, rows, columns, columns, padded,
+        LARGEST, STRAIGHT, TRANSPOSED, EMULATED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -136,26 +164,26 @@ def _fp8_cast_blocks(
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    bits = _magnitude_bits(value)
+    bits = magnitude_bits(value)
     if SQUARE:
         line = tl.program_id(1) if TURNED else tl.program_id(0)
-        divisor = _scale_of(tl.max(tl.max(bits, 1), 0), limit)
+        divisor = scale_of(tl.max(tl.max(bits, 1), 0), limit)
         across = divisor
         lines = tl.num_programs(1) if TURNED else tl.num_programs(0)
     elif TURNED:
         line = column
-        divisor = _scale_of(tl.max(bits, 0), limit)
+        divisor = scale_of(tl.max(bits, 0), limit)
         across = divisor[None, :]
         lines = columns
     else:
         line = row
-        divisor = _scale_of(tl.max(bits, 1), limit)
+        divisor = scale_of(tl.max(bits, 1), limit)
         across = divisor[:, None]
         lines = rows
     block, blocks = (tl.program_id(0), tl.num_programs(0)) if TURNED else (tl.program_id(1), tl.num_programs(1))
     tl.store(scale + line * blocks + block, divisor, mask=line < lines)
     value = tl.clamp(tl.div_rn(value, across), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    cast = _rounded(value, data.dtype.element_ty, EMULATED)
+    cast = rounded(value, data.dtype.element_ty, EMULATED)
     if TURNED:
         within = (column < columns)[:, None] & (row < length)[None, :]
         tl.store(data + column[:, None] * length + row[None, :], tl.trans(cast), mask=within)
@@ -178,15 +206,15 @@ def _fp8_cast_rows(
         place = first + tl.arange(0, BLOCK)[None, :]
         offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
         value = tl.load(x + offset, mask=(line < lines) & (place < extent), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _magnitude_bits(value))
-    divisor = _scale_of(tl.max(largest, 1)[:, None], limit)
+        largest = tl.maximum(largest, magnitude_bits(value))
+    divisor = scale_of(tl.max(largest, 1)[:, None], limit)
     tl.store(scale + line, divisor, mask=line < lines)
     for first in range(0, length, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :]
         offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
         value = tl.load(x + offset, mask=(line < lines) & (place < extent), other=0.0).to(tl.float32)
         value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        cast = _rounded(value, data.dtype.element_ty, EMULATED)
+        cast = rounded(value, data.dtype.element_ty, EMULATED)
         tl.store(data + line * length + place, cast, mask=(line < lines) & (place < length))
 
 
@@ -196,10 +224,10 @@ class TritonCasts:
     def amaxes(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         blocks = triton.cdiv(x.numel(), _AMAX_BLOCK)
-        per_program = max(triton.cdiv(blocks, multiprocessors(x) * _AMAX_PROGRAMS), 1)
+        per_program = max(triton.cdiv(blocks, multiprocessors(x) * AMAX_PROGRAMS), 1)
         parts = torch.empty(max(triton.cdiv(blocks, per_program), 1), dtype=torch.int32, device=x.device)
         with on_device(x):
-            _fp8_amax[(len(parts),)](x, parts, x.numel(), per_program, _AMAX_BLOCK, num_warps=_AMAX_WARPS)
+            _fp8_amax[(len(parts),)](x, parts, x.numel(), per_program, _AMAX_BLOCK, num_warps=AMAX_WARPS)
         return parts.view(torch.float32)
 
     def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
@@ -214,25 +242,24 @@ class TritonCasts:
     ) -> WholeCast:
         scale = torch.empty((), dtype=torch.float32, device=x.device)
         cast, parts = _cast(x, scale, past.reshape(1), dtype, margin, along, measured=True)
-        with on_device(x):
-            _fp8_note[(1,)](parts, len(parts), scale if noted is None else noted, scale, noted is not None, 1024)
+        note(parts, noted, scale)
         return cast
 
     def rows(self, x: Tensor, dtype: torch.dtype, margin: int) -> Scaled:
         stored, turned = _stored(x)
-        data = torch.empty(len(x), _up(x.shape[1], ALIGNMENT), dtype=dtype, device=x.device)
+        data = torch.empty(len(x), rounded_up(x.shape[1], ALIGNMENT), dtype=dtype, device=x.device)
         scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
         lines, block = _ROW_TILES[turned]
         if len(x):
             with on_device(x):
                 _fp8_cast_rows[(triton.cdiv(len(x), lines),)](
-                    stored, data, scale, *stored.shape, data.shape[1], *_limits(dtype, margin), turned, _interpreted(),
-                    lines, block, num_warps=_TILE_WARPS,
+                    stored, data, scale, *stored.shape, data.shape[1], *limits(dtype, margin), turned, is_interpreted(),
+                    lines, block, num_warps=TILE_WARPS,
                 )  # fmt: skip
         return Scaled(data, scale, Granularity.ROW)
 
     def row_blocks(self, x: Tensor, dtype: torch.dtype, margin: int) -> Scaled:
-        data = torch.empty(len(x), _up(x.shape[1], BLOCK), dtype=dtype, device=x.device)
+        data = torch.empty(len(x), rounded_up(x.shape[1], BLOCK), dtype=dtype, device=x.device)
         scale = torch.empty(len(x), data.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
         return _cast_blocks(x, Scaled(data, scale, Granularity.ROW_BLOCK), margin)
 
@@ -240,6 +267,12 @@ class TritonCasts:
         data = torch.empty(x.shape, dtype=dtype, device=x.device)
         scale = torch.empty(len(x) // BLOCK, x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
         return _cast_blocks(x, Scaled(data, scale, Granularity.SQUARE_BLOCK), margin)
+
+
+def note(parts: Tensor, noted: Tensor | None, scale: Tensor) -> None:
+    """See _fp8_note."""
+    with on_device(parts):
+        _fp8_note[(1,)](parts, len(parts), scale if noted is None else noted, scale, noted is not None, 1024)
 
 
 def _cast_blocks(x: Tensor, result: Scaled, margin: int) -> Scaled:
@@ -250,8 +283,8 @@ def _cast_blocks(x: Tensor, result: Scaled, margin: int) -> Scaled:
         with on_device(x):
             _fp8_cast_blocks[grid](
                 stored, result.data, result.scale, *stored.shape, result.data.shape[1],
-                *_limits(result.data.dtype, margin), turned, result.granularity is Granularity.SQUARE_BLOCK,
-                _interpreted(), BLOCK, num_warps=_TILE_WARPS,
+                *limits(result.data.dtype, margin), turned, result.granularity is Granularity.SQUARE_BLOCK,
+                is_interpreted(), BLOCK, num_warps=TILE_WARPS,
             )  # fmt: skip
     return result
 
@@ -263,13 +296,13 @@ def _stored(x: Tensor) -> tuple[Tensor, bool]:
     return x.contiguous(), False
 
 
-def _limits(dtype: torch.dtype, margin: int) -> tuple[float, float]:
+def limits(dtype: torch.dtype, margin: int) -> tuple[float, float]:
     """What magnitudes are divided by to give a scale, and the largest number."""
     largest = torch.finfo(dtype).max
     return largest / 2.0**margin, largest
 
 
-def _up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
@@ -285,27 +318,67 @@ def _cast(
     """The cast, and with `measured` the largest magnitudes of tiles."""
     x = x.contiguous()
     rows, columns = x.shape
-    padded = _up(rows, ALIGNMENT)
-    data = torch.empty_like(x, dtype=dtype) if along != "rows" else None
-    transposed = torch.empty(columns, padded, dtype=dtype, device=x.device) if along != "columns" else None
-    grid = (max(triton.cdiv(padded, _TILE), 1), max(triton.cdiv(columns, _TILE), 1))
-    parts = torch.empty(grid[0] * grid[1] if measured else 1, dtype=torch.int32, device=x.device)
-    limit, largest = _limits(dtype, margin)
-    bits = parts if amaxes is None else amaxes.view(torch.int32)
-    written = transposed if data is None else data
-    assert written is not None
+    grid = tile_grid(rows, columns, TILE_SIZE, TILE_SIZE)
+    target = WholeTarget.empty(rows, columns, dtype, along, grid, measured, x.device)
+    limit, largest = limits(dtype, margin)
+    bits = target.parts if amaxes is None else amaxes.view(torch.int32)
     with on_device(x):
         _fp8_cast[grid](
-            x, bits, len(bits), limit, scale, written, written if transposed is None else transposed,
-            parts, rows, columns, padded,
+            x, bits, len(bits), limit, scale, *target.written, target.parts, rows, columns, target.padded,
             0 if amaxes is None else triton.next_power_of_2(len(bits)), largest,
-            data is not None, transposed is not None, measured, _interpreted(), _TILE, num_warps=_TILE_WARPS,
+            *target.flags, measured, is_interpreted(), TILE_SIZE, num_warps=TILE_WARPS,
         )  # fmt: skip
-    column_major = None if transposed is None else transposed.t()
-    straight = column_major if data is None else data
-    assert straight is not None
-    return WholeCast(Scaled(straight, scale, Granularity.TENSOR), column_major), parts
+    return target.cast(scale), target.parts
 
 
-def _interpreted() -> bool:
+@dataclass(frozen=True)
+class WholeTarget:
+    """What a cast by one scale writes: data [rows, columns], transposed [columns, padded], or both of them; and with
+    measured magnitudes one of each program."""
+
+    data: Tensor | None
+    transposed: Tensor | None
+    parts: Tensor
+    padded: int
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        along: Along,
+        grid: tuple[int, int],
+        measured: bool,
+        device: torch.device,
+    ) -> WholeTarget:
+        padded = rounded_up(rows, ALIGNMENT)
+        data = torch.empty(rows, columns, dtype=dtype, device=device) if along != "rows" else None
+        transposed = torch.empty(columns, padded, dtype=dtype, device=device) if along != "columns" else None
+        parts = torch.empty(grid[0] * grid[1] if measured else 1, dtype=torch.int32, device=device)
+        return cls(data, transposed, parts, padded)
+
+    @property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """data and transposed; where there is one of them, it stands for the other too."""
+        data = self.transposed if self.data is None else self.data
+        assert data is not None
+        return data, data if self.transposed is None else self.transposed
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        return self.data is not None, self.transposed is not None
+
+    def cast(self, scale: Tensor) -> WholeCast:
+        column_major = None if self.transposed is None else self.transposed.t()
+        straight = column_major if self.data is None else self.data
+        assert straight is not None
+        return WholeCast(Scaled(straight, scale, Granularity.TENSOR), column_major)
+
+
+def tile_grid(rows: int, columns: int, tile_rows: int, tile_columns: int) -> tuple[int, int]:
+    return max(triton.cdiv(rows, tile_rows), 1), max(triton.cdiv(columns, tile_columns), 1)
+
+
+def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,35 +12,52 @@ from mt_core.nn.kernels.triton_kernels.launch import on_device
 
 
 @triton.jit
-def _place(head, per_group, head_stride, group_stride):
+def place(head, per_group, head_stride, group_stride):
     return (head // per_group) * group_stride + (head % per_group) * head_stride
 
 
 @triton.jit
-def _turn(
+def load_pairs(row, valid, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """The channels that are turned of rows [R, 1], valid [R]: both of each pair, [R, HALF] in fp32."""
+    pair = tl.arange(0, HALF)
+    if INTERLEAVED:
+        # Neighbours are loaded together and taken apart in registers.
+        both = tl.arange(0, 2 * HALF)
+        value = tl.load(row + both[None, :], mask=valid[:, None] & (both < 2 * half)[None, :], other=0.0)
+        a, b = tl.split(tl.reshape(value.to(tl.float32), [row.shape[0], HALF, 2]))
+    else:
+        inside = valid[:, None] & (pair < half)[None, :]
+        a = tl.load(row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(row + half + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_pairs(row, valid, a, b, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    pair = tl.arange(0, HALF)
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * HALF)
+        value = tl.reshape(tl.join(a, b), [row.shape[0], 2 * HALF])
+        tl.store(row + both[None, :], value, mask=valid[:, None] & (both < 2 * half)[None, :])
+    else:
+        inside = valid[:, None] & (pair < half)[None, :]
+        tl.store(row + pair[None, :], a, mask=inside)
+        tl.store(row + half + pair[None, :], b, mask=inside)
+
+
+@triton.jit
+def turn(
     source, target, heads, per_group, source_head, source_group, target_head, target_group, cos, sin, half, head_dim,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The heads of one token, in groups: source and target with strides of heads and of groups of their own."""
-    pair = tl.arange(0, HALF)
-    both = tl.arange(0, 2 * HALF)
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)
-        row = source + _place(head, per_group, source_head, source_group)[:, None]
-        out = target + _place(head, per_group, target_head, target_group)[:, None]
-        if INTERLEAVED:
-            # Neighbours are loaded together and taken apart in registers.
-            inside = (head < heads)[:, None] & (both < 2 * half)[None, :]
-            value = tl.load(row + both[None, :], mask=inside, other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(value, [HEADS, HALF, 2]))
-            turned = tl.join(a * cos[None, :] - b * sin[None, :], a * sin[None, :] + b * cos[None, :])
-            tl.store(out + both[None, :], tl.reshape(turned, [HEADS, 2 * HALF]), mask=inside)
-        else:
-            inside = (head < heads)[:, None] & (pair < half)[None, :]
-            a = tl.load(row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(row + half + pair[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.store(out + pair[None, :], a * cos[None, :] - b * sin[None, :], mask=inside)
-            tl.store(out + half + pair[None, :], a * sin[None, :] + b * cos[None, :], mask=inside)
+        row = source + place(head, per_group, source_head, source_group)[:, None]
+        out = target + place(head, per_group, target_head, target_group)[:, None]
+        a, b = load_pairs(row, head < heads, half, INTERLEAVED, HALF)
+        first, second = a * cos[None, :] - b * sin[None, :], a * sin[None, :] + b * cos[None, :]
+        store_pairs(out, head < heads, first, second, half, INTERLEAVED, HALF)
         if REST > 0:
             rest = 2 * half + tl.arange(0, REST)
             passing = (head < heads)[:, None] & (rest < head_dim)[None, :]
@@ -48,7 +65,7 @@ def _turn(
 
 
 @triton.jit
-def _copy(source, target, heads, source_head, target_head, head_dim, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def copy(source, target, heads, source_head, target_head, head_dim, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     channel = tl.arange(0, WIDTH)
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)
@@ -58,7 +75,7 @@ def _copy(source, target, heads, source_head, target_head, head_dim, HEADS: tl.c
 
 
 @triton.jit
-def _angle(cos, sin, offset, half, INVERSE: tl.constexpr, HALF: tl.constexpr):
+def angle(cos, sin, offset, half, INVERSE: tl.constexpr, HALF: tl.constexpr):
     pair = tl.arange(0, HALF)
     c = tl.load(cos + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
     s = tl.load(sin + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
@@ -76,60 +93,22 @@ def _rotary(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // sequence, token % sequence
-    c, s = _angle(cos, sin, batch * angle_batch_stride + position * half, half, INVERSE, HALF)
+    c, s = angle(cos, sin, batch * angle_batch_stride + position * half, half, INVERSE, HALF)
     q_row = q + batch * q_batch_stride + position * q_token_stride
     k_row = k + batch * k_batch_stride + position * k_token_stride
     q_target = q_out + token * q_heads * head_dim
     k_target = k_out + token * k_heads * head_dim
-    _turn(
+    turn(
         q_row, q_target, q_heads, q_heads, q_head_stride, 0, head_dim, 0, c, s, half, head_dim,
         INTERLEAVED, Q_HEADS, HALF, REST,
     )  # fmt: skip
-    _turn(
+    turn(
         k_row, k_target, k_heads, k_heads, k_head_stride, 0, head_dim, 0, c, s, half, head_dim,
         INTERLEAVED, K_HEADS, HALF, REST,
     )  # fmt: skip
 
 
-@triton.jit
-def _rotary_of_qkv(
-    qkv, q, k, v, cos, sin, sequence, groups, per_group, half, head_dim, angle_batch_stride,
-    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """From qkv to q, k and v, all contiguous; backward from the gradients of these to that of qkv, turned back."""
-    token = tl.program_id(0).to(tl.int64)
-    batch, position = token // sequence, token % sequence
-    c, s = _angle(cos, sin, batch * angle_batch_stride + position * half, half, BACKWARD, HALF)
-    group = (per_group + 2) * head_dim
-    queries = qkv + token * groups * group
-    keys = queries + per_group * head_dim
-    values = keys + head_dim
-    own_group = per_group * head_dim
-    q_row = q + token * groups * own_group
-    k_row = k + token * groups * head_dim
-    v_row = v + token * groups * head_dim
-    if BACKWARD:
-        _turn(
-            q_row, queries, groups * per_group, per_group, head_dim, own_group, head_dim, group, c, s, half, head_dim,
-            INTERLEAVED, Q_HEADS, HALF, REST,
-        )  # fmt: skip
-        _turn(
-            k_row, keys, groups, 1, 0, head_dim, 0, group, c, s, half, head_dim, INTERLEAVED, K_HEADS, HALF, REST
-        )  # fmt: skip
-        _copy(v_row, values, groups, head_dim, group, head_dim, K_HEADS, WIDTH)
-    else:
-        _turn(
-            queries, q_row, groups * per_group, per_group, head_dim, group, head_dim, own_group, c, s, half, head_dim,
-            INTERLEAVED, Q_HEADS, HALF, REST,
-        )  # fmt: skip
-        _turn(
-            keys, k_row, groups, 1, 0, group, 0, head_dim, c, s, half, head_dim, INTERLEAVED, K_HEADS, HALF, REST
-        )  # fmt: skip
-        _copy(values, v_row, groups, group, head_dim, head_dim, K_HEADS, WIDTH)
-
-
-_HEADS = 32
+HEADS = 32
 """Heads of a tile at most."""
 
 
@@ -147,7 +126,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
                 q, k, turned_q, turned_k, cos, sin, sequence, q_heads, k_heads, half, head_dim,
                 *q.stride()[:3], *k.stride()[:3], sequence * half if cos.shape[0] > 1 else 0,
                 inverse, interleaved,
-                min(triton.next_power_of_2(q_heads), _HEADS), min(triton.next_power_of_2(k_heads), _HEADS),
+                min(triton.next_power_of_2(q_heads), HEADS), min(triton.next_power_of_2(k_heads), HEADS),
                 triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(rest) if rest else 0,
             )  # fmt: skip
     return turned_q, turned_k
@@ -171,48 +150,3 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
     """As mt_core.nn.kernels.reference.rotary."""
     turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos.contiguous(), sin.contiguous(), interleaved)
     return turned
-
-
-def _launch_of_qkv(
-    qkv: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
-) -> None:
-    """qkv and parts (q, k, v): contiguous, one of them written. Shapes as in the catalogue."""
-    batch, sequence, groups, rows, head_dim = qkv.shape
-    half = cos.shape[-1]
-    rest = head_dim - 2 * half
-    if batch * sequence:
-        with on_device(qkv):
-            _rotary_of_qkv[(batch * sequence,)](
-                qkv, *parts, cos, sin, sequence, groups, rows - 2, half, head_dim,
-                sequence * half if cos.shape[0] > 1 else 0, backward, interleaved,
-                min(triton.next_power_of_2(groups * (rows - 2)), _HEADS), min(triton.next_power_of_2(groups), _HEADS),
-                triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(rest) if rest else 0,
-                triton.next_power_of_2(head_dim),
-            )  # fmt: skip
-
-
-class _RotaryOfQKV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-        batch, sequence, groups, rows, head_dim = qkv.shape
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        q = qkv.new_empty((batch, sequence, groups * (rows - 2), head_dim))
-        k, v = [qkv.new_empty((batch, sequence, groups, head_dim)) for _ in range(2)]
-        _launch_of_qkv(qkv.contiguous(), (q, k, v), cos, sin, interleaved, backward=False)
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        batch, sequence, groups, head_dim = dk.shape
-        dqkv = dk.new_empty((batch, sequence, groups, dq.shape[2] // groups + 2, head_dim))
-        gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        _launch_of_qkv(dqkv, gradients, cos, sin, ctx.interleaved, backward=True)
-        return dqkv, None, None, None
-
-
-def rotary_of_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused` in the catalogue. q, k and v do not share memory with qkv, which can be freed."""
-    parts: tuple[Tensor, Tensor, Tensor] = _RotaryOfQKV.apply(qkv, cos.contiguous(), sin.contiguous(), interleaved)
-    return parts

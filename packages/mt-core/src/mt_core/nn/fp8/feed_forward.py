@@ -1,0 +1,99 @@
+"""A gated feed-forward in FP8 as one autograd function: its activation and the gradient of that exist in FP8 alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mt_core._torch_compat import gradients_wanted
+from mt_core.nn.activations import FUSED, is_gated
+from mt_core.nn.feed_forward import DenseFeedForward
+from mt_core.nn.fp8.activated import Activated
+from mt_core.nn.fp8.multiply import Fp8Multiply, LayerCall, backward_products, forward_product
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.activation import FusedActivation
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Fp8FeedForward:
+    """linear_fc2(activation(linear_fc1(x))) of a DenseFeedForward, with the casts of its layers.
+
+    The activation is computed by the casts that read it, forward for the second product, and where a scale belongs to a
+    row or a block again for the gradient of the second weight. Backward the casts compute the gradient of its input.
+    """
+
+    first: Fp8Multiply
+    second: Fp8Multiply
+    activation: FusedActivation
+
+    def __call__(self, x: Tensor, fc1: ColumnParallelLinear, fc2: RowParallelLinear) -> Tensor:
+        calls = self.first.call(fc1.weight, fc1.ctx), self.second.call(fc2.weight, fc2.ctx)
+        out = _Fp8FeedForward.apply(x, fc1.weight, fc2.weight, *calls, self.activation)
+        return self.second.leave(out, fc2.bias, fc2.ctx)
+
+
+class _Fp8FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        first: LayerCall,
+        second: LayerCall,
+        name: FusedActivation,
+    ) -> Tensor:
+        inner, saved1 = forward_product(x.flatten(0, -2), x.shape, weight1, first, ctx.needs_input_grad[1])
+        activated = Activated(inner.flatten(0, -2), name)
+        out, saved2 = forward_product(activated, inner.shape, weight2, second, ctx.needs_input_grad[2])
+        ctx.save_for_backward(inner, *saved1, *saved2)
+        ctx.first, ctx.second, ctx.name, ctx.shape = first, second, name, x.shape
+        ctx.inner_gradient = None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inner, kept1, *rest = ctx.saved_tensors
+        saved1, (kept2, *saved2) = rest[:3], rest[3:]
+        rows = inner.flatten(0, -2)
+        wants_x, wants_first, wants_second = gradients_wanted(ctx, 3)
+        # A scale of the whole matrix belongs to its cast, which was kept.
+        kept = Activated(rows, ctx.name) if saved2[0] is None else kept2
+        dinner = ctx.inner_gradient
+        wanted = (dinner is None and (wants_x or wants_first), wants_second)
+        computed, dweight2 = backward_products(grads[0].flatten(0, -2), inner.shape, kept, saved2, ctx.second, wanted)
+        dinner = computed if dinner is None else dinner
+        # The half of a split backward pass that is for the weights does not repeat the product.
+        ctx.inner_gradient = dinner if wants_x and not wants_first else None
+        dx = dweight1 = None
+        if dinner is not None and (wants_x or wants_first):
+            gradient = Activated(rows, ctx.name, dinner.flatten(0, -2))
+            dx, dweight1 = backward_products(gradient, ctx.shape, kept1, saved1, ctx.first, (wants_x, wants_first))
+        return dx, dweight1, dweight2, None, None, None
+
+
+def join_activations(layer: nn.Module, kernels: Kernels) -> None:
+    """Have the dense feed-forwards of a layer do so whose two products are in FP8, where the casts and the activation
+    are of one implementation that can."""
+    if kernels.pick_fused("fp8_cast", joined="activation") is None:
+        return
+    for module in layer.modules():
+        if isinstance(module, DenseFeedForward):
+            module.joined = _joined(module)
+
+
+def _joined(module: DenseFeedForward) -> Fp8FeedForward | None:
+    """None: the activation has no such form, or a gradient is needed in 16 bits."""
+    first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
+    if not isinstance(first, Fp8Multiply) or not isinstance(second, Fp8Multiply):
+        return None
+    in_fp8 = first.wgrad_in_fp8 and second.wgrad_in_fp8 and module.linear_fc1.bias is None
+    if not in_fp8 or not is_gated(module.activation) or module.activation not in FUSED:
+        return None
+    return Fp8FeedForward(first, second, cast(FusedActivation, module.activation))
