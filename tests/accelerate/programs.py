@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 STEPS, TOTAL, LR, DECAY = 3, 40, 1e-2, 0.1
@@ -94,34 +96,51 @@ def start(family: str, fields: Mapping[str, Any], world: int, **options: Any) ->
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
 
+def written_by_main_process(accelerator: Any, file: Path) -> None:
+    """The main process writes the file before another one looks for it."""
+    assert accelerator.is_last_process == accelerator.is_main_process
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            file.touch()
+        assert file.exists()
+    accelerator.wait_for_everyone()
+
+
 def train(family: str, fields: Mapping[str, Any], world: int, folder: str) -> dict[str, Any]:
     """Losses of the steps, of an evaluation, and of the same after more steps and a restored state."""
+    import torch
+
     accelerator, model, optimizer, loader, scheduler = start(family, fields, world, return_logits=True)
     model.train()
     losses, norms = [], []
     for batch, _ in zip(loader, range(STEPS), strict=False):
-        with accelerator.accumulate(model):
+        with accelerator.accumulate(model), accelerator.autocast():
             outputs = model(**batch)
             accelerator.backward(outputs.loss)
+            assert not accelerator.optimizer_step_was_skipped
             norms.append(accelerator.clip_grad_norm_(None, 1.0).item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             losses.append(outputs.loss.item())
     model.eval()
-    batch = next(iter(loader))
+    batch, second = islice(loader, 2)
+    assert torch.equal(next(iter(accelerator.skip_first_batches(loader, 1)))["input_ids"], second["input_ids"])
     evaluated = model(**batch)
     accelerator.save_state(folder)
+    written_by_main_process(accelerator, Path(folder) / "note")
     model.train()
     model(**batch)
     accelerator.load_state(folder)
     model.eval()
     logits = None if evaluated.logits is None else accelerator_rows(accelerator, evaluated.logits, batch["input_ids"])
+    restored = accelerator.unwrap_model(model)(**batch).loss.item()
+    assert accelerator.free_memory(model, optimizer) == [None, None]
     return {
         "losses": losses,
         "norms": norms,
         "evaluated": evaluated.loss.item(),
-        "restored": model(**batch).loss.item(),
+        "restored": restored,
         "logits": logits,
         "size": accelerator.state.megatron_lm_plugin.global_batch_size,
         "main": accelerator.is_main_process,

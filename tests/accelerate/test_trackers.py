@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mt_accelerate import Accelerator
+from mt_accelerate.logging import get_logger
 from mt_accelerate.tracking import GeneralTracker
 from mt_accelerate.utils import LoggerType, ProjectConfiguration
 
@@ -75,3 +76,15 @@ def test_values_are_in_event_files_and_in_the_programs_own_tracker(tmp_path: Pat
 def test_all_are_those_whose_packages_are_installed(tmp_path: Path) -> None:
     assert LoggerType.TENSORBOARD in Accelerator(log_with="all", project_dir=str(tmp_path), cpu=True).log_with
     assert LoggerType.TENSORBOARD not in Accelerator(log_with="all", cpu=True).log_with
+
+
+@pytest.mark.parametrize(("rank", "seen"), [(0, ["of all"]), (1, ["of one", "of all"])])
+def test_the_last_rank_logs_for_all(monkeypatch, caplog, rank: int, seen: list[str]) -> None:
+    places = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    logger = get_logger("program", log_level="info")
+    logger.info("of one", in_order=True)
+    logger.info("of all", main_process_only=False)
+    logger.debug("below the level", main_process_only=False)
+    assert caplog.messages == seen

@@ -13,13 +13,14 @@ from mt_core import _torch_compat
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, expand_groups
 from mt_core.parallel.context import Axis
-from mt_core.nn.context_parallel.core import check_context_parallel, context_parallel_attention
+from mt_core.nn.context_parallel.core import check_dropout, check_inner_heads, context_parallel_attention
 from mt_core.nn.context_parallel.blocks import FLASH_CPU, MATH, Softmax
 from mt_core.nn.context_parallel.core import check_pattern
-from mt_core.nn.context_parallel.hierarchical import hierarchical_members
+from mt_core.nn.context_parallel.hierarchical import check_hierarchy, hierarchical_members
 from mt_core.nn.context_parallel.masks import BlockMask
 from mt_core.nn.context_parallel.ulysses import group_repeats
 from mt_core.nn.context_parallel.zigzag import (
+    check_sequence_length,
     as_shards,
     in_order,
     shard_positions,
@@ -184,31 +185,27 @@ def test_inner_axes_are_neighbours_and_outer_ones_stride() -> None:
     assert outer == [(0, 4), (2, 6), (1, 5), (3, 7)]
 
 
-def check(method="p2p", sizes=(4,), seq_length=64, heads=8, dropout=0.0) -> None:
-    check_context_parallel(method, sizes, seq_length=seq_length, heads=heads, dropout=dropout)
-
-
-def test_legal_combinations_pass() -> None:
-    check()
-    check("p2p", (3,), seq_length=12, heads=5)
-    check("a2a+p2p", (2, 4), heads=6)
-    check("a2a", (1,), seq_length=7, heads=3, dropout=0.1)
+def test_legal_values_pass() -> None:
+    check_sequence_length(64, 4)
+    check_sequence_length(7, 1)
+    check_dropout(0.1, 1)
+    check_inner_heads((2, 4), 6)
+    check_hierarchy((2, 4), 8)
 
 
 @pytest.mark.parametrize(
-    ("given_", "words"),
+    ("check", "given_", "words"),
     [
-        ({"seq_length": 60}, r"data.seq_length=60 .*2 x 4 equal chunks .*context_parallel_size=4.* are 56 or 64"),
-        ({"seq_length": 3}, "nearest legal values of data.seq_length are 8$"),
-        ({"dropout": 0.1}, "model.attention_dropout=0.1 .*context_parallel_size=4: .*set model.attention_dropout to 0"),
-        ({"method": "a2a", "heads": 6}, r'"a2a" divides the 6 .* over the 4 .* can be 1, 2, 3 or 6; .*"p2p"'),
-        ({"method": "a2a+p2p", "sizes": (4, 2), "heads": 6}, "over the 4 .* can be 1, 2, 3 or 6"),
-        ({"method": "a2a+p2p", "sizes": (4,)}, r"sizes=\[4\]: .*can be \[1, 4\], \[2, 2\], \[4, 1\]"),
+        (check_sequence_length, (60, 4), r"data.seq_length=60 .*2 x 4 equal chunks .*context_parallel_size=4.* are 56 or 64"),
+        (check_sequence_length, (3, 4), "nearest legal values of data.seq_length are 8$"),
+        (check_dropout, (0.1, 4), "model.attention_dropout=0.1 .*context_parallel_size=4: .*set model.attention_dropout to 0"),
+        (check_inner_heads, ((4,), 6), r'"a2a" divides the 6 .* over the 4 .* can be 1, 2, 3 or 6; .*"p2p"'),
+        (check_hierarchy, ((4,), 4), r"sizes=\[4\]: .*can be \[1, 4\], \[2, 2\], \[4, 1\]"),
     ],
 )
-def test_refusals_say_what_is_legal(given_, words) -> None:
+def test_refusals_say_what_is_legal(check, given_, words) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(**given_)
+        check(*given_)
 
 
 def test_unknown_methods_and_dropout_are_refused_by_the_core() -> None:

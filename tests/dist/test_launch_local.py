@@ -122,13 +122,13 @@ import os, sys, time
 from pathlib import Path
 from mt_core.errors import DataError
 from mt_core.launch.environment import LAUNCHED_BY_MT, read_environment
-from mt_core.launch.failure import record_failure
+from mt_core.launch.failure import describe_failure, write_failure
 from mt_core.launch.phases import Position
 
 environment, folder = read_environment(), Path(os.environ[LAUNCHED_BY_MT])
 time.sleep(0.3 * (3 - environment.rank))  # rank 2 first
 error = RuntimeError("Connection closed by peer") if environment.rank == 0 else DataError("shard 7 is empty")
-record_failure(error, environment, folder, Position("data", 4))
+write_failure(describe_failure(error, environment, Position("data", 4)), folder)
 sys.exit(DataError.exit_code if environment.rank else 1)
 """
 

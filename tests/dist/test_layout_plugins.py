@@ -95,6 +95,7 @@ def run(rank: int, world: int, settings: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [LAST_FIRST_ON_2, WHOLE_ON_2], ids=["schedule", "method"])
 def test_a_third_partys_layout_computes_what_one_process_computes(settings: tuple[str, ...]) -> None:
     found, reference = run_ranks(2, run, settings)[0], run_ranks(1, run, ())[0]

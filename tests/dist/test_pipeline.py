@@ -151,6 +151,7 @@ def train(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "families", "counts", "layers"),
     [(2, ["gpt tied", "llama", "llama tied"], [1, 3, 4], 5), (4, ["gpt tied", "llama"], [3, 11], 9)],

@@ -38,7 +38,6 @@ NOT_RUN = {
     "runs/retro": "needs a trained run; tests/models/test_retro.py does the same",
     "runs/llava": "needs a trained run; tests/models/test_llava.py does the same",
     "mine = stages_of_rank(": "a model and ranks of the reader's",
-    "recorder = ScheduleRecorder(": "a pipeline of the reader's",
     "runs/llama/checkpoints": "needs a trained run; tests/moe does the same",
     "model.state_dict().items()": "a model of the reader's",
     "differences = compare(record(small)": "trains twice; tests/tools/verify does so",

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 from tests.docs.blocks import blocks
 
+from mt_core.plugins import KINDS
+
 ROOT = Path(__file__).parents[2]
 STUBS = sorted(ROOT.glob("packages/*/src/**/__init__.pyi"))
 MODULES_OF_THEIR_OWN = {
@@ -54,7 +56,7 @@ def documented(module: str) -> set[str]:
 
 
 def test_their_number_is_bounded() -> None:
-    assert 150 <= len(PUBLIC) <= 310
+    assert 150 <= len(PUBLIC) <= 230
     assert len({(one.folder, one.name) for one in PUBLIC}) == len(PUBLIC)
 
 
@@ -67,6 +69,11 @@ def test_the_names_of_a_folder_are_those_of_its_stub(folder: str) -> None:
         assert getattr(package, name) is getattr(importlib.import_module(module), name)
     modules = {path.stem for path in Path(package.__path__[0]).iterdir()}
     assert not modules & expected.keys(), "a name cannot be a module and what the module defines"
+
+
+def test_what_hooks_return_is_public() -> None:
+    public = {one.name for one in PUBLIC if one.folder == "mt_core"}
+    assert [kind.spec_type.__name__ for kind in KINDS.values() if kind.spec_type.__name__ not in public] == []
 
 
 def test_each_has_a_docstring() -> None:

@@ -43,6 +43,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one() -> None:
             assert pass_at_k(5, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
+@pytest.mark.slow
 def test_bleu_and_rouge_of_a_file(tmp_path: Path) -> None:
     """Of a text that is its reference: the most. Unigram precision 3/4 and brevity: worked out by hand."""
     lines = [

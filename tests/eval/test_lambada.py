@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mt_core.errors import DataError
-from mt_eval import Lambada, evaluate
+from mt_eval import evaluate
+from mt_eval.lambada import Lambada
 from mt_infer.text import TextGenerator
 
 PASSAGES = ["one two three four", "He saw the the", "short   one", "x" * 50 + " and a longer passage than the model"]

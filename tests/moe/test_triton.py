@@ -189,6 +189,7 @@ def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((mine - wanted).abs().max() / wanted.abs().max()).item()
 
 
+@pytest.mark.slow
 def test_kernels_compute_what_torch_does() -> None:
     code = "import json; from tests.moe.test_triton import differences; print(json.dumps(differences()))"
     done = subprocess.run(

@@ -227,6 +227,7 @@ def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
         assert set(measured["step"]) == {"torch", "torch.compile"}
 
 
+@pytest.mark.slow
 def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
     """Imports of torch, seconds in processes of their own, are replaced by sleeps."""
     cpu._import("json")
@@ -264,6 +265,7 @@ def test_startup_counts_from_the_imports_and_from_torch(mt, tmp_path, monkeypatc
     assert cases["mt train, first step"]["import_torch"] >= 0.02
 
 
+@pytest.mark.slow
 def test_a_measured_pipeline_is_no_shorter_than_the_simulated_one(mt, tmp_path) -> None:
     out = tmp_path / "pipeline.json"
     sizes = ("--ranks", 2, "--micro-batches", 4, "--unit-ms", 5)
@@ -276,6 +278,7 @@ def test_a_measured_pipeline_is_no_shorter_than_the_simulated_one(mt, tmp_path) 
     assert (tmp_path / "drawn" / "1f1b.svg").exists()
 
 
+@pytest.mark.slow
 def test_sim_plays_every_schedule(mt, tmp_path) -> None:
     out = tmp_path / "sim.json"
     assert mt("bench", "sim", "--out", out).code == 0

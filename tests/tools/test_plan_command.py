@@ -98,6 +98,7 @@ def test_stages_apart_that_hold_alike_are_rows_of_their_own(mt) -> None:
     assert list(held) == ["0", "1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     asked = ("plan", EXAMPLES / "mixtral-tiny.toml", "--world-size", 4, "--search", "--top", 99)
@@ -116,6 +117,7 @@ def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_piped_is_whole(mt_process) -> None:
     outcome = mt_process("plan", SMALL, "--world-size", 8, COLUMNS="80")
     assert outcome.code == 0, outcome.err

@@ -19,7 +19,7 @@ from tests.ckpt.megatron.handmade import (
 )
 from tests.ckpt.megatron.test_rank_files import assert_is
 
-from mt_ckpt.megatron_legacy.qkv import from_grouped, to_grouped
+from mt_ckpt.megatron_legacy.qkv import to_grouped
 from mt_ckpt.megatron_legacy.reader import open_checkpoint
 from mt_core import checkpoint_lookup
 from mt_core.errors import CheckpointError, ConfigError
@@ -269,11 +269,10 @@ def test_a_published_model_without_arguments(tmp_path, host) -> None:
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("columns", [(), (5,)])
-def test_orders_there_and_back(version, columns) -> None:
+def test_rows_of_each_version_come_in_todays_order(version, columns) -> None:
     rows = torch.arange(2 * 3 * 4 * max(1, *columns, 1)).view(24, *columns).float()
     old = in_order_of(version, rows, heads=2)
     assert torch.equal(to_grouped(old, 2, version), rows)
-    assert torch.equal(from_grouped(rows, 2, version), old)
 
 
 def test_a_version_that_is_not_known(tmp_path, host) -> None:

@@ -428,6 +428,7 @@ def overlapped(rank: int, world: int, passes: int) -> tuple[dict[str, Tensor], l
     return gradients(weights), states, [started.count(bucket) for bucket in weights.buckets]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_buckets_are_sent_once_and_by_the_last_pass() -> None:
     expected: dict[str, Tensor] = {}

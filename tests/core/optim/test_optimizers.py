@@ -222,6 +222,7 @@ def test_what_cannot_be_is_refused(overrides, words) -> None:
 # -- imports -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_step_of_training_does_not_import_torchs_compiler() -> None:
     """It takes seconds to import, in every process."""
     program = """

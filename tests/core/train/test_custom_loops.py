@@ -141,6 +141,7 @@ HF_SECTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_and_a_configuration_of_transformers_become_an_engine() -> None:
     """Loss and logits are those of transformers; a step's outcome has them, and its other numbers by name."""
     from transformers import GPT2Config, GPT2LMHeadModel

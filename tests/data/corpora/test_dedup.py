@@ -244,6 +244,7 @@ print(int(peak.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "bytes_per_document"), [("exact", 12), ("minhash", 28)])
 def test_memory_per_document_is_as_stated(method: str, bytes_per_document: float, tmp_path: Path) -> None:
     """Stated: 8 mapped bytes a document (the result on disk), for minhash 8 more, and what sorting is given."""

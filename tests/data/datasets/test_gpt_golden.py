@@ -15,7 +15,6 @@ from mt_core.specs import SplitRequest
 from mt_data.datasets.blend import BlendedDataset
 from mt_data.datasets.config import BlendEntry
 from mt_data.datasets.gpt import GPTDataConfig, build_gpt
-from mt_data.datasets.samples import dense_attention_mask
 from mt_data.datasets.splits import SPLITS
 
 GOLDEN = os.environ.get("MT_GOLDEN")
@@ -60,6 +59,14 @@ def same_index(dataset: Any, golden: dict[str, Any]) -> None:
             same_index(part, part_golden)
     for name, array in dataset.index.arrays().items():
         same(array, golden[name])
+
+
+def dense_attention_mask(segments: Any, length: int) -> Any:
+    """Megatron's mask [1, s, s], True where the row must not look at the column."""
+    masked = ~np.tri(length, dtype=bool)
+    if segments is not None:
+        masked |= segments[:, None] != segments[None, :]
+    return masked[None]
 
 
 def same_samples(dataset: Any, golden: dict[str, Any], length: int) -> None:

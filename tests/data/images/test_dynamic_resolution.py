@@ -45,6 +45,7 @@ def cells(pixel_values: np.ndarray) -> np.ndarray:
     return frames[:, :, :, :, 0].transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 28, 28)
 
 
+@pytest.mark.slow
 def test_images_equal_those_of_the_processor_of_qwen2_vl() -> None:
     """Larger, smaller and stretched. Sums that end near one half may be rounded to the other side."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

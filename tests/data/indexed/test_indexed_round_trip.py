@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mt_core.errors import DataError
-from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, MemoryIndexedDataset, verify
+from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 from mt_data.indexed.layout import dtype_for_vocab
+from mt_data.indexed.memory import MemoryIndexedDataset
 from mt_data.indexed.reader import SequenceReader
 
 # Written out once more, from the format's description and not from the code.

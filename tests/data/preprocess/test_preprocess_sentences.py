@@ -60,6 +60,7 @@ def test_unknown_language() -> None:
         build_splitter("rules", "germn", False)
 
 
+@pytest.mark.slow
 def test_punkt_when_its_data_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nltk = pytest.importorskip("nltk", reason="NLTK is not installed")
     from nltk.tokenize.punkt import PunktTrainer, save_punkt_params

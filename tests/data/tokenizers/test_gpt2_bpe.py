@@ -53,6 +53,7 @@ def test_agrees_with_transformers_on_any_text(ours: GPT2BPETokenizer, reference:
     assert ours.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_agrees_on_every_kind_of_character(ours: GPT2BPETokenizer, reference: Any) -> None:
     """Both libraries carry tables of letters, digits and white space of their own, which may age apart."""
     points = [c for c in [*range(0x3000), *range(0x3000, 0x110000, 7)] if not 0xD800 <= c < 0xE000]

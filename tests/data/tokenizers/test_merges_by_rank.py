@@ -62,6 +62,7 @@ def merge_lists(draw: st.DrawFn) -> list[Pair]:
     return merges
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(merge_lists())
 def test_merges_by_rank_is_sound(merges: list[Pair]) -> None:

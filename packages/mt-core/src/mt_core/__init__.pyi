@@ -28,10 +28,10 @@ from .specs import CheckpointReader as CheckpointReader
 from .specs import CheckpointSaverSpec as CheckpointSaverSpec
 from .specs import CommandSpec as CommandSpec
 from .specs import ContextParallelMethodSpec as ContextParallelMethodSpec
-from .specs import ConvertCheckpoint as ConvertCheckpoint
 from .specs import ConvertOptions as ConvertOptions
 from .specs import Dataset as Dataset
 from .specs import DatasetSpec as DatasetSpec
+from .specs import EvaluatorSpec as EvaluatorSpec
 from .specs import FeedForwardSpec as FeedForwardSpec
 from .specs import FilePart as FilePart
 from .specs import FilePlan as FilePlan
@@ -44,13 +44,13 @@ from .specs import LRScheduleSpec as LRScheduleSpec
 from .specs import ModelSpec as ModelSpec
 from .specs import MoeDispatcherSpec as MoeDispatcherSpec
 from .specs import OptimizerSpec as OptimizerSpec
+from .specs import PassageRetrieverSpec as PassageRetrieverSpec
 from .specs import PipelineScheduleSpec as PipelineScheduleSpec
-from .specs import PlanFiles as PlanFiles
 from .specs import ReadsSlices as ReadsSlices
 from .specs import SampleField as SampleField
-from .specs import ShardedSave as ShardedSave
 from .specs import SpecialTokens as SpecialTokens
 from .specs import SplitRequest as SplitRequest
+from .specs import TextScorerSpec as TextScorerSpec
 from .specs import Tokenizer as Tokenizer
 from .specs import TokenizerSpec as TokenizerSpec
 from .tensor_slice import TensorSlice as TensorSlice

@@ -1,8 +1,8 @@
 """The hooks of mt. A plugin is a module named under the entry-point group `mt` that implements some of them:
 
     # pyproject.toml                          # my_plugin/plugin.py
-    [project]                                 from mt_core.hookspecs import hookimpl
-    dependencies = ["mt-core>=0.1,<0.2"]      from mt_core.specs import Lazy, TokenizerSpec
+    [project]                                 from mt_core import Lazy, TokenizerSpec, hookimpl
+    dependencies = ["mt-core>=0.1,<0.2"]
     [project.entry-points.mt]
     my-plugin = "my_plugin.plugin"            @hookimpl
                                               def mt_register_tokenizers():

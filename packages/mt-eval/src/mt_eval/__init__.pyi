@@ -1,11 +1,6 @@
-from .lambada import Lambada as Lambada
 from .perplexity.task import Perplexity as Perplexity
 from .perplexity.texts import TextSet as TextSet
 from .results import Evaluation as Evaluation
-from .results import TaskResult as TaskResult
-from .results import read_evaluation as read_evaluation
 from .running import evaluate as evaluate
-from .scoring import Continuation as Continuation
-from .scoring import score as score
 from .tasks import Sample as Sample
 from .tasks import Task as Task

@@ -1,9 +1,6 @@
 from .completions import Completion as Completion
 from .completions import TextEvent as TextEvent
 from .engine import InferenceEngine as InferenceEngine
-from .lockstep import LockstepEngine as LockstepEngine
-from .requests import FinishReason as FinishReason
-from .requests import LogProbs as LogProbs
 from .requests import TokenEvent as TokenEvent
 from .sampling.parameters import SamplingParameters as SamplingParameters
 from .text import TextGenerator as TextGenerator

@@ -1,4 +1,3 @@
-from .bert.config import BertConfig as BertConfig
 from .bert.heads import mean_of_tokens as mean_of_tokens
 from .blocks.attention import SelfAttention as SelfAttention
 from .blocks.decoder import CausalDecoder as CausalDecoder
@@ -9,7 +8,4 @@ from .blocks.transformer import TransformerStack as TransformerStack
 from .flops import flops_per_token as flops_per_token
 from .gpt.config import GPTConfig as GPTConfig
 from .hugging_face import HuggingFaceFamily as HuggingFaceFamily
-from .hugging_face import load_reference as load_reference
-from .hugging_face import to_reference as to_reference
 from .llama.config import LlamaConfig as LlamaConfig
-from .t5.config import T5Config as T5Config

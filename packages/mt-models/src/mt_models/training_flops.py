@@ -6,6 +6,7 @@ from typing import Any
 
 from mt_core.config.schema import Config
 from mt_models.bert import flops as bert
+from mt_models.biencoder import flops as biencoder
 from mt_models.blocks.moe_flops import moe_flops
 from mt_models.deepseek import flops as deepseek
 from mt_models.flops import flops_per_token
@@ -39,6 +40,17 @@ def hybrid_flops(config: Config) -> float:
 
 def bert_flops(config: Config) -> float:
     return config.data.seq_length * bert.flops_per_token(_shape(config), config.data.seq_length).training
+
+
+def biencoder_flops(config: Config) -> float:
+    """Scores are counted against the texts of a rank's micro-batch: their number over all ranks is not in the
+    configuration, and a score is a thousandth of an encoded token."""
+    negatives = getattr(config.data, "train_hard_neg", 0)
+    compared = config.train.micro_batch_size * (1 + negatives)
+    flops = biencoder.flops_per_question(
+        _shape(config), config.data.seq_length, compared=compared, hard_negatives=negatives
+    )
+    return flops.training
 
 
 def retro_flops(config: Config) -> float:

@@ -1,11 +1,7 @@
 from .config import MoeConfig as MoeConfig
-from .dispatchers.allgather import AllGatherDispatcher as AllGatherDispatcher
 from .dispatchers.alltoall import AllToAllDispatcher as AllToAllDispatcher
 from .dispatchers.interface import Dispatched as Dispatched
 from .dispatchers.interface import Dispatcher as Dispatcher
 from .dispatchers.interface import ExpertPlacement as ExpertPlacement
-from .dispatchers.interface import OverlappingDispatcher as OverlappingDispatcher
-from .layer import MoeLayer as MoeLayer
 from .routing.result import Routing as Routing
-from .routing.router import Router as Router
 from .upcycling import upcycle as upcycle

@@ -89,6 +89,7 @@ def check_scales_by_line_and_block(rank: int, world: int) -> None:
                 assert torch.equal(one.data.float().nan_to_num(7.0), other.data.float().nan_to_num(7.0))
 
 
+@pytest.mark.slow
 def test_bytes_and_scales_of_rows_and_blocks_are_torchs() -> None:
     run_interpreted(check_scales_by_line_and_block)
 

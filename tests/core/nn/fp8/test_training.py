@@ -63,6 +63,7 @@ def run(config, directory=None) -> list[float]:
 # -- losses ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_loss_stays_near_that_of_bf16(tiny, name) -> None:
     """40 steps; 200 are in a slow test."""

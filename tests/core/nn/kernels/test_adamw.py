@@ -105,6 +105,7 @@ def check_against_torch(rank: int, world: int, name: str) -> None:
         assert [step.item() for step in tensors.steps] == [3.0] * len(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_same_weights_as_torch(name: str) -> None:
     """In halves too: a bf16 weight and its remainder lose nothing against fp32."""

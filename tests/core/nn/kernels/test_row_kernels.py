@@ -211,6 +211,7 @@ def check_rotary_of_qkv(rank: int, world: int) -> None:
             assert_agrees(fused("rotary"), turned_parts, qkv, angles.cos(), angles.sin(), interleaved)
 
 
+@pytest.mark.slow
 def test_rotary_of_qkv_in_one_pass() -> None:
     """Queries, keys and values of groups, all in tensors of their own."""
     run_interpreted(check_rotary_of_qkv)

@@ -15,7 +15,7 @@ from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions, VocabPadding
 
 if TYPE_CHECKING:
-    from mt_ckpt.convert import Report
+    from mt_ckpt.convert.engine import Report
     from mt_ckpt.convert.verify import Verification
 
 LoadDir = Annotated[

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ LOW_BIAS = -1e4
 MARGIN = 50.0
 """Natural logarithms by which a logit of padding is below the sum of the others."""
 BLOCK_ROWS = 1 << 14
-POLICIES: tuple[VocabPadding, ...] = get_args(VocabPadding)
 
 
 class Rows(Protocol):

@@ -33,17 +33,6 @@ def to_grouped(tensor: Tensor, heads: int, version: float) -> Tensor:
     return tensor.view(3, heads, size, *rest).transpose(0, 1).reshape(tensor.shape)
 
 
-def from_grouped(tensor: Tensor, heads: int, version: float) -> Tensor:
-    """The other way of `to_grouped`."""
-    rest = tensor.shape[1:]
-    size = tensor.shape[0] // (3 * heads)
-    if version >= GROUPED_SINCE:
-        return tensor
-    if version >= 1.0:
-        return tensor.view(heads, 3, size, *rest).transpose(1, 2).reshape(tensor.shape)
-    return tensor.view(heads, 3, size, *rest).transpose(0, 1).reshape(tensor.shape)
-
-
 @dataclass(frozen=True)
 class Regrouped:
     """A rank's queries, keys and values of an older version, read in today's order."""

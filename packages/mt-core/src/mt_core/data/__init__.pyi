@@ -1,3 +1,1 @@
 from .loader import BatchReader as BatchReader
-from .loader import RankBatch as RankBatch
-from .loader import collate as collate

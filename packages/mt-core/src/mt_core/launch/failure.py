@@ -106,18 +106,6 @@ def exit_code_of(error: BaseException) -> int:
     return 1
 
 
-def record_failure(
-    error: BaseException, environment: RankEnvironment, folder: Path | None, position: Position | None = None
-) -> Failure:
-    """Write `errors/rank-N.json` under `folder` (None: nowhere) for an exception on this rank, and return the record.
-
-    Call it before any cleanup: cleanup after an error may hang in a collective.
-    """
-    failure = describe_failure(error, environment, position or Position())
-    write_failure(failure, folder)
-    return failure
-
-
 def write_failure(failure: Failure, folder: Path | None) -> None:
     """Write atomically. If the disk is not writable, print a note: it must not hide the failure itself."""
     if folder is None:

@@ -3,17 +3,13 @@ from .attention import AttentionPattern as AttentionPattern
 from .auxiliary import AuxiliaryLoss as AuxiliaryLoss
 from .auxiliary import PostStepHook as PostStepHook
 from .auxiliary import ReportsMetrics as ReportsMetrics
-from .auxiliary import ReportsNonFinite as ReportsNonFinite
-from .batch_invariance import batch_invariant as batch_invariant
 from .cache import Cache as Cache
-from .cache import KeepsState as KeepsState
 from .cache import MemoryState as MemoryState
 from .cache import PositionState as PositionState
 from .cache import SequenceState as SequenceState
 from .dropout import Dropout as Dropout
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .embedding import VocabParallelOutput as VocabParallelOutput
-from .embedding import padded_vocab_size as padded_vocab_size
 from .environment import ModelEnvironment as ModelEnvironment
 from .fp8.use import fp8_report as fp8_report
 from .kernels.choice import Kernels as Kernels
@@ -32,4 +28,3 @@ from .model import Generates as Generates
 from .model import Model as Model
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
-from .numbered_layers import NumberedLayers as NumberedLayers

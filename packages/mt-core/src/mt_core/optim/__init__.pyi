@@ -2,9 +2,5 @@ from .environment import OptimizerEnvironment as OptimizerEnvironment
 from .functional import FunctionalOptimizer as FunctionalOptimizer
 from .functional import Optimizer as Optimizer
 from .master_weights import Fp32MasterWeights as Fp32MasterWeights
-from .master_weights import MasterWeights as MasterWeights
-from .optimizers import SGD as SGD
-from .optimizers import AdamW as AdamW
 from .param_groups import ParamGroup as ParamGroup
 from .schedules import Horizon as Horizon
-from .schedules import LRSchedule as LRSchedule

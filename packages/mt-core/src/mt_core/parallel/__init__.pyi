@@ -3,8 +3,6 @@ from .collectives import all_reduce as all_reduce
 from .collectives import copy_to as copy_to
 from .collectives import gather_from as gather_from
 from .collectives import reduce_from as reduce_from
-from .collectives import reduce_scatter as reduce_scatter
-from .collectives import reduce_scatter_to as reduce_scatter_to
 from .collectives import split_to as split_to
 from .context import Axis as Axis
 from .context import AxisSizes as AxisSizes

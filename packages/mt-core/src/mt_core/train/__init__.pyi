@@ -5,8 +5,6 @@ from .callbacks import Metrics as Metrics
 from .callbacks import Run as Run
 from .engine import Engine as Engine
 from .engine import StepRecord as StepRecord
-from .evaluation import evaluate as evaluate
-from .split_step import SplitStep as SplitStep
 from .state import TrainResult as TrainResult
 from .state import TrainState as TrainState
 from .trainer import Trainer as Trainer

@@ -5,5 +5,4 @@ from .decontamination import decontaminate as decontaminate
 from .dedup_options import DedupOptions as DedupOptions
 from .deduplication import dedup as dedup
 from .overlap_options import OverlapOptions as OverlapOptions
-from .report import CorpusReport as CorpusReport
 from .running import RunOptions as RunOptions

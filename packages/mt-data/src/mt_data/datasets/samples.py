@@ -69,17 +69,6 @@ def segment_positions(segments: NDArray[np.int32]) -> NDArray[np.int64]:
     return positions - starts[segments]
 
 
-def dense_attention_mask(segments: NDArray[np.int32] | None, length: int) -> NDArray[np.bool_]:
-    """Megatron's mask [1, s, s], True where the row must not look at the column.
-
-    Only for comparison and display: it grows with the square of the length.
-    """
-    masked = ~np.tri(length, dtype=bool)
-    if segments is not None:
-        masked |= segments[:, None] != segments[None, :]
-    return masked[None]
-
-
 def causal_sample(
     tokens: NDArray[np.int64], labels: NDArray[np.int64], rules: SampleRules
 ) -> dict[str, NDArray[np.generic]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,6 @@ ORPHAN_SECONDS = 30.0
 
 Identity = Mapping[str, Any]
 """JSON values: all that decides what the shards hold."""
-Note = Callable[[str], None]
 
 
 class PartialFolder:

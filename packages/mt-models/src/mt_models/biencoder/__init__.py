@@ -11,6 +11,7 @@ SPEC = ModelSpec(
     check=Lazy("mt_models.biencoder.config:check_biencoder"),
     adapt=Lazy("mt_models.biencoder.towers:towers_of_bert"),
     presets=Lazy("mt_models.biencoder.presets:PRESETS"),
+    training_flops=Lazy("mt_models.training_flops:biencoder_flops"),
     name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},
 )
 LOSS = LossSpec(

@@ -20,8 +20,6 @@ from mt_models.t5.config import T5Config
 class SampleFlops(Flops):
     """Forward FLOPs for each sample, over all positions and layers."""
 
-    tokens: int
-    """Positions of encoder and decoder."""
     encoder_attention_projections: float
     encoder_attention_core: float
     encoder_feed_forward: float
@@ -34,15 +32,6 @@ class SampleFlops(Flops):
     output: float
     """Logits."""
 
-    @property
-    def forward(self) -> float:
-        return super().forward - self.tokens
-
-    @property
-    def forward_per_token(self) -> float:
-        """The mean over the positions of encoder and decoder."""
-        return self.forward / self.tokens
-
 
 def flops_per_sample(
     config: T5Config, seq_length: int, decoder_seq_length: int, *, convention: Convention = "seen"
@@ -53,7 +42,6 @@ def flops_per_sample(
     width = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
     own_keys = mean_keys(decoder_seq_length, None, convention)
     return SampleFlops(
-        tokens=seq_length + decoder_seq_length,
         encoder_attention_projections=encoder * seq_length * projection_flops(config),
         encoder_attention_core=encoder * seq_length * core_flops(config, seq_length),
         encoder_feed_forward=encoder * seq_length * dense_feed_forward_flops(config),

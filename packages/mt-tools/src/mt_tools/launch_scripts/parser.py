@@ -23,7 +23,6 @@ from mt_tools.launch_scripts.syntax import (
     Word,
 )
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _SPECIAL = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_]\w*)[ \t]*\(\)")

@@ -3,7 +3,3 @@
 The real model and its master weights run on the meta device (shapes without memory), with process groups that send
 nothing and record the collectives that they are asked for.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -40,9 +40,6 @@ class Flow:
             _sum(self.calls, other.calls, factor),
         )
 
-    def of_axis(self, axis: str) -> float:
-        return sum(count for (name, _), count in self.bytes.items() if name == axis)
-
     def with_bytes_times(self, factor: float) -> Flow:
         """The same calls and products for `samples` times the samples."""
         return Flow(self.flops * factor, {call: count * factor for call, count in self.bytes.items()}, self.calls)

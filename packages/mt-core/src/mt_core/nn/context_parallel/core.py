@@ -9,7 +9,6 @@ a2a+p2p: a2a over an inner axis, p2p over an outer one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,11 +18,9 @@ from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
 from mt_core.nn.context_parallel.all_gather import AllGatherAttention
 from mt_core.nn.context_parallel.blocks import BlockBackend
-from mt_core.nn.context_parallel.hierarchical import check_hierarchy
 from mt_core.nn.context_parallel.masks import SegmentGatherer, shard_pattern
 from mt_core.nn.context_parallel.p2p import PointToPointAttention
 from mt_core.nn.context_parallel.ulysses import check_heads, ulysses_attention
-from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.parallel.context import Axis
 
 Method = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
@@ -127,19 +124,3 @@ def check_dropout(dropout: float, size: int) -> None:
             "weights are dropped is drawn inside the attention of one block of keys, so the ranks would drop others "
             "than one process does, and others in each layout; set model.attention_dropout to 0"
         )
-
-
-def check_context_parallel(
-    method: Method, sizes: Sequence[int], *, seq_length: int, heads: int, dropout: float
-) -> None:
-    """Raise ConfigError, before anything is built, for what context_parallel_attention or the shards cannot do.
-
-    sizes: [CP], or [inner, outer] for "a2a+p2p". heads: query heads of a tensor-parallel rank.
-    """
-    size = math.prod(sizes)
-    if method == "a2a+p2p":
-        check_hierarchy(tuple(sizes), size)
-    check_sequence_length(seq_length, size)
-    check_dropout(dropout, size)
-    if method.startswith("a2a"):
-        check_heads(heads, sizes[0])

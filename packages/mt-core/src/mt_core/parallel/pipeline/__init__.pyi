@@ -5,15 +5,6 @@ from .pipeline import Pipeline as Pipeline
 from .placement import stages_of_rank as stages_of_rank
 from .schedule_tables import Action as Action
 from .schedule_tables import Kind as Kind
-from .schedule_tables import ScheduleTable as ScheduleTable
-from .schedules import DUALPIPE_V as DUALPIPE_V
-from .schedules import GPIPE as GPIPE
-from .schedules import INTERLEAVED_1F1B as INTERLEAVED_1F1B
-from .schedules import INTERLEAVED_ZERO_BUBBLE as INTERLEAVED_ZERO_BUBBLE
-from .schedules import ONE_F_ONE_B as ONE_F_ONE_B
-from .schedules import ZBV_ZERO_BUBBLE as ZBV_ZERO_BUBBLE
 from .schedules import PipelineSchedule as PipelineSchedule
 from .simulator import StageTimes as StageTimes
 from .simulator import simulate as simulate
-from .stage import Pipelined as Pipelined
-from .stage import Stage as Stage

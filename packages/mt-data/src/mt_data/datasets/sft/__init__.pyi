@@ -1,3 +1,2 @@
 from .config import SFTDataConfig as SFTDataConfig
-from .dataset import SFTDataset as SFTDataset
 from .dataset import build_sft as build_sft

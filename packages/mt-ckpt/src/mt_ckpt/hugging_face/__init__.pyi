@@ -1,1 +1,0 @@
-from .module import read_module as read_module

@@ -1,1 +1,0 @@
-from .reader import open_checkpoint as open_checkpoint
