@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.command_on_ranks import mt_on_ranks
+from tests.command_on_ranks import fork_ranks
 
 from mt_cli import main
 from mt_core.nn.batch_invariance import is_batch_invariant
@@ -60,21 +60,13 @@ def test_every_way_gives_the_same_bits(mt, run) -> None:
     assert "2 requests of 5 tokens: the same bits" in done.out
 
 
-TP2 = ("--set", "parallel.tensor_model_parallel_size=2")
-
-
 @pytest.mark.dist
-def test_layouts_give_the_same_bits_as_their_training(run) -> None:
-    out = mt_on_ranks(2, "verify", "generation", run, *SMALL, *INVARIANT, *TP2)
-    assert out.count("no difference") == 5
-
-
-def test_each_process_of_nproc_gets_the_command(mt, run, monkeypatch) -> None:
-    launched: list[object] = []
-    monkeypatch.setattr("mt_core.launch.local.launch", lambda nproc, words: launched.append((nproc, words)) or 0)
-    command = ["verify", "generation", run, "--max-tokens", "5", *TP2]
-    assert mt(*command, "--nproc", 2).code == 0
-    assert launched == [(2, command)]
+def test_layouts_give_the_same_bits_as_their_training(mt, run, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
+    layout = ("--nproc", 2, "--set", "parallel.tensor_model_parallel_size=2")
+    done = mt("verify", "generation", run, *SMALL, *INVARIANT, *layout)
+    assert done.code == 0, done.err
+    assert done.out.count("no difference") == 5
 
 
 def test_a_way_that_differs_is_named(mt, run, monkeypatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.command_on_ranks import mt_on_ranks
+from tests.command_on_ranks import fork_ranks
 
 from mt_cli import main
 from mt_core.config.loading import load_config
@@ -25,6 +25,7 @@ SHORT = (
     "train.num_threads=1",
     "train.eval_interval=null",
     "train.eval_iters=1",
+    "train.sample_tokens=2",
     "lr_schedule.lr_warmup_iters=1",
     "checkpoint.save_interval=null",
     "logging.log_interval=1",
@@ -52,10 +53,11 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
-def test_the_command_gives_the_curve_of_one_process(tmp_path) -> None:
+def test_the_command_gives_the_curve_of_one_process(tmp_path, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
     command = ["train", str(RECIPE), *(part for setting in SHORT for part in ("--set", setting))]
     assert main.run([*command, "--run-dir", str(tmp_path / "alone")]) == 0
-    mt_on_ranks(2, *command, "--set", EP2, "--run-dir", tmp_path / "sharded")
+    assert main.run([*command, "--nproc", "2", "--set", EP2, "--run-dir", str(tmp_path / "sharded")]) == 0
     alone = losses(tmp_path / "alone")
     assert len(alone) == 4
     assert losses(tmp_path / "sharded") == pytest.approx(alone, rel=1e-4)
