@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 RECIPE = Path(__file__).parents[2] / "examples" / "mixtral-tiny.toml"
 EP2 = "parallel.expert_model_parallel_size=2"
 SHORT = (
+    "model.num_layers=2",
+    "data.seq_length=32",
     "data.corpus_bytes=1000000",
     "train.train_iters=4",
     "train.num_threads=1",

@@ -171,9 +171,7 @@ def test_what_a_killed_job_began_goes_after_a_day(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [entry, young]
 
 
-def test_waiting_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other job builds until this one has reported that it waits."""
     caplog.set_level(logging.INFO)
     context = multiprocessing.get_context("fork")
