@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -432,15 +432,23 @@ def load_plugins(
     return host
 
 
-def _installed() -> tuple[Candidate, ...]:
-    """The entry points of the installed distributions, read again only when a folder of sys.path has changed."""
-    return _read_installed(tuple((folder, _modification_time(folder)) for folder in sys.path))
+def _installed() -> list[Candidate]:
+    """The entry points of the installed distributions. Of distributions with one name the first on sys.path counts."""
+    found: dict[str, list[Candidate]] = {}
+    for folder in dict.fromkeys(sys.path):
+        for name, candidates in _read_folder(folder, _modification_time(folder)).items():
+            found.setdefault(name, candidates)
+    return [candidate for candidates in found.values() for candidate in candidates]
 
 
-@lru_cache(maxsize=1)
-def _read_installed(folders: tuple[tuple[str, int], ...]) -> tuple[Candidate, ...]:
-    """folders: what the result depends on; importlib.metadata reads sys.path itself."""
-    return tuple(_describe(entry_point) for entry_point in entry_points(group=ENTRY_POINT_GROUP))
+@lru_cache(maxsize=64)
+def _read_folder(folder: str, modified: int) -> dict[str, list[Candidate]]:
+    """Those of a folder of sys.path by distribution. modified: its time, so that it is read again after a change."""
+    found: dict[str, list[Candidate]] = {}
+    for distribution in distributions(path=[folder]):
+        if own := [_describe(one) for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]:
+            found.setdefault(own[0].distribution, own)
+    return found
 
 
 def _modification_time(folder: str) -> int:
