@@ -67,7 +67,8 @@ def test_the_recipe_trains(
     from mt_cli import main
 
     monkeypatch.chdir(workplace)
-    settings = [*QUICK, f"train.train_iters={steps}", f"train.micro_batch_size={size}", f"optimizer.lr={rate}"]
+    small = ["model.num_layers=1", f"train.micro_batch_size={size}"]
+    settings = [*QUICK, *small, f"train.train_iters={steps}", f"optimizer.lr={rate}"]
     options = [part for setting in settings for part in ("--set", setting)]
     code = main.run(["train", str(ROOT / f"examples/{recipe}.toml"), *options, "--run-dir", f"run-{recipe}"])
     assert code == 0
