@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from tests.accelerate.programs import STEPS, build
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from mt_cli import main
 
 
 @pytest.mark.slow
@@ -50,15 +49,15 @@ megatron_lm_config: {megatron_lm_use_distributed_optimizer: true, megatron_lm_gr
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypatch) -> None:
+def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "megatron.yaml").write_text(YAML)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    command = [sys.executable, "-m", "mt_cli", "launch", "--config_file", str(tmp_path / "megatron.yaml")]
-    command += [str(tmp_path / "script.py"), "--", "--folder", str(tmp_path / "state")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("losses")]
+    command = ["launch", "--config_file", str(tmp_path / "megatron.yaml"), str(tmp_path / "script.py")]
+    code = main.run([*command, "--", "--folder", str(tmp_path / "state")])
+    written = capfd.readouterr()
+    assert code == 0, written.err
+    (line,) = [line for line in written.out.splitlines() if line.startswith("losses")]
     alone = programs.train("gpt2", {}, 1, str(tmp_path / "alone"))
     assert [float(word) for word in line.split()[1:]] == pytest.approx(alone["losses"], rel=1e-4)
     assert (tmp_path / "state" / "checkpoints" / "latest").is_file()

@@ -42,6 +42,7 @@ QUICK = [
     "train.train_iters=3",
     "train.micro_batch_size=2",
     "train.eval_iters=1",
+    "train.sample_tokens=2",
     "train.num_threads=1",
     "lr_schedule.lr_warmup_iters=1",
     "logging.log_interval=1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, distributions
@@ -62,6 +63,20 @@ def test_a_registration_knows_its_owner(install: Install) -> None:
     assert plugin.label == 'plugin "mine" (dist-mine 4.5)'
     assert plugin.loaded
     assert not plugin.problems
+
+
+def test_plugins_are_found_that_are_installed_or_removed_while_the_process_runs(
+    install: Install, tmp_path: Path
+) -> None:
+    def names() -> set[str]:
+        return {plugin.name for plugin in load_plugins(allow=["late", "later"], strict=False).plugins}
+
+    assert not names() & {"late", "later"}
+    for name in ("late", "later"):
+        install(name, GOOD.format(name=name))
+        assert name in names()
+    shutil.rmtree(tmp_path / "dist_late-1.2.3.dist-info")
+    assert names() & {"late", "later"} == {"later"}
 
 
 @pytest.mark.parametrize(

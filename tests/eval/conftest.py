@@ -20,6 +20,7 @@ KEYS = {
     "train.train_iters": 2,
     "train.eval_interval": 2,
     "train.eval_iters": 1,
+    "train.sample_tokens": 2,
     "train.num_threads": 1,
     "lr_schedule.lr_warmup_iters": 1,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from itertools import combinations
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -76,14 +78,33 @@ def test_programs_are_run_with_limits() -> None:
 
 
 def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
-    runner = ProgramRunner(Limits(seconds=1))
-    started, survived = tmp_path / "started", tmp_path / "survived"
-    child = f"import time; open({str(started)!r}, 'w'); time.sleep(1.5); open({str(survived)!r}, 'w')"
-    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
-    assert runner.failure(program) == "did not end within 1 s"
-    time.sleep(1)
-    assert started.exists()
-    assert not survived.exists()
+    """The child holds a lock while it lives, and lives longer than the test waits."""
+    held = tmp_path / "held"
+    child = (
+        f"import fcntl, time; file = open({str(held)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print('locked', file=file, flush=True); time.sleep(600)"
+    )
+    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
+    for seconds in (1, 5, 25):  # a slow machine needs more than one for two starts of Python
+        assert ProgramRunner(Limits(seconds=seconds)).failure(program) == f"did not end within {seconds} s"
+        if held.exists() and held.read_text():
+            break
+    with held.open() as file:
+        assert file.readline() == "locked\n"
+        assert is_free(file, seconds=60)
+
+
+def is_free(file: TextIO, seconds: float) -> bool:
+    """Whether nobody holds a lock on the file; waits for that."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
 
 
 def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.command_on_ranks import fork_ranks
 from tests.eval.conftest import KEYS
 
 from mt_core.errors import ConfigError, DataError
@@ -175,7 +176,8 @@ def test_a_text_that_does_not_exist_is_found_before_training(tmp_path: Path, mt)
 
 
 @pytest.mark.slow
-def test_texts_are_measured_during_training_in_its_layout(tmp_path: Path, mt) -> None:
+def test_texts_are_measured_during_training_in_its_layout(tmp_path: Path, mt, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     keys = {
         "eval.perplexity.mine": tmp_path / "text.jsonl",

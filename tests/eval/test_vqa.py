@@ -14,7 +14,7 @@ from mt_cli import main
 from mt_eval.vqa.answers import exact_match, normalized, vqa_accuracy
 
 PAGE = [block for block in blocks() if block.page == "docs/multimodal.md"]
-QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1"]
+QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 
 
 @pytest.fixture(scope="module")

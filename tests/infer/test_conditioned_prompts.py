@@ -47,6 +47,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train.train_iters=1",
         "train.micro_batch_size=2",
         "train.eval_iters=1",
+        "train.sample_tokens=2",
         "train.sample_prompt=null",
     ]
     overrides = [part for override in few for part in ("--set", override)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.command_on_ranks import fork_ranks
 
 from mt_cli import main
 from mt_core.nn.batch_invariance import is_batch_invariant
@@ -27,7 +28,20 @@ INVARIANT = ("--set", "inference.batch_invariant=true")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run")
-    settings = ("train.train_iters=2", "train.eval_iters=1", "data.corpus_bytes=1000000", "logging.progress=none")
+    settings = (
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "model.num_attention_heads=4",
+        "data.seq_length=64",
+        "data.corpus_bytes=1000000",
+        "train.micro_batch_size=2",
+        "train.train_iters=2",
+        "train.eval_iters=1",
+        "train.num_threads=1",
+        "train.sample_prompt=null",
+        "lr_schedule.lr_warmup_iters=1",
+        "logging.progress=none",
+    )
     arguments = [part for setting in settings for part in ("--set", setting)]
     assert main.run(["train", "--run-dir", str(folder / "run"), *arguments]) == 0
     return str(folder / "run")
@@ -46,9 +60,11 @@ def test_every_way_gives_the_same_bits(mt, run) -> None:
     assert "2 requests of 5 tokens: the same bits" in done.out
 
 
-def test_layouts_give_the_same_bits_as_their_training(mt_process, run) -> None:
+@pytest.mark.dist
+def test_layouts_give_the_same_bits_as_their_training(mt, run, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
     layout = ("--nproc", 2, "--set", "parallel.tensor_model_parallel_size=2")
-    done = mt_process("verify", "generation", run, *SMALL, *INVARIANT, *layout)
+    done = mt("verify", "generation", run, *SMALL, *INVARIANT, *layout)
     assert done.code == 0, done.err
     assert done.out.count("no difference") == 5
 

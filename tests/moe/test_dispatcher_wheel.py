@@ -11,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.command_on_ranks import fork_ranks
+
+from mt_cli import main
 
 pytestmark = [pytest.mark.wheels, pytest.mark.slow]
 
@@ -56,22 +59,23 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mt(site: Path | None, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command, with the folder on the path if there is one."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MT_PLUGINS")}
-    if site is not None:
-        environment["PYTHONPATH"] = str(site)
+def mt(site: Path, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command, with the folder on the path."""
+    environment = {key: value for key, value in os.environ.items() if key != "MT_PLUGINS"}
+    environment["PYTHONPATH"] = str(site)
     command = [sys.executable, "-m", "mt_cli", *map(str, arguments)]
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
 
 
-def train(site: Path | None, cwd: Path, *further: str) -> list[float]:
-    """Losses of two processes with sharded experts."""
+def training(run_dir: Path, *further: str) -> list[str]:
+    """The command for two processes with sharded experts."""
     settings = [part for setting in (*SETTINGS, *further) for part in ("--set", setting)]
-    done = mt(site, "train", RECIPE, "--nproc", 2, *settings, "--run-dir", cwd / "run", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (cwd / "run" / "metrics.jsonl").read_text().splitlines()]
+    return ["train", str(RECIPE), "--nproc", "2", *settings, "--run-dir", str(run_dir)]
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
@@ -91,26 +95,26 @@ def test_the_installed_plugin_is_listed_with_its_distribution(site: Path, tmp_pa
     assert [plugin["problems"] for plugin in found["plugins"] if plugin["name"] == "dispatcher-example"] == [[]]
 
 
-def test_a_training_run_uses_it_and_computes_the_same(site: Path, tmp_path: Path) -> None:
-    plain, counted = tmp_path / "plain", tmp_path / "counted"
-    plain.mkdir()
-    counted.mkdir()
-    path = counted / "traffic.jsonl"
+def test_a_training_run_uses_it_and_computes_the_same(site: Path, tmp_path: Path, monkeypatch) -> None:
+    plain, counted, path = tmp_path / "plain", tmp_path / "counted", tmp_path / "traffic.jsonl"
     options = "model.moe.moe_dispatcher_options"
-    losses = train(site, counted, COUNTED, f'{options}.path="{path}"', f"{options}.every=2")
-    assert losses == train(None, plain)
+    done = mt(site, *training(counted, COUNTED, f'{options}.path="{path}"', f"{options}.every=2"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    fork_ranks(monkeypatch)
+    assert main.run(training(plain)) == 0
+    assert losses(counted) == losses(plain)
     for rank in range(2):
         lines = [json.loads(line) for line in Path(f"{path}.{rank}").read_text().splitlines()]
         assert all(sum(line["rows_to_rank"]) == 4 * 128 * 2 for line in lines)  # tokens of a micro-batch x top-2
         assert [line["dispatch"] % 2 for line in lines] == [0] * len(lines)
 
 
-def test_without_the_wheel_the_name_is_unknown(tmp_path: Path) -> None:
-    done = mt(None, "train", RECIPE, "--set", COUNTED, cwd=tmp_path)
-    assert done.returncode != 0
-    assert "moe_token_dispatcher_type" in done.stderr
-    assert "alltoall" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_without_the_wheel_the_name_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["train", str(RECIPE), "--set", COUNTED]) != 0
+    shown = capsys.readouterr().err
+    assert "moe_token_dispatcher_type" in shown
+    assert "alltoall" in shown
+    assert "Traceback" not in shown
 
 
 def test_its_options_are_checked_before_anything_is_built(site: Path, tmp_path: Path) -> None:

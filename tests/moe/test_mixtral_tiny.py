@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.command_on_ranks import fork_ranks
 
+from mt_cli import main
 from mt_core.config.loading import load_config
 from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
@@ -21,11 +20,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 RECIPE = Path(__file__).parents[2] / "examples" / "mixtral-tiny.toml"
 EP2 = "parallel.expert_model_parallel_size=2"
 SHORT = (
+    "model.num_layers=2",
+    "data.seq_length=32",
     "data.corpus_bytes=1000000",
     "train.train_iters=4",
     "train.num_threads=1",
     "train.eval_interval=null",
     "train.eval_iters=1",
+    "train.sample_tokens=2",
     "lr_schedule.lr_warmup_iters=1",
     "checkpoint.save_interval=null",
     "logging.log_interval=1",
@@ -48,19 +50,16 @@ def test_losses_gradients_and_weights_are_those_of_one_process(monkeypatch) -> N
     assert not [str(difference) for difference in differences if difference.too_large]
 
 
-def trained(run_dir: Path, *options: str) -> list[float]:
-    """Losses of the command as a user types it."""
-    settings = [part for setting in SHORT for part in ("--set", setting)]
-    command = [sys.executable, "-m", "mt_cli", "train", str(RECIPE), *options, *settings, "--run-dir", str(run_dir)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+def losses(run_dir: Path) -> list[float]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
-def test_the_command_gives_the_curve_of_one_process(tmp_path) -> None:
-    alone = trained(tmp_path / "alone")
-    sharded = trained(tmp_path / "sharded", "--nproc", "2", "--set", EP2)
+def test_the_command_gives_the_curve_of_one_process(tmp_path, monkeypatch) -> None:
+    fork_ranks(monkeypatch)
+    command = ["train", str(RECIPE), *(part for setting in SHORT for part in ("--set", setting))]
+    assert main.run([*command, "--run-dir", str(tmp_path / "alone")]) == 0
+    assert main.run([*command, "--nproc", "2", "--set", EP2, "--run-dir", str(tmp_path / "sharded")]) == 0
+    alone = losses(tmp_path / "alone")
     assert len(alone) == 4
-    assert sharded == pytest.approx(alone, rel=1e-4)
+    assert losses(tmp_path / "sharded") == pytest.approx(alone, rel=1e-4)

@@ -1,14 +1,9 @@
-"""Triton kernels under Triton's interpreter, against the torch references. In a process of its own, so that
-TRITON_INTERPRET is set before Triton is imported."""
+"""Triton kernels under Triton's interpreter, against the torch references. On a rank, since the server that ranks are
+forked from has set TRITON_INTERPRET before Triton is imported."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +12,7 @@ from tests.moe.moe_cases import HIDDEN, Shape, build_layer, options, tokens_of
 
 from mt_core.nn.main_grad import attach_main_grad, clear_all
 from mt_core.parallel.context import ParallelContext
+from mt_core.testing import run_ranks
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
 from mt_moe.permutation import RowKernels, RowOrder, gather_rows, permute, sort_by_expert, sum_rows, unpermute
@@ -25,7 +21,7 @@ from mt_moe.routing.result import Routing
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def differences() -> dict[str, float]:
+def differences(rank: int, world: int) -> dict[str, float]:
     return {**rows(), **permutations(), **products(), **permuting_products(), **sums(False), **sums(True), **layers()}
 
 
@@ -191,15 +187,5 @@ def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_kernels_compute_what_torch_does() -> None:
-    code = "import json; from tests.moe.test_triton import differences; print(json.dumps(differences()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    (found,) = run_ranks(1, differences)
     assert max(found.values()) < 1e-5, found

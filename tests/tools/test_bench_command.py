@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from mt_tools.bench.machine import Machine
 from mt_tools.bench.plot import bars, to_svg
 from mt_tools.bench.report import Report, conditions, read_report
 from mt_tools.bench.time_shares import idle_share, kind_of, shares
+from mt_tools.bench.timing import alternating, elapsed
 from mt_tools.bench.training_presets import PRESETS
 
 
@@ -227,18 +230,30 @@ def test_every_kernel_has_a_compiled_entry(make, monkeypatch) -> None:
         assert set(measured["step"]) == {"torch", "torch.compile"}
 
 
-@pytest.mark.slow
+class SteppedClock:
+    """The clock of a benchmark's rounds, set forward by what stands for a process."""
+
+    def __init__(self, benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        measure = partial(elapsed, clock=lambda: time.perf_counter() + self.ahead)
+        monkeypatch.setattr(benchmark, "alternating", partial(alternating, measure=measure))
+
+    def step(self, seconds: float) -> None:
+        self.ahead += seconds
+
+
 def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
-    """Imports of torch, seconds in processes of their own, are replaced by sleeps."""
+    """Imports of torch, in processes of their own, are replaced by steps of the clock."""
     cpu._import("json")
     with pytest.raises(subprocess.CalledProcessError):
         cpu._import("no_such_module")
     monkeypatch.setattr(cpu, "SHAPES", {"bytes": cpu.SHAPES["bytes"]})
-    monkeypatch.setattr(cpu, "_import", lambda module: time.sleep(0.02 if module == "torch" else 0.05))
+    clock = SteppedClock(cpu, monkeypatch)
+    monkeypatch.setattr(cpu, "_import", lambda module: clock.step(200 if module == "torch" else 500))
     out = tmp_path / "cpu.json"
     assert mt("bench", "cpu", "--steps", 2, "--out", out).code == 0
     cases = {one["name"]: one for one in read_report(out).cases}
-    assert cases["importing the trainer against torch"]["import_ratio"] > 1
+    assert cases["importing the trainer against torch"]["import_ratio"] == pytest.approx(2.5, rel=0.2)
     step = cases["step against a plain loop, bytes"]
     assert step["operators"] <= step["operators_of_plain_loop"]
     held = {name: one["bytes_a_parameter"] for name, one in cases.items() if "bytes_a_parameter" in one}
@@ -251,18 +266,20 @@ def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
 
 
 def test_startup_counts_from_the_imports_and_from_torch(mt, tmp_path, monkeypatch) -> None:
-    """Processes are replaced by sleeps of known lengths."""
-    lengths = {"pass": 0.01, "import torch": 0.02, "--help": 0.06, "plugins": 0.08, "train.exit_iteration=1": 0.05}
-    monkeypatch.setattr(startup, "_start", lambda arguments, environment: time.sleep(lengths.get(arguments[-1], 0.03)))
+    """Processes are replaced by steps of the clock, so long that this machine's own time hardly counts."""
+    clock = SteppedClock(startup, monkeypatch)
+    lengths = {"pass": 100, "import torch": 200, "--help": 600, "plugins": 800, "train.exit_iteration=1": 500}
+    monkeypatch.setattr(startup, "_start", lambda arguments, environment: clock.step(lengths.get(arguments[-1], 300)))
     out = tmp_path / "startup.json"
     assert mt("bench", "startup", "--rounds", 3, "--train-rounds", 3, "--out", out).code == 0
     cases = {one["name"]: one for one in read_report(out).cases}
     assert set(cases) == {"mt --help", "mt plugins", "mt train, first step"}
-    for name, length in (("mt --help", 0.06), ("mt plugins", 0.08)):
-        assert cases[name]["seconds"] >= length
-        assert cases[name]["python_seconds"] >= 0.01
-        assert cases[name]["time_ratio"] > 1
-    assert cases["mt train, first step"]["import_torch"] >= 0.02
+    for name, length in (("mt --help", 600), ("mt plugins", 800)):
+        assert cases[name]["seconds"] == pytest.approx(length, abs=50)
+        assert cases[name]["python_seconds"] == pytest.approx(100, abs=50)
+        assert cases[name]["time_ratio"] == pytest.approx(length / 300, rel=0.2)
+    assert cases["mt train, first step"]["import_torch"] == pytest.approx(200, abs=50)
+    assert cases["mt train, first step"]["beside_torch"]["seconds"] == pytest.approx(300, abs=50)
 
 
 @pytest.mark.slow

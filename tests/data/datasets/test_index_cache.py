@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +113,11 @@ def test_an_error_of_the_builder_is_passed_on(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def job(directory: Path, barrier: Barrier, locks: bool) -> None:
+SECONDS = 120
+
+
+def job(directory: Path, barrier: Barrier, locks: bool, until: Event | None = None) -> None:
+    """Both jobs begin at the barrier. until: what building waits for."""
     if not locks:
         import fcntl
 
@@ -125,7 +129,10 @@ def job(directory: Path, barrier: Barrier, locks: bool) -> None:
     def build() -> dict[str, np.ndarray]:
         with (directory / "builds").open("a") as file:
             file.write("x")
-        time.sleep(0.2)
+        if until is None:
+            time.sleep(0.2)
+        else:
+            assert until.wait(SECONDS)
         return dict(EXPECTED)
 
     barrier.wait()
@@ -140,7 +147,7 @@ def test_two_jobs_at_once(locks: bool, tmp_path: Path) -> None:
     for process in jobs:
         process.start()
     for process in jobs:
-        process.join(30)
+        process.join(SECONDS)
     assert [process.exitcode for process in jobs] == [0, 0]
     if locks:
         assert (tmp_path / "builds").read_text() == "x"
@@ -164,17 +171,25 @@ def test_what_a_killed_job_began_goes_after_a_day(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [entry, young]
 
 
-def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other job builds until this one has reported that it waits."""
     caplog.set_level(logging.INFO)
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(2)
-    other = context.Process(target=job, args=(tmp_path, barrier, True))
+    barrier, waiting = context.Barrier(2), context.Event()
+
+    def notice(record: logging.LogRecord) -> bool:
+        if "waiting for another job" in record.getMessage():
+            waiting.set()
+        return True
+
+    monkeypatch.setattr(caplog.handler, "filters", [notice])
+    other = context.Process(target=job, args=(tmp_path, barrier, True, waiting))
     other.start()
     barrier.wait()
     while not (tmp_path / "builds").exists():
         time.sleep(0.005)
     build = Counted()
     check(IndexCache(tmp_path / "cache").get(KEY, build))
-    other.join(30)
+    other.join(SECONDS)
     assert build.calls == 0
     assert "waiting for another job" in caplog.text

@@ -13,11 +13,11 @@ from mt_data.preprocess.options import PreprocessOptions
 from mt_data.preprocess.readers import MalformedRecord
 from mt_data.preprocess.run import preprocess
 
-distributed = pytest.importorskip("distributed", reason="Dask is not installed")
 Options = Callable[..., PreprocessOptions]
 
 
 def test_a_cluster_gives_the_same_bytes(prep: Any, tmp_path: Path, corpus: Path, options: Options) -> None:
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
     import gzip
 
     packed = tmp_path / "packed.jsonl.gz"

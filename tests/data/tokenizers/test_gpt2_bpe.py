@@ -56,7 +56,9 @@ def test_agrees_with_transformers_on_any_text(ours: GPT2BPETokenizer, reference:
 @pytest.mark.slow
 def test_agrees_on_every_kind_of_character(ours: GPT2BPETokenizer, reference: Any) -> None:
     """Both libraries carry tables of letters, digits and white space of their own, which may age apart."""
-    points = [c for c in [*range(0x3000), *range(0x3000, 0x110000, 7)] if not 0xD800 <= c < 0xE000]
+    # From 0x20000 on there are only large blocks of one kind: ideographs, private use, and what is not assigned.
+    tried = [*range(0x3000), *range(0x3000, 0x20000, 7), *range(0x20000, 0x110000, 101)]
+    points = [c for c in tried if not 0xD800 <= c < 0xE000]
     texts = [f"a{chr(c)}1{chr(c)} {chr(c)}!{chr(c)}  {chr(c)}" for c in points]
     for start in range(0, len(texts), 500):
         text = "\n".join(texts[start : start + 500])

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.command_on_ranks import fork_ranks
 from tests.tools.config_import.conftest import SCRIPTS
 
 from mt_cli.main import run
@@ -68,8 +69,11 @@ def test_an_imported_script_is_trained(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_megatrons_arguments_are_trained_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_arguments_are_trained_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one process and in two, which a launcher starts with the translated file."""
+    fork_ranks(monkeypatch)
     one, two = tmp_path / "one", tmp_path / "two"
     words = ["--megatron-args", *TINY, "--global-batch-size", "4", "--hidden-dropout", "0", "--attention-dropout", "0"]
     assert run(["train", "--run-dir", str(one), *words]) == 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from functools import cached_property, lru_cache
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import pluggy
@@ -99,6 +101,21 @@ class Plugin:
     @property
     def label(self) -> str:
         return f'plugin "{self.name}" ({self.distribution} {self.version})'
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An entry point of the group `mt` that is installed, with what its distribution states."""
+
+    entry_point: EntryPoint
+    distribution: str
+    version: str
+    mt_core_range: str | None
+
+    def plugin(self) -> Plugin:
+        return Plugin(
+            self.entry_point.name, self.entry_point.value, self.distribution, self.version, self.mt_core_range
+        )
 
 
 @dataclass(frozen=True)
@@ -397,13 +414,13 @@ def load_plugins(
         strict = os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
     host = PluginHost(strict=strict)
     allowed = None if allow is None else set(allow)
-    candidates = list(entry_points(group=ENTRY_POINT_GROUP)) if found is None else list(found)
+    candidates = _installed() if found is None else [_describe(entry_point) for entry_point in found]
     host.unknown_names = _unknown_names(allowed, candidates)
     if checks_names:
         host.require_known_names()
-    described = [(_describe(entry_point), entry_point) for entry_point in candidates]
     # Sorted, so that listings and messages do not depend on the order of directories on a disk.
-    for plugin, entry_point in sorted(described, key=lambda pair: (pair[0].name, pair[0].distribution)):
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.entry_point.name, candidate.distribution)):
+        plugin, entry_point = candidate.plugin(), candidate.entry_point
         if allowed is not None and plugin.name not in allowed:
             host.skip(plugin, f"not in {ALLOW_LIST_VARIABLE}={','.join(sorted(allowed))}")
         else:
@@ -415,9 +432,36 @@ def load_plugins(
     return host
 
 
-def _unknown_names(allowed: set[str] | None, candidates: list[EntryPoint]) -> list[str]:
+def _installed() -> list[Candidate]:
+    """The entry points of the installed distributions. Of distributions with one name the first on sys.path counts."""
+    found: dict[str, list[Candidate]] = {}
+    for folder in dict.fromkeys(sys.path):
+        for name, candidates in _read_folder(folder, _modification_time(folder)).items():
+            found.setdefault(name, candidates)
+    return [candidate for candidates in found.values() for candidate in candidates]
+
+
+@lru_cache(maxsize=64)
+def _read_folder(folder: str, modified: int) -> dict[str, list[Candidate]]:
+    """Those of a folder of sys.path by distribution. modified: its time, so that it is read again after a change."""
+    found: dict[str, list[Candidate]] = {}
+    for distribution in distributions(path=[folder]):
+        if own := [_describe(one) for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]:
+            found.setdefault(own[0].distribution, own)
+    return found
+
+
+def _modification_time(folder: str) -> int:
+    """In nanoseconds, -1 for what does not exist. A distribution that is installed or removed changes it."""
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _unknown_names(allowed: set[str] | None, candidates: Iterable[Candidate]) -> list[str]:
     """A sentence for each name of the allow-list that no installed plugin has."""
-    known = {entry_point.name for entry_point in candidates}
+    known = {candidate.entry_point.name for candidate in candidates}
     return [
         f"{ALLOW_LIST_VARIABLE} names {name}, which is not installed; "
         f"installed plugins are {', '.join(sorted(known))}{did_you_mean(name, known)}"
@@ -425,9 +469,8 @@ def _unknown_names(allowed: set[str] | None, candidates: list[EntryPoint]) -> li
     ]
 
 
-def _describe(entry_point: EntryPoint) -> Plugin:
-    name, version, mt_core_range = _read_metadata(entry_point.dist)
-    return Plugin(entry_point.name, entry_point.value, name, version, mt_core_range)
+def _describe(entry_point: EntryPoint) -> Candidate:
+    return Candidate(entry_point, *_read_metadata(entry_point.dist))
 
 
 def _read_metadata(distribution: Distribution | None) -> tuple[str, str, str | None]:
