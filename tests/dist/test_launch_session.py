@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from mt_core.launch.monitor import late_ranks
 from mt_core.launch.phases import Phases, PhaseTimeouts, Position
 from mt_core.launch.process_group import initialize, select_device
 from mt_core.launch.session import rank_session
-from mt_core.testing import PRELOADED, run_ranks
+from mt_core.testing import rank_context, run_ranks
 
 pytestmark = pytest.mark.dist
 SECONDS_TO_END = 15
@@ -49,9 +48,7 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, function: Cal
 @contextmanager
 def started(world_size: int, function: Callable[[int, Path], None], folder: Path) -> Iterator[list[ForkServerProcess]]:
     """Ranks in processes forked from a server that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port = free_port()
+    context, port = rank_context(), free_port()
     processes = [
         context.Process(target=rank_main, args=(rank, world_size, port, folder, function)) for rank in range(world_size)
     ]
