@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -120,6 +121,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
+@cache
 def registered(name: str) -> PipelineSchedule:
     schedule: PipelineSchedule = load_plugins().pipeline_schedules.get(name).schedule.load()
     return schedule
