@@ -43,7 +43,8 @@ with rank_session("cpu", run_dir=folder) as session:
             (folder / "failed-at").write_text(str(time.time()))
             raise ValueError("out of paper")
         dist.all_reduce(torch.ones(1000))
-        (folder / f"step-{rank}").write_text(str(step))
+        if step == 40:  # the position is told once a second
+            (folder / f"told-{rank}").write_text(str(step))
         time.sleep(0.05)
 """
 
@@ -62,6 +63,7 @@ while not received:
     if sys.argv[1] == "exit" and rank == 1:
         raise LookupError("no such shelf")
     time.sleep(0.02)
+(folder / f"heard-{rank}").write_text("once")
 if sys.argv[1] == "deaf":
     time.sleep(1000)
 (folder / f"saved-{rank}").write_text("")
@@ -126,9 +128,15 @@ from mt_core.launch.failure import record_failure
 from mt_core.launch.phases import Position
 
 environment, folder = read_environment(), Path(os.environ[LAUNCHED_BY_MT])
-time.sleep(0.3 * (3 - environment.rank))  # rank 2 first
+
+def wait_for_records(ranks):
+    while not all((folder / "errors" / f"rank-{rank}.json").exists() for rank in ranks):
+        time.sleep(0.02)
+
+wait_for_records(range(environment.rank + 1, 3))  # rank 2 first
 error = RuntimeError("Connection closed by peer") if environment.rank == 0 else DataError("shard 7 is empty")
 record_failure(error, environment, folder, Position("data", 4))
+wait_for_records(range(3))
 sys.exit(DataError.exit_code if environment.rank else 1)
 """
 
@@ -145,8 +153,7 @@ def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cau
     killed: list[float] = []
 
     def kill_rank_1() -> None:
-        wait_for(*(tmp_path / f"step-{rank}" for rank in range(2)))
-        time.sleep(1.5)  # the position is told once a second
+        wait_for(tmp_path / "told-1")
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         killed.append(time.monotonic())
 
@@ -193,7 +200,7 @@ def test_the_second_signal_kills(program, tmp_path, capfd) -> None:
     def stop() -> None:
         wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)
+        wait_for(*(tmp_path / f"heard-{rank}" for rank in range(2)))
         os.kill(os.getpid(), signal.SIGTERM)
 
     started = time.monotonic()
@@ -245,7 +252,8 @@ folder = Path(sys.argv[2])
 with rank_session("cpu") as session:
     rank = session.environment.rank
     session.phases.enter("data", step=3)
-    time.sleep(1.5)
+    for _ in range(40):  # the position is told once a second; on a busy machine many short sleeps are longer, too
+        time.sleep(0.05)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     time.sleep(1000 if sys.argv[1] == "sleep" else 0.2 * rank)
 """

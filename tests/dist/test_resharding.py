@@ -65,8 +65,6 @@ class Layout:
     name: str
     world: int
     keys: tuple[str, ...] = ()
-    micro_batch_size: int = 2
-    """As large as four samples a step allow: each micro-batch costs a layout all of its communication."""
 
     def __str__(self) -> str:
         return self.name
@@ -81,7 +79,7 @@ DENSE = (
     Layout("pp2-vpp2", 2, (PP2, VPP)),
     Layout("cp2", 2, (CP2,)),
     Layout("zero2", 2, (ZERO, BUCKETS)),
-    Layout("fsdp4", 4, (FSDP,), micro_batch_size=1),
+    Layout("fsdp4", 4, (FSDP,)),
     Layout("tp2-sp-pp2", 4, (TP2, SP, PP2)),
     Layout("tp2-sp-zero2", 4, (TP2, SP, ZERO, BUCKETS)),
     Layout("pp2-cp2-zero", 4, (PP2, CP2, ZERO, BUCKETS)),
@@ -89,11 +87,11 @@ DENSE = (
 EXPERTS = (
     Layout("one", 1),
     Layout("ep2", 2, (EP2,)),
-    Layout("ep4", 4, (EP4,), micro_batch_size=1),
+    Layout("ep4", 4, (EP4,)),
     Layout("ep2-tp2-sp", 4, (EP2, TP2, SP)),
     Layout("ep2-pp2", 4, (EP2, PP2)),
-    Layout("ep2-zero4", 4, (EP2, ZERO, BUCKETS), micro_batch_size=1),
-    Layout("ep2-fsdp2", 4, (EP2, FSDP), micro_batch_size=1),
+    Layout("ep2-zero4", 4, (EP2, ZERO, BUCKETS)),
+    Layout("ep2-fsdp2", 4, (EP2, FSDP)),
 )
 BY_NAME = {(): {layout.name: layout for layout in DENSE}, (MOE,): {layout.name: layout for layout in EXPERTS}}
 Model = tuple[str, ...]
@@ -154,7 +152,10 @@ def weights_of(model: Model, layouts: Sequence[Layout], steps: int, run_dirs: Se
 
 def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
     keys = ["train.micro_batch_size", *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
-    samples = f"train.micro_batch_size={layout.micro_batch_size}"
+    # Two samples at once halve what a layout communicates. Losses of balance are those of a micro-batch, and four
+    # replicas have one sample each.
+    at_once = 1 if model or FSDP in layout.keys else 2
+    samples = f"train.micro_batch_size={at_once}"
     return (*model, *(f"parallel.{key}" for key in layout.keys), samples, f"checkpoint.accept_changes={keys!r}")
 
 
