@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mt_core.specs import ConvertOptions
 from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.slow
+
 
 class Sink(safetensors_files.SafetensorsWriter):
     """Everything but the writing."""
@@ -38,10 +40,10 @@ def growth(rank: int, world: int, source: Path, target: Path, saver: str, dtype:
     host = load_plugins()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = memory("VmRSS")
-    try:
+    # What was not written cannot be opened, if the saver does open it.
+    end = pytest.raises(CheckpointError, match="truncated|0 bytes") if saver == "hf" else nullcontext()
+    with end:
         convert(source, target, saver=saver, options=ConvertOptions(dtype=dtype), host=host)
-    except CheckpointError as error:
-        assert "truncated" in str(error) or "0 bytes" in str(error), error  # what was not written cannot be opened
     return memory("VmHWM") - before
 
 

@@ -37,8 +37,8 @@ def floor(name: str) -> int:
 
 @dataclass(frozen=True)
 class Module:
-    """imports: the nodes of its syntax tree that import something. at_import: those of them that run when it is imported.
-    The rest of the tree is not kept: garbage collections of all later tests would go over it."""
+    """imports: the nodes of its syntax tree that import something. at_import: those of them that run when the module is
+    imported. The rest of the tree is not kept: garbage collections of all later tests would go over it."""
 
     name: str
     imports: list[ast.AST]
