@@ -95,6 +95,12 @@ def saved(tmp_path: Path, kit: Kit) -> Path:
     return path
 
 
+@pytest.fixture
+def without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For conversions, which take twice as long otherwise; what a power failure leaves is tested elsewhere."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 # -- models of every family, for conversion ---------------------------------------------------------
 
 

@@ -224,7 +224,7 @@ def test_the_first_rank_waits_for_the_slowest(tmp_path: Path) -> None:
     assert first.is_alive()
     assert not path.exists()
     ShardedSave().write(path, place, 1, 3, SHARES[1], {}, {})
-    first.join(30)
+    first.join(60)
     assert_whole(path)
 
 
@@ -247,7 +247,9 @@ def test_an_unknown_scheme_is_refused() -> None:
         as_path("nowhere://bucket/run")
 
 
-@pytest.mark.parametrize("tries", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tries", [15, pytest.param(40, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)]
+)
 def test_killed_at_random_moments(tmp_path: Path, tries: int) -> None:
     """Three ranks save one step after the other until the process dies; what `latest` names is always whole."""
     directory = RunDirectory(tmp_path / "run")

@@ -15,6 +15,7 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_core.specs import ConvertOptions
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
 
 
 @pytest.mark.parametrize("name", CASES)

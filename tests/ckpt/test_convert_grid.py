@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
@@ -27,7 +26,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_waiting_for_the_disk")]
 
 GPT2 = {**MODELS["gpt"], "ffn_hidden_size": 128, "activation": "gelu_tanh"}
 LLAMA = MODELS["llama"]
@@ -197,12 +196,6 @@ def opened(path: Path, name: str, host: PluginHost) -> CheckpointReader:
 
 def model_of(reader: CheckpointReader) -> State:
     return {name: tensor for name, tensor in tensors_of(reader).items() if name.startswith("model.")}
-
-
-@pytest.fixture(autouse=True)
-def without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time otherwise; what a power failure leaves is not tested here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def test_every_family_is_here(host) -> None:

@@ -20,8 +20,17 @@ from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
+from mt_core.testing import rank_context
 
 IN_SHARDS = ConvertOptions(max_shard_size=60_000)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from the server of ranks rather than spawned, which takes each of them two seconds of imports.
+    What they do is the same; spawned ones are in the test of two processes and of what is killed."""
+    context = rank_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -29,10 +38,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path) -> None:
-    """An MoE model, whose experts become many tensors of one: none is read twice."""
-    source, told = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), []
+def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path, monkeypatch) -> None:
+    """An MoE model, whose experts become many tensors of one: none is read twice. The first process writes until the
+    other one has started."""
+    source, told, here = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), [], []
+    write = SafetensorsFiles.write
+    monkeypatch.setattr(SafetensorsFiles, "write", lambda *given: here.append(given) or write(*given))
     for nproc in (1, 2):
+        here.clear()
         report = convert(
             source,
             tmp_path / str(nproc),
@@ -47,6 +60,7 @@ def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path) -
     once, twice = told[: len(told) // 2], told[len(told) // 2 :]
     assert once[-1] == twice[-1] == (report.num_bytes, report.num_bytes)
     assert [done for done, _ in twice] == sorted(done for done, _ in twice)
+    assert here  # workers are other processes, in which nothing is replaced
 
 
 MEGATRON = {
@@ -62,6 +76,7 @@ MEGATRON = {
     "saver",
     ["megatron", "megatron-dist", pytest.param("megatron-legacy", marks=EXHAUSTIVE)],
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_path: Path, saver: str) -> None:
     """Each by one process: the same bytes, and a tensor is counted once, though several processes read it."""
     source, told = make_model(**{**LLAMA, "num_layers": 4}), []
@@ -79,20 +94,6 @@ def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_pat
     assert sum(name.endswith((".pt", ".distcp")) for name in once) > 1
     assert contents(tmp_path / "2") == once
     assert told[-1] == (report.num_bytes, report.num_bytes)
-
-
-@pytest.mark.slow
-def test_the_first_process_writes_until_the_others_have_started(make_model, host, tmp_path: Path, monkeypatch) -> None:
-    here: list[str] = []
-    write = SafetensorsFiles.write
-
-    def noted(self, folder, part):
-        here.append(part.file)
-        return write(self, folder, part)
-
-    monkeypatch.setattr(SafetensorsFiles, "write", noted)
-    convert(make_model(**LLAMA), tmp_path / "2", saver="hf", options=IN_SHARDS, nproc=2, host=host)
-    assert here  # workers are other processes, in which nothing is replaced
 
 
 @pytest.mark.slow
@@ -116,6 +117,7 @@ def test_killed_and_gone_on_with(make_model, host, kit, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_an_error_of_a_process_is_the_conversions(make_model, host, tmp_path: Path) -> None:
     reader = open_checkpoint(make_model(**LLAMA))
     tensors = {name: reader.read(name) for name in reader.shapes()}

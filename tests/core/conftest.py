@@ -17,6 +17,7 @@ TINY = [
     "model.hidden_size=32",
     "model.num_attention_heads=4",
     "data.seq_length=16",
+    "data.corpus_bytes=1000000",
     "data.num_workers=0",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
@@ -37,12 +38,12 @@ def host() -> PluginHost:
     return load_plugins()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(host):
     """A function from overrides to a loaded configuration of a very small GPT."""
-    torch.set_num_threads(1)
 
     def load(*overrides: str) -> LoadedConfig:
+        torch.set_num_threads(1)
         return load_config(preset="gpt-tiny", overrides=[*TINY, *overrides], host=host)
 
     return load

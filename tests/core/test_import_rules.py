@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -34,27 +35,51 @@ def floor(name: str) -> int:
     return next(number for number, names in enumerate(FLOORS) if name in names)
 
 
+@dataclass(frozen=True)
+class Module:
+    """imports: the nodes of its syntax tree that import something. at_import: those of them that run when the module is
+    imported. The rest of the tree is not kept: garbage collections of all later tests would go over it."""
+
+    name: str
+    imports: list[ast.AST]
+    at_import: list[ast.AST]
+
+
 @cache
-def modules(package: str) -> list[tuple[str, ast.Module]]:
-    """Name and syntax tree of each module."""
+def modules(package: str) -> list[Module]:
     source = PACKAGES / package.replace("_", "-") / "src"
-    return [
-        (
-            ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"),
-            ast.parse(path.read_text(encoding="utf-8"), str(path)),
-        )
-        for path in sorted(source.rglob("*.py"))
-    ]
+    return [read_module(source, path) for path in sorted(source.rglob("*.py"))]
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[tuple[str, int]]:
+def read_module(source: Path, path: Path) -> Module:
+    name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return Module(name, list(filter(imports, ast.walk(tree))), list(filter(imports, top_level(tree))))
+
+
+def imports(node: ast.AST) -> bool:
+    is_lazy = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Lazy"
+    return is_lazy or isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Statements that run at import: not the bodies of functions, nor what only type checkers see."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Try):
+            yield from node.body
+        yield node
+
+
+def imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """Absolute names of modules, with their lines; also those that Lazy("module:attribute") names."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
             yield node.module, node.lineno
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Lazy":
+        elif isinstance(node, ast.Call):
             texts = [entry.value for entry in node.args[:1] if isinstance(entry, ast.Constant)]
             yield from ((str(text).partition(":")[0], node.lineno) for text in texts)
 
@@ -80,9 +105,9 @@ def test_imports_point_down(package: str) -> None:
     allowed = {package, "mt_core"}
     allowed |= {name for name in required(package) if floor(name) < floor(package)}
     wrong = [
-        f"{module}:{line} imports {name}"
-        for module, tree in modules(package)
-        for name, line in imported(ast.walk(tree))
+        f"{module.name}:{line} imports {name}"
+        for module in modules(package)
+        for name, line in imported(module.imports)
         if (top := name.partition(".")[0]).startswith("mt_") and top not in allowed
     ]
     assert wrong == []
@@ -93,23 +118,13 @@ def test_what_is_required_is_below(package: str) -> None:
     assert [name for name in required(package) - {package} if floor(name) >= floor(package)] == []
 
 
-def top_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """Statements that run at import: not the bodies of functions, nor what only type checkers see."""
-    for node in tree.body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.Try):
-            yield from node.body
-        yield node
-
-
 def test_the_contract_and_the_data_import_no_torch() -> None:
     wrong = [
-        f"{module}:{line}"
+        f"{module.name}:{line}"
         for package in names()
-        for module, tree in modules(package)
-        if module.startswith(WITHOUT_TORCH) and module not in TRAINING_PARTS_OF_CLI
-        for name, line in imported(top_level(tree))
+        for module in modules(package)
+        if module.name.startswith(WITHOUT_TORCH) and module.name not in TRAINING_PARTS_OF_CLI
+        for name, line in imported(module.at_import)
         if name.partition(".")[0] in ("torch", "transformers") or name.startswith(("mt_core.nn", "mt_core.train"))
     ]
     assert wrong == []
@@ -143,20 +158,20 @@ def room(name: str) -> str:
 def test_folders_of_mt_core_import_in_one_direction() -> None:
     level = {name: number for number, names in enumerate(ORDER) for name in names}
     upward = {
-        f"{name} imports {found}"
-        for name, tree in modules("mt_core")
-        for found, _ in imported(node for node in ast.walk(tree) if not isinstance(node, ast.Call))
+        f"{module.name} imports {found}"
+        for module in modules("mt_core")
+        for found, _ in imported(node for node in module.imports if not isinstance(node, ast.Call))
         if found.startswith("mt_core.")
-        and room(name)
-        and room(found) != room(name)
-        and level[room(found)] >= level[room(name)]
+        and room(module.name)
+        and room(found) != room(module.name)
+        and level[room(found)] >= level[room(module.name)]
     }
     assert upward == set()
 
 
 def imports_within(package: str) -> dict[str, set[str]]:
     """Module -> modules of its own package that it imports, in functions and for types too."""
-    names = {name for name, _ in modules(package)}
+    names = {module.name for module in modules(package)}
 
     def targets(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -167,8 +182,10 @@ def imports_within(package: str) -> dict[str, set[str]]:
                 yield submodule if submodule in names else node.module
 
     return {
-        name: {target for node in ast.walk(tree) for target in targets(node) if target in names and target != name}
-        for name, tree in modules(package)
+        module.name: {
+            target for node in module.imports for target in targets(node) if target in names and target != module.name
+        }
+        for module in modules(package)
     }
 
 

@@ -98,7 +98,7 @@ def bytes_held(rank: int, world: int, more: tuple[str, ...]) -> dict[str, int]:
     for name, precision in FORMATS.items():
         if FSDP in more and name == "fp16":
             continue
-        trainer = Trainer(config(world, 2, *precision, *more))
+        trainer = Trainer(config(world, 1, *precision, *more))
         trainer.train()
         found[name] = held(trainer)
     return found

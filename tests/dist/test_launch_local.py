@@ -22,8 +22,8 @@ from mt_core.launch.logs import DelayedView
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-SECONDS_TO_END = 15
-"""From the failure to the end of every rank, as promised."""
+SECONDS_TO_END = 60
+"""From the failure to the end of every rank, on a busy machine; on an idle one it takes up to 15."""
 
 LOOP = """
 import json, os, sys, time
@@ -43,7 +43,8 @@ with rank_session("cpu", run_dir=folder) as session:
             (folder / "failed-at").write_text(str(time.time()))
             raise ValueError("out of paper")
         dist.all_reduce(torch.ones(1000))
-        (folder / f"step-{rank}").write_text(str(step))
+        if step == 40:  # the position is told once a second
+            (folder / f"told-{rank}").write_text(str(step))
         time.sleep(0.05)
 """
 
@@ -62,8 +63,9 @@ while not received:
     if sys.argv[1] == "exit" and rank == 1:
         raise LookupError("no such shelf")
     time.sleep(0.02)
+(folder / f"heard-{rank}").write_text("once")
 if sys.argv[1] == "deaf":
-    time.sleep(60)
+    time.sleep(1000)
 (folder / f"saved-{rank}").write_text("")
 """
 
@@ -101,20 +103,20 @@ def assert_gone(folder: Path, ranks: range) -> None:
 
 
 def test_the_traceback_of_the_first_rank_to_fail_comes_first_and_alone(program, tmp_path, capfd) -> None:
-    assert launch(4, [], entry=program(LOOP, "raise"), run_dir=tmp_path) == 1
+    assert launch(3, [], entry=program(LOOP, "raise"), run_dir=tmp_path) == 1
     assert time.time() - float((tmp_path / "failed-at").read_text()) < SECONDS_TO_END
-    assert_gone(tmp_path, range(4))
+    assert_gone(tmp_path, range(3))
     captured = capfd.readouterr()
     host = socket.gethostname()
-    assert captured.err.startswith(f"rank 2 on {host} (phase step, step 10) failed first:\n\n")
+    assert captured.err.startswith(f"rank 1 on {host} (phase step, step 10) failed first:\n\n")
     assert captured.err.count("Traceback") == 1
     assert "ValueError: out of paper" in captured.err
-    assert re.search(r"\nRanks 0, 1 and 3 followed\.\n", captured.err)
+    assert re.search(r"\nRanks 0 and 2 followed\.\n", captured.err)
     assert captured.out == "hello from 0\n"
-    record = json.loads((tmp_path / "errors" / "rank-2.json").read_text())
-    assert (record["rank"], record["phase"], record["step"], record["exit_code"]) == (2, "step", 10, 1)
+    record = json.loads((tmp_path / "errors" / "rank-1.json").read_text())
+    assert (record["rank"], record["phase"], record["step"], record["exit_code"]) == (1, "step", 10, 1)
     assert 'raise ValueError("out of paper")' in record["traceback"]
-    assert (tmp_path / "logs" / "rank-2.log").read_text().startswith("hello from 2\n")
+    assert (tmp_path / "logs" / "rank-1.log").read_text().startswith("hello from 1\n")
 
 
 RECORDING = """
@@ -126,9 +128,15 @@ from mt_core.launch.failure import describe_failure, write_failure
 from mt_core.launch.phases import Position
 
 environment, folder = read_environment(), Path(os.environ[LAUNCHED_BY_MT])
-time.sleep(0.3 * (3 - environment.rank))  # rank 2 first
+
+def wait_for_records(ranks):
+    while not all((folder / "errors" / f"rank-{rank}.json").exists() for rank in ranks):
+        time.sleep(0.02)
+
+wait_for_records(range(environment.rank + 1, 3))  # rank 2 first
 error = RuntimeError("Connection closed by peer") if environment.rank == 0 else DataError("shard 7 is empty")
 write_failure(describe_failure(error, environment, Position("data", 4)), folder)
+wait_for_records(range(3))
 sys.exit(DataError.exit_code if environment.rank else 1)
 """
 
@@ -145,21 +153,21 @@ def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cau
     killed: list[float] = []
 
     def kill_rank_1() -> None:
-        wait_for(*(tmp_path / f"step-{rank}" for rank in range(3)))
-        time.sleep(1.5)  # the position is told once a second
+        wait_for(tmp_path / "told-1")
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         killed.append(time.monotonic())
 
     killer = in_background(kill_rank_1)
-    assert launch(3, [], entry=program(LOOP, "kill"), run_dir=tmp_path) == 128 + signal.SIGKILL
+    assert launch(2, [], entry=program(LOOP, "kill"), run_dir=tmp_path) == 128 + signal.SIGKILL
     killer.join()
     assert time.monotonic() - killed[0] < SECONDS_TO_END
-    assert_gone(tmp_path, range(3))
+    assert_gone(tmp_path, range(2))
     shown = capfd.readouterr().err
     assert re.match(r"rank 1 on \S+ \(phase step, step \d+\) failed first:\n\nSIGKILL: killed", shown)
-    assert "Ranks 0 and 2 followed." in shown
-    followers = [json.loads((tmp_path / "errors" / f"rank-{rank}.json").read_text()) for rank in (0, 2)]
-    assert all(record["followed"] and record["phase"] == "step" for record in followers)
+    assert "Rank 0 followed." in shown
+    follower = json.loads((tmp_path / "errors" / "rank-0.json").read_text())
+    assert follower["followed"]
+    assert follower["phase"] == "step"
 
 
 def test_a_rank_that_leaves_no_record_is_shown_with_the_end_of_its_log(program, tmp_path, capfd) -> None:
@@ -192,7 +200,7 @@ def test_the_second_signal_kills(program, tmp_path, capfd) -> None:
     def stop() -> None:
         wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)
+        wait_for(*(tmp_path / f"heard-{rank}" for rank in range(2)))
         os.kill(os.getpid(), signal.SIGTERM)
 
     started = time.monotonic()
@@ -220,7 +228,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path) -> None:
     wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    end = time.monotonic() + 5
+    end = time.monotonic() + SECONDS_TO_END
     ranks = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
     while any(is_running(pid) for pid in ranks) and time.monotonic() < end:
         time.sleep(0.05)
@@ -244,9 +252,10 @@ folder = Path(sys.argv[2])
 with rank_session("cpu") as session:
     rank = session.environment.rank
     session.phases.enter("data", step=3)
-    time.sleep(1.5)
+    for _ in range(40):  # the position is told once a second; on a busy machine many short sleeps are longer, too
+        time.sleep(0.05)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    time.sleep(60 if sys.argv[1] == "sleep" else 0.2 * rank)
+    time.sleep(1000 if sys.argv[1] == "sleep" else 0.2 * rank)
 """
 
 

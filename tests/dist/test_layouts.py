@@ -87,7 +87,7 @@ def small_enough(world: int, layout: tuple[str, ...]) -> tuple[str, ...]:
     of_model = math.prod(int(key.partition("=")[2]) for key in layout if key.startswith(model_axes))
     needs_layers = any(key.startswith(("parallel.pipeline", "recompute.")) for key in layout)
     layers = () if needs_layers else ("model.num_layers=2",)
-    return layers if world // of_model > 2 else (*layers, "train.global_batch_size=4")
+    return (*layers, f"train.global_batch_size={2 * world // of_model}")
 
 
 def require_equal(found: RunRecord, reference: RunRecord) -> None:

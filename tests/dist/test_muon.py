@@ -25,8 +25,9 @@ SMALL = ("model.num_layers=2", "train.global_batch_size=4")
 BASE = ("optimizer.lr=1e-3", "optimizer.min_lr=0", "optimizer.adam_eps=1e-4")
 MUON = (*BASE, "optimizer.optimizer=muon")
 SHAPES = ("optimizer.muon_nesterov=true", "optimizer.muon_scale_mode=unit_rms_norm")
-WHOLE_QKV = ("optimizer.muon_split_qkv=false",)
-ONE_GROUP = ("model.num_query_groups=1",)
+TWO_SAMPLES = "train.global_batch_size=2"
+WHOLE_QKV = ("optimizer.muon_split_qkv=false", TWO_SAMPLES)
+ONE_GROUP = ("model.num_query_groups=1", TWO_SAMPLES)
 INSTANCES = "parallel.num_distributed_optimizer_instances=2"
 DECOUPLED = (
     *BASE,
@@ -144,7 +145,7 @@ def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
     seen = Zeros()
     model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
     more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")
-    Trainer(config(*model, *more, *layout), callbacks=[seen]).train()
+    Trainer(config(*SMALL, *model, *more, *layout), callbacks=[seen]).train()
     return seen.counts
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -120,6 +121,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
+@cache
 def registered(name: str) -> PipelineSchedule:
     schedule: PipelineSchedule = load_plugins().pipeline_schedules.get(name).schedule.load()
     return schedule
@@ -134,33 +136,34 @@ def pipeline_of(
 
 
 def train(
-    rank: int, world: int, families: Sequence[str], schedules: Sequence[str], counts: Sequence[int], layers: int
-) -> dict[str, float]:
-    """The largest difference of each case."""
+    rank: int, world: int, cases: Sequence[tuple[str, int]], layers: int
+) -> dict[tuple[str, int, str, int], tuple[Tensor, dict[str, Tensor]]]:
+    """Of each family with each number of micro-batches under each schedule: loss and gradients, on the first rank."""
     host, ctx, found = load_plugins(), build_parallel_context(AxisSizes(pp=world)), {}
-    for family, count in itertools.product(families, counts):
-        keys, batches = FAMILIES[family], micro_batches(count)
-        expected = one_process(build(host, keys, ParallelContext(), None, layers), batches)
-        for schedule in schedules:
-            for each in STAGES_PER_RANK[schedule]:
-                stages = balanced_stages(layers, each * world, embedding_cost=0.5, output_cost=1.0)
-                model, pipeline = pipeline_of(host, keys, schedule, stages, ctx, layers)
-                loss = pipeline.forward_backward(batches, share)
-                actual = summed_over_ranks(loss, model, ctx)
-                found[f"{family}, {schedule} x {each}, {count}"] = max(differences(expected, actual).values())
-    return found
+    for (family, count), (schedule, numbers) in itertools.product(cases, STAGES_PER_RANK.items()):
+        for each in numbers:
+            stages = balanced_stages(layers, each * world, embedding_cost=0.5, output_cost=1.0)
+            model, pipeline = pipeline_of(host, FAMILIES[family], schedule, stages, ctx, layers)
+            loss = pipeline.forward_backward(micro_batches(count), share)
+            found[family, count, schedule, each] = summed_over_ranks(loss, model, ctx)
+    return found if rank == 0 else {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "families", "counts", "layers"),
-    [(2, ["gpt tied", "llama", "llama tied"], [1, 3, 4], 5), (4, ["gpt tied", "llama"], [3, 11], 9)],
+    [(2, ["gpt tied", "llama", "llama tied"], [1, 3, 4], 5), (4, ["gpt tied", "llama"], [3, 9], 9)],
 )
 def test_every_schedule_computes_the_gradients_of_one_process(world, families, counts, layers) -> None:
     """Layers that do not divide evenly; fewer and more micro-batches than stages, and no multiples."""
-    for found in run_ranks(world, train, families, list(STAGES_PER_RANK), counts, layers):
-        assert len(found) == len(families) * len(counts) * 7
-        assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
+    host, cases = load_plugins(), list(itertools.product(families, counts))
+    found = run_ranks(world, train, cases, layers)[0]
+    assert len(found) == len(cases) * 7
+    for family, count in cases:
+        whole = build(host, FAMILIES[family], ParallelContext(), None, layers)
+        expected = one_process(whole, micro_batches(count))
+        of_case = {case: differences(expected, actual) for case, actual in found.items() if case[:2] == (family, count)}
+        assert not {case: off for case, off in of_case.items() if not max(off.values()) < 1e-5}
 
 
 def mutated(rank: int, world: int, mutation: str) -> float:
@@ -394,11 +397,15 @@ def slept(rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
-    """Never shorter, since sleep is not; and not far above, with room for a busy machine. mt bench pipeline
-    measures how near."""
-    found = run_ranks(2, slept)[0]
+    """Never shorter, since sleep is not; and not far above in the best of several attempts, of which a busy machine
+    draws out most. mt bench pipeline measures how near."""
     schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
-    for (name, each), (makespan, bubble) in zip(schedules, found, strict=True):
-        expected = simulate(registered(name), 2, 4, stage_times(2, each, 0.01))
-        assert makespan > 0.999 * expected.makespan
-        assert bubble < expected.bubble_fraction + 0.3
+    expected = [simulate(registered(name), 2, 4, stage_times(2, each, 0.01)) for name, each in schedules]
+    bubbles = [1.0] * len(schedules)
+    for _ in range(20):
+        found = run_ranks(2, slept)[0]
+        assert all(makespan > 0.999 * told.makespan for (makespan, _), told in zip(found, expected, strict=True))
+        bubbles = [min(best, bubble) for best, (_, bubble) in zip(bubbles, found, strict=True)]
+        if all(best < told.bubble_fraction + 0.3 for best, told in zip(bubbles, expected, strict=True)):
+            return
+    raise AssertionError(f"bubbles of {bubbles}, simulated {[told.bubble_fraction for told in expected]}")

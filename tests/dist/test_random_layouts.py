@@ -83,7 +83,7 @@ def draw(number: int) -> Draw:
         "model.untie_embeddings_and_output_weights": rng.choice(("true", "false")),
         **_of_family(rng, family, length),
         "data.seq_length": length,
-        "train.global_batch_size": dp * rng.choice((2, 3, 4)),
+        "train.global_batch_size": dp * rng.choice((2, 2, 3)),
         "optimizer.optimizer": optimizer,
         **{f"optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
     }

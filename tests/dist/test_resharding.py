@@ -38,7 +38,6 @@ SETTINGS = (
     "data.dataset_type=builtin",
     "data.corpus_bytes=1000000",
     "data.seq_length=16",
-    "train.micro_batch_size=1",
     "train.global_batch_size=4",
     "train.train_iters=4",
     "train.eval_interval=null",
@@ -152,8 +151,12 @@ def weights_of(model: Model, layouts: Sequence[Layout], steps: int, run_dirs: Se
 
 
 def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
-    changed = "checkpoint.accept_changes=" + repr([f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS])
-    return (*model, *(f"parallel.{key}" for key in layout.keys), changed)
+    keys = ["train.micro_batch_size", *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
+    # Two samples at once halve what a layout communicates. Losses of balance are those of a micro-batch, and four
+    # replicas have one sample each.
+    at_once = 1 if model or FSDP in layout.keys else 2
+    samples = f"train.micro_batch_size={at_once}"
+    return (*model, *(f"parallel.{key}" for key in layout.keys), samples, f"checkpoint.accept_changes={keys!r}")
 
 
 def weights_after(model: Model, layout: Layout, steps: int, run_dir: Path | None = None) -> Weights:

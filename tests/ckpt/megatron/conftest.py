@@ -271,3 +271,8 @@ def golden() -> Path:
     if "MT_GOLDEN" not in os.environ:
         pytest.skip("MT_GOLDEN does not name the folder of golden files")
     return Path(os.environ["MT_GOLDEN"]) / "ckpt"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(without_waiting_for_the_disk: None) -> None:
+    """Nothing in this folder is about what a power failure leaves."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from tests.covering import covering
 
 from mt_ckpt.convert import convert
 from mt_core.checkpoint_lookup import open_with
+from mt_core.plugins import load_plugins
+from mt_core.testing import run_ranks
 
 FORMATS = ["megatron", "megatron-dist", "megatron-legacy"]
 
@@ -61,27 +62,21 @@ def test_what_a_dry_run_finds(tmp_path, host) -> None:
         assert not (tmp_path / "out").exists()
 
 
-MEASURED = """
-import sys
-from pathlib import Path
-
-import torch
-
-from mt_ckpt.convert import convert
-from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions
-
-def peak():  # in KiB, of this program alone: ru_maxrss begins with what the parent had
+def peak() -> int:
+    """In KiB, of this process alone: ru_maxrss begins with what the parent had."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-torch.set_num_threads(1)
-host = load_plugins()
-source, target, saver, tp = sys.argv[1:]
-before = peak()
-convert(source, target, saver=saver, options=ConvertOptions(target_tensor_parallel_size=int(tp)), host=host)
-print(peak() - before)
-"""
+
+def growth(rank: int, world: int, source: Path, target: Path, saver: str) -> int:
+    """KiB by which converting raises the peak of a process."""
+    torch.set_num_threads(1)
+    host = load_plugins()
+    before = peak()
+    convert(source, target, saver=saver, options=options(2), host=host)
+    return peak() - before
+
+
 MIB = 1 << 20
 
 
@@ -100,7 +95,6 @@ def test_memory_stays_at_two_of_the_largest_tensors(first, second, tmp_path, hos
     assert largest == 30 * MIB
     assert sum(tensor.nbytes for tensor in source.tensors.values()) > 7 * largest
     through(first, source, options(2), tmp_path / "a", host)
-    command = [sys.executable, "-c", MEASURED, str(tmp_path / "a"), str(tmp_path / "b"), second, "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 2 * largest + 110 * MIB, done.stdout
+    (grown,) = run_ranks(1, growth, tmp_path / "a", tmp_path / "b", second)
+    assert largest < grown * 1024 < 2 * largest + 110 * MIB
     assert (tmp_path / "b").is_dir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
+from mt_core.testing import rank_context
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.resume import differences
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -48,9 +48,9 @@ def test_a_resumed_run_is_the_same_run(tiny, tmp_path, variant) -> None:
     options = VARIANTS[variant]
     run(tiny(*options), tmp_path / "whole")
     run(tiny(*options, "train.exit_iteration=2"), tmp_path / "parts")
-    # The second part is another process, so that nothing can survive in memory.
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=run, args=(tiny(*options), tmp_path / "parts"))
+    # The second part is another process, so that nothing can survive in memory. It is no fork of this one: where a
+    # test before has started threads of autograd, a fork cannot compute gradients.
+    process = rank_context().Process(target=run, args=(tiny(*options), tmp_path / "parts"))
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 PRELOADED = [
@@ -57,10 +58,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     from torch.distributed import TCPStore
 
-    context = multiprocessing.get_context("forkserver")
-    libraries = [name for name in TEST_LIBRARIES if name in sys.modules]
-    context.set_forkserver_preload([*PRELOADED, *libraries, LAST_PRELOADED])
-    _start_server()
+    context = rank_context()
     # Held here, so that it outlives every rank. Port 0: the system chooses a free one.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -82,6 +80,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for process in processes:
             process.kill()
             process.join()
+
+
+def rank_context() -> ForkServerContext:
+    """Makes processes by forking the server that ranks are forked from, which is started if it does not run yet."""
+    context = multiprocessing.get_context("forkserver")
+    libraries = [name for name in TEST_LIBRARIES if name in sys.modules]
+    context.set_forkserver_preload([*PRELOADED, *libraries, LAST_PRELOADED])
+    _start_server()
+    return context
 
 
 def _start_server() -> None:

@@ -199,11 +199,12 @@ def parameter_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
     Raises ValueError for a parameter that was made without `declare`: it would have no known layout.
     """
     found = {f"{prefix}{name}": layout for prefix, name, layout in _declared(model)}
-    for name, _ in model.named_parameters():
+    # A parameter that two modules share counts once, under the name that PyTorch lists.
+    names = [name for name, _ in model.named_parameters()]
+    for name in names:
         if name not in found:
             raise ValueError(f"parameter {name} has no layout; make it with LayoutModule.declare")
-    # A parameter that two modules share counts once, under the name that PyTorch lists.
-    return {name: found[name] for name, _ in model.named_parameters()}
+    return {name: found[name] for name in names}
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, str, ParameterLayout]]:
