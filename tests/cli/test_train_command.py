@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mt_cli.commands.train import _announce
 from mt_cli.main import run
 
 SMALL = {
@@ -96,6 +97,21 @@ def test_it_says_something_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "mt train: gpt-tiny; loading torch and plugins ...\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, True),  # also what starts the ranks of --nproc
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "MT_LAUNCH_DIR": "runs"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, True),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+    ],
+)
+def test_one_process_of_a_job_says_it(monkeypatch, capsys, environ, says) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_NODELIST": "node01", **environ})
+    _announce(None, "gpt-tiny")
+    assert bool(capsys.readouterr().out) == says
 
 
 def test_generate_continues_each_prompt(finished, capsys, monkeypatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
 from mt_core.commands import REST_OF_LINE, host_of, need
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.launch.environment import read_environment
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def train(
         _announce(config, preset)
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
-    from mt_core.launch.environment import read_environment
 
     set_ = list(set_ or [])
     if trace_schedule is not None:
@@ -147,8 +146,10 @@ def translate_arguments(
 
 
 def _announce(config: Path | None, preset: str | None) -> None:
-    """A sign of life before torch is imported, which may take many seconds; of one process of a job."""
-    if os.environ.get("RANK", "0") == "0":
+    """A sign of life before torch is imported, which may take many seconds; of one process of a job: rank 0, or the
+    process that starts the ranks here."""
+    environment = read_environment()
+    if environment.rank == 0 and environment.launcher != "mt":
         typer.echo(f"mt train: {config or preset or DEFAULT_PRESET}; loading torch and plugins ...")
 
 
