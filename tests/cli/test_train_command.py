@@ -114,6 +114,23 @@ def test_one_process_of_a_job_says_it(monkeypatch, capsys, environ, says) -> Non
     assert bool(capsys.readouterr().out) == says
 
 
+def test_a_sample_is_of_a_prompt_that_the_tokenizer_reads(tmp_path, capsys, monkeypatch) -> None:
+    numbers = {"data.dataset_type": "mock", "tokenizer.tokenizer_type": "NullTokenizer", "tokenizer.vocab_size": "64"}
+    settings = {**SMALL, **numbers, "train.eval_interval": "null"}
+    del settings["data.corpus_bytes"]
+    command = ["train", "--run-dir", str(tmp_path / "run")]
+    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    refused(capsys, [*command, "--set", "train.sample_prompt=once upon"], "train.sample_prompt='once upon' .*null")
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert run(command) == 0
+    shown = capsys.readouterr().out
+    assert "A sample" not in shown
+    assert "mt generate" not in shown
+    monkeypatch.setattr("mt_cli.sample._print_text", lambda *_: 1 / 0)
+    assert run([*command, "--set", 'train.sample_prompt="1 2"']) == 0
+    assert "warning: no text was generated: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_generate_continues_each_prompt(finished, capsys, monkeypatch) -> None:
     options = ["--max-tokens", "3", "--temperature", "0"]
     assert run(["generate", str(finished), "--prompt", "def ", *options]) == 0
