@@ -46,7 +46,7 @@ def collect_broken_rules(config: Config, problems: Problems) -> None:
         for check in (check_layout, check_batch_size):
             with problems.collect():
                 check(config)
-    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports):
+    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports, check_retention):
         with problems.collect():
             check(config)
 
@@ -81,6 +81,15 @@ def check_exports(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.save_hf_interval={export} is no multiple of checkpoint.save_interval={save}: a folder is made "
             f"from a checkpoint; use {near}, or change checkpoint.save_interval"
+        )
+
+
+def check_retention(config: Config) -> None:
+    keys = config.checkpoint
+    if keys.keep_every is not None and keys.keep_last is None:
+        raise ConfigError(
+            f"checkpoint.keep_every={keys.keep_every}: without checkpoint.keep_last every checkpoint is kept; set "
+            "checkpoint.keep_last, too"
         )
 
 
@@ -196,6 +205,11 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(
             f"parallel.{given[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
             "remove it, or set that above 1"
+        )
+    if config.parallel.pipeline_backward_communicator and size == 1:
+        raise ConfigError(
+            "parallel.pipeline_backward_communicator=true is for gradients between pipeline stages, and "
+            "parallel.pipeline_model_parallel_size is 1; remove it, or set that above 1"
         )
     layout = config.parallel.pipeline_model_parallel_layout
     if layout is not None and size == 1:
