@@ -98,6 +98,7 @@ def test_validate(mt, tmp_path: Path) -> None:
     [
         ("train.loss=x", 'train.loss=x needs a loss named "x"'),
         ("checkpoint.ckpt_format=x", 'checkpoint.ckpt_format=x needs a checkpoint saver named "x"'),
+        ('logging.trackers=["x"]', 'logging.trackers=x needs a callback named "x"'),
         ('train.callbacks=["x"]', 'train.callbacks=x needs a callback named "x"'),
         ("model.attention_backend=flash", 'model.attention_backend=flash needs an attention backend named "flash"'),
     ],

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mt_cli.commands.train import _announce
 from mt_cli.main import run
 
 SMALL = {
@@ -96,6 +97,38 @@ def test_it_says_something_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "mt train: gpt-tiny; loading torch and plugins ...\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, True),  # also what starts the ranks of --nproc
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "MT_LAUNCH_DIR": "runs"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, True),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+    ],
+)
+def test_one_process_of_a_job_says_it(monkeypatch, capsys, environ, says) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_NODELIST": "node01", **environ})
+    _announce(None, "gpt-tiny")
+    assert bool(capsys.readouterr().out) == says
+
+
+def test_a_sample_is_of_a_prompt_that_the_tokenizer_reads(tmp_path, capsys, monkeypatch) -> None:
+    numbers = {"data.dataset_type": "mock", "tokenizer.tokenizer_type": "NullTokenizer", "tokenizer.vocab_size": "64"}
+    settings = {**SMALL, **numbers, "train.eval_interval": "null"}
+    del settings["data.corpus_bytes"]
+    command = ["train", "--run-dir", str(tmp_path / "run")]
+    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    refused(capsys, [*command, "--set", "train.sample_prompt=once upon"], "train.sample_prompt='once upon' .*null")
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert run(command) == 0
+    shown = capsys.readouterr().out
+    assert "A sample" not in shown
+    assert "mt generate" not in shown
+    monkeypatch.setattr("mt_cli.sample._print_text", lambda *_: 1 / 0)
+    assert run([*command, "--set", 'train.sample_prompt="1 2"']) == 0
+    assert "warning: no text was generated: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_generate_continues_each_prompt(finished, capsys, monkeypatch) -> None:

@@ -27,7 +27,7 @@ FLOORS = (
 
 WITHOUT_TORCH = ("mt_data", "mt_cli", "mt_core.config", "mt_core.specs", "mt_core.plugins", "mt_core.hookspecs")
 """Modules and packages that import no torch at their top level: they work where it is not installed."""
-TRAINING_PARTS_OF_CLI = ("mt_cli.progress",)
+TRAINING_PARTS_OF_CLI = ("mt_cli.progress", "mt_cli.sample")
 """Loaded by a running trainer, which has imported torch."""
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mt_core.config.checks import world_size
 from mt_core.errors import ConfigError
+from mt_core.launch import session
 from mt_core.launch.environment import RankEnvironment, read_environment
 from mt_core.launch.failure import Failure, lost_peer
 from mt_core.launch.layout import describe
+from mt_core.launch.process_group import select_device
 from mt_core.launch.report import in_order, ranks, report
 from mt_core.launch.slurm import expand_node_list, expand_tasks_per_node
 from mt_core.parallel.context import AxisSizes
+from mt_core.train.build import resolve_device
 
 TORCHRUN = {
     "RANK": "5",
@@ -50,8 +58,48 @@ def test_slurm() -> None:
     given_address = {**SLURM, "MASTER_ADDR": "ib-node01", "MASTER_PORT": "5000"}
     assert read_environment(given_address).variables()["MASTER_ADDR"] == "ib-node01"
     assert read_environment(given_address).master_port == 5000
-    again = read_environment({**SLURM, **found.variables()})  # once exported, the same place
-    assert (again.rank, again.world_size, again.local_rank, again.master_port) == (9, 11, 1, 16711)
+    assert read_environment({**SLURM, **found.variables()}) == found  # once exported
+
+
+SRUN = {**SLURM, "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NODEID": "0"}
+FOURTH = {**TORCHRUN, "LOCAL_RANK": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "device"),
+    [
+        (SRUN, 1, "cuda:0"),
+        (SRUN, 4, "cuda:3"),
+        ({**SRUN, **read_environment(SRUN).variables()}, 1, "cuda:0"),  # as `mt train` exports them
+        ({**FOURTH, "CUDA_VISIBLE_DEVICES": "3"}, 1, "cuda:0"),
+        ({**FOURTH, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, "cuda:3"),
+        (FOURTH, 1, None),
+        ({**FOURTH, "CUDA_VISIBLE_DEVICES": "3", "MT_LAUNCH_DIR": "runs"}, 1, None),  # `mt train --nproc`
+        ({}, 1, "cuda:0"),
+        ({"WORLD_SIZE": "1"}, 1, "cuda:0"),
+    ],
+)
+def test_the_model_is_on_the_gpu_that_the_session_selects(monkeypatch, environ, count, device) -> None:
+    """Slurm may bind one GPU to each task; a script that torchrun starts may set CUDA_VISIBLE_DEVICES."""
+    selected: list[torch.device] = []
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    if device is None:
+        with pytest.raises(ConfigError, match="is number 3 of 4 on .*, which has 1 CUDA devices"):
+            resolve_device("auto")
+        return
+    assert select_device(read_environment(), "cuda") == resolve_device("auto") == torch.device(device)
+    assert selected == [torch.device(device)]
+
+
+def test_a_configuration_is_checked_against_the_tasks_of_srun(monkeypatch) -> None:
+    """Of commands beside `mt train`, and of Python scripts."""
+    monkeypatch.setattr(os, "environ", dict(SRUN))
+    monkeypatch.setattr(session, "_connected", lambda *_: nullcontext())
+    with session.rank_session("cpu") as found:
+        assert (found.environment.launcher, world_size()) == ("slurm", 11)
 
 
 def test_no_launcher() -> None:
@@ -59,6 +107,7 @@ def test_no_launcher() -> None:
     batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
     assert read_environment(batch_script) == RankEnvironment()
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+    assert read_environment({"WORLD_SIZE": "1"}).rank == 0
 
 
 def test_torchrun_inside_srun_is_torchruns() -> None:

@@ -40,7 +40,9 @@ def refusal(host: PluginHost, *overrides: str, preset: str | None = "gpt-tiny", 
         ("train.callbacks=[1]", "train.callbacks.0 (from --set): got 1, expected text in quotes"),
         ("optimizer.lr=fast", "optimizer.lr (from --set): got 'fast', expected a number"),
         ("precision.dtype=fp8", "precision.dtype (from --set): got 'fp8', input should be 'fp32', 'bf16' or 'fp16'"),
-        ("optimizer.adam_beta1=1.5", "optimizer.adam_beta1 (from --set): got 1.5, input should be less than or equal"),
+        ("optimizer.adam_beta1=1.5", "optimizer.adam_beta1 (from --set): got 1.5, input should be less than 1"),
+        ("optimizer.adam_beta1=1", "optimizer.adam_beta1 (from --set): got 1, input should be less than 1"),
+        ("optimizer.adam_beta2=1.0", "optimizer.adam_beta2 (from --set): got 1.0, input should be less than 1"),
         ("model.hidden_size=null", "model.hidden_size (from --set): got None, expected an integer"),
         ("optimizer.optimizer=adan", 'optimizer.optimizer=adan needs an optimizer named "adan"; installed plugins'),
         ("optimizer.optimizer=adan", '(did you mean "adam"?)'),
@@ -59,6 +61,10 @@ def test_every_wrong_value_is_listed(host: PluginHost) -> None:
     assert len(lines) == 3
 
 
+WSD = ["lr_schedule.lr_decay_style=WSD"]
+SAMPLES = ["train.train_iters=null", "train.train_samples=1600", "lr_schedule.lr_warmup_iters=null"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -72,17 +78,45 @@ def test_every_wrong_value_is_listed(host: PluginHost) -> None:
         (["optimizer.lr=inf"], "optimizer.lr"),
         (["optimizer.lr=nan"], "optimizer.lr"),
         (
-            ["train.train_iters=10", "lr_schedule.lr_warmup_iters=20"],
-            "lr_schedule.lr_warmup_iters=20 is longer than the run, train.train_iters=10; use at most 10",
+            ["train.train_iters=10", "lr_schedule.lr_warmup_iters=10"],
+            "lr_schedule.lr_warmup_iters=10 leaves nothing of the run, train.train_iters=10; use at most 9, such as "
+            "lr_schedule.lr_warmup_iters=1",
         ),
         (
-            [
-                "train.train_iters=null",
-                "train.train_samples=1600",
-                "lr_schedule.lr_warmup_iters=null",
-                "lr_schedule.lr_warmup_samples=1616",
-            ],
-            "lr_schedule.lr_warmup_samples=1616 is longer than the run, train.train_samples=1600",
+            [*SAMPLES, "lr_schedule.lr_warmup_samples=1616"],
+            "lr_schedule.lr_warmup_samples=1616 leaves nothing of the run, train.train_samples=1600; use at most 1599",
+        ),
+        (
+            ["train.train_iters=6", "lr_schedule.lr_warmup_iters=4", "lr_schedule.lr_decay_iters=2"],
+            "lr_schedule.lr_warmup_iters=4 leaves nothing of the decay, lr_schedule.lr_decay_iters=2; use at most 1",
+        ),
+        (
+            ["train.train_iters=6", "lr_schedule.lr_warmup_iters=20", "lr_schedule.lr_decay_iters=200"],
+            "lr_schedule.lr_warmup_iters=20 leaves nothing of the run, train.train_iters=6; use at most 5",
+        ),
+        (
+            ["lr_schedule.lr_warmup_iters=null", "lr_schedule.lr_warmup_fraction=1"],
+            "lr_schedule.lr_warmup_fraction=1.0 leaves nothing of the run, train.train_iters=450; use less than 1, "
+            "such as lr_schedule.lr_warmup_fraction=0.1",
+        ),
+        (
+            [*WSD, "train.train_iters=6", "lr_schedule.lr_warmup_iters=2", "lr_schedule.lr_wsd_decay_iters=5"],
+            "lr_schedule.lr_wsd_decay_iters=5 is longer than what the warm-up leaves of the decay, which begins at 2 "
+            "and ends at 6; use at most 4",
+        ),
+        (
+            [*WSD, *SAMPLES, "lr_schedule.lr_decay_samples=800", "lr_schedule.lr_wsd_decay_samples=801"],
+            "lr_schedule.lr_wsd_decay_samples=801 is longer than what the warm-up leaves of the decay, which begins at "
+            "0 and ends at 800; use at most 800",
+        ),
+        ([*WSD, *SAMPLES, "lr_schedule.lr_wsd_decay_iters=1"], "use lr_schedule.lr_wsd_decay_samples"),
+        (
+            ["lr_schedule.lr_warmup_init=0.01"],
+            "lr_schedule.lr_warmup_init=0.01 is above optimizer.lr=0.003, where the warm-up ends; use at most 0.003",
+        ),
+        (
+            ["lr_schedule.lr_warmup_init=0.001", "lr_schedule.lr_warmup_iters=0"],
+            "lr_schedule.lr_warmup_init=0.001 is where a warm-up begins, and this run has none; set one of",
         ),
         (["lr_schedule.lr_warmup_fraction=0.1"], "lr_schedule: set at most one of lr_warmup_iters, lr_warmup_samples"),
         (

@@ -32,7 +32,7 @@ def run(host: PluginHost, vocab: Path, tmp_path_factory: pytest.TempPathFactory)
     """A trained gpt of an odd shape, whose vocabulary file is gone."""
     directory = tmp_path_factory.mktemp("pretrained") / "run"
     wordpiece = ["tokenizer.tokenizer_type=BertWordPieceLowerCase", f"tokenizer.vocab_file={vocab}"]
-    shape = ["model.num_layers=3", "model.hidden_size=24", "train.train_iters=1"]
+    shape = ["model.num_layers=3", "model.hidden_size=24", "train.train_iters=2"]
     config = load_config(
         preset="gpt-tiny", overrides=[*TINY, *wordpiece, *shape, "data.corpus_bytes=1000000"], host=host
     )

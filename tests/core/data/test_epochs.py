@@ -11,6 +11,7 @@ from mt_core.config.loading import load_config
 from mt_core.data import building
 from mt_core.data.epochs import EpochDataset, with_train_iters
 from mt_core.errors import ConfigError, DataError
+from mt_core.train.engine import Engine
 
 SETTINGS = ["train.train_iters=null", "train.train_epochs=3", "train.global_batch_size=4", "train.micro_batch_size=2"]
 
@@ -26,8 +27,12 @@ class Numbered:
         return f"line {index}"
 
 
+def load(*settings: str):
+    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings])
+
+
 def config_of(*settings: str):
-    return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings]).config
+    return load(*settings).config
 
 
 def test_epochs_are_shuffled_by_their_number_and_drop_what_is_no_batch() -> None:
@@ -55,3 +60,9 @@ def test_lengths_that_do_not_agree() -> None:
     assert with_train_iters(config_of("train.train_iters=6"), 11).train.train_iters == 6
     with pytest.raises(ConfigError, match=r"set exactly one of .*train_samples and train_epochs are set"):
         config_of("train.train_samples=9")
+
+
+def test_the_warmup_is_compared_with_the_steps_that_epochs_have() -> None:
+    loaded = load("data.corpus_bytes=1000000", "lr_schedule.lr_warmup_iters=100000")
+    with pytest.raises(ConfigError, match=r"lr_warmup_iters=100000 leaves nothing of the run, train\.train_iters=\d+;"):
+        Engine.build(loaded)

@@ -140,7 +140,7 @@ def test_no_logits_are_made(tiny, monkeypatch) -> None:
     from mt_core.nn.kernels import chunked_loss
 
     monkeypatch.setattr(chunked_loss, "rows_of_chunk", lambda hidden, weight: 8)
-    config = tiny("train.loss=linear_cross_entropy", "train.train_iters=1")
+    config = tiny("train.loss=linear_cross_entropy", "train.train_iters=1", "lr_schedule.lr_warmup_iters=0")
     trainer = Trainer(config)
     vocabulary, positions = config.config.model.vocab_size or trainer.engine.tokenizer.vocab_size, 2 * 16
     largest = []

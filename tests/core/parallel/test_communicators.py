@@ -120,13 +120,18 @@ def test_registered_memory_is_that_of_the_groups_communicator(monkeypatch: pytes
     ("override", "words"),
     [
         ("nccl_communicators.tp={max_ctas=4}", r"nccl_communicators\.tp\.max_ctas=4 is an option of NCCL, and gloo"),
+        ("nccl_communicators.ep={timeout_minutes=3}", r"nccl_communicators\.ep has .* one rank in this layout; remove"),
+        ("nccl_communicators.pp_backward={timeout_minutes=3}", r"nccl_communicators\.pp_backward has .* one rank"),
+        (
+            "pipeline_backward_communicator=true",
+            r"pipeline_backward_communicator=true is for .*size is 1;",
+        ),
         ("nccl_ub=true", r"nccl_ub=true: buffers are registered with NCCL, and gloo"),
         ("nccl_communicators.tq={max_ctas=4}", r"nccl_communicators.*tq"),
         ("nccl_communicators.tp={ctas=4}", r"nccl_communicators\.tp\.ctas"),
     ],
 )
-def test_what_gloo_does_not_have_is_refused_by_name(override: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+def test_what_gloo_or_one_process_does_not_have_is_refused_by_name(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _context(f"parallel.{override}")
 

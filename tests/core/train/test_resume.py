@@ -104,6 +104,12 @@ def test_a_changed_setting_must_be_accepted_by_its_key(tiny, tmp_path, change) -
     Trainer(tiny(change, f'checkpoint.accept_changes=["{key}"]'), run_dir=tmp_path)
 
 
+def test_what_changes_no_weight_may_change(tiny) -> None:
+    free = ["train.check_memory=false", "train.deferred_metrics=never", "parallel.pipeline_backward_communicator=false"]
+    free += ["recompute.cpu_offloading_num_layers=1"]
+    assert list(differences(tiny().config.to_dict(), tiny(*free).config)) == []
+
+
 def test_another_model_cannot_be_accepted(tiny, tmp_path) -> None:
     run(tiny(), tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.num_layers: 2 in the checkpoint, 3 now"):

@@ -137,6 +137,25 @@ def test_scopes_of_cuda_graphs(host: PluginHost) -> None:
         assert import_words([*TINY, "--cuda-graph-impl", given], host).sections["train"]["cuda_graphs"] == scope
 
 
+STARTS = {
+    "--no-load-optim": ({"load": "old"}, ["--no-load-optim without --finetune: Megatron goes on at the iteration of"]),
+    "--finetune --no-load-optim": ({"load": "old"}, []),
+    "": ({}, ["--load and --save both name old: the run goes on"]),
+}
+
+
+@pytest.mark.parametrize("words", STARTS)
+def test_a_run_that_starts_elsewhere_than_megatrons_says_so(words: str, host: PluginHost) -> None:
+    save = ["--load", "old", "--save", "old", "--save-interval", "100"]
+    result = import_words([*TINY, *save, *words.split()], host)
+    keys, notes = STARTS[words]
+    assert {key: value for key, value in result.sections["checkpoint"].items() if key != "save"} == keys
+    found = [note for note in result.notes if "load" in note]
+    assert [note[:40] for note in found] == [note[:40] for note in notes]
+    dropped = [one.reason for one in result.of_status("no effect") if one.words == "--save old"]
+    assert ["run directory" in reason for reason in dropped] == [True] * len(keys)
+
+
 REFUSED = {
     "--optimizer soap": "this optimizer; optimizer.optimizer can be adam, lion, muon, sgd",
     "--tokenizer-type MultimodalTokenizer": "this tokenizer; tokenizer.tokenizer_type can be BertWordPieceCase",

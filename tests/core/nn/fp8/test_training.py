@@ -200,7 +200,7 @@ def test_delayed_scaling_goes_on_to_the_last_bit(tiny, tmp_path, algorithm) -> N
 def test_a_checkpoint_without_fp8_can_be_gone_on_with(tiny, tmp_path) -> None:
     run(tiny("train.train_iters=2"), tmp_path / "plain")
     load = f"checkpoint.load={tmp_path / 'plain'}"
-    run(tiny(HYBRID, load, "train.train_iters=1"))
+    run(tiny(HYBRID, load, "train.train_iters=2"))
     missing = "checkpoint.load_missing=['*.amax_history']"
     assert len(run(tiny(*recipe("delayed"), load, missing, "train.train_iters=2"))) == 2
 

@@ -134,8 +134,9 @@ def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     config = loaded.config
     configured_loss(config, host)
     host.checkpoint_savers.get(config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
-    for name in config.train.callbacks:
-        host.callbacks.get(name, key="train.callbacks")
+    for key, names in (("train.callbacks", config.train.callbacks), ("logging.trackers", config.logging.trackers)):
+        for name in names:
+            host.callbacks.get(name, key=key)
     backend = getattr(config.model, "attention_backend", None)
     if backend not in (None, AUTO):
         host.attention_backends.get(backend, key="model.attention_backend")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +11,12 @@ import typer
 from mt_cli.launching import describe_launch, draw_launch, rank_arguments, world_of_launcher
 from mt_core.commands import REST_OF_LINE, host_of, need
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.launch.environment import read_environment
 from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
     from mt_core.config.loading import LoadedConfig
     from mt_core.train.trainer import Trainer, TrainResult
-    from mt_infer.text import TextGenerator
 
 DEFAULT_PRESET = "gpt-tiny"
 
@@ -98,7 +96,6 @@ def train(
         _announce(config, preset)
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
-    from mt_core.launch.environment import read_environment
 
     set_ = list(set_ or [])
     if trace_schedule is not None:
@@ -147,8 +144,10 @@ def translate_arguments(
 
 
 def _announce(config: Path | None, preset: str | None) -> None:
-    """A sign of life before torch is imported, which may take many seconds; of one process of a job."""
-    if os.environ.get("RANK", "0") == "0":
+    """A sign of life before torch is imported, which may take many seconds; of one process of a job: rank 0, or the
+    process that starts the ranks here."""
+    environment = read_environment()
+    if environment.rank == 0 and environment.launcher != "mt":
         typer.echo(f"mt train: {config or preset or DEFAULT_PRESET}; loading torch and plugins ...")
 
 
@@ -185,6 +184,7 @@ def convert_checkpoint(
 
 def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> None:
     """Train in this process, alone or as one of the ranks that a launcher started."""
+    from mt_cli.sample import prompt_of_sample
     from mt_core.launch.phases import PhaseTimeouts
     from mt_core.launch.session import rank_session
     from mt_core.parallel.context import is_writer
@@ -195,15 +195,17 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
     timeouts = PhaseTimeouts(**loaded.config.timeouts.model_dump())
     with rank_session(device.type, run_dir=directory, timeouts=timeouts) as session:
         trainer = Trainer(loaded, run_dir=directory, host=host, phases=session.phases)
+        prompt = prompt_of_sample(trainer)
         already = trainer.state.iteration
         result = trainer.train()
         if is_writer():
-            _report(trainer, result, directory, already)
+            _report(trainer, result, directory, already, prompt)
 
 
-def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int) -> None:
+def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int, prompt: str | None) -> None:
     from rich.console import Console
 
+    from mt_cli.sample import print_sample
     from mt_core.nn.model import contract
     from mt_core.train.log_lines import worded
 
@@ -224,22 +226,24 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         console.print(f"best {worded(best.metric)} {best.value:.4f} at step {best.iteration}: {directory}/best")
     for name, loss in result.reference_losses.items():
         console.print(f"a {name} model of the same text has {loss:.4f}")
-    if continues_text:
-        _sample(trainer)
+    if prompt is not None:
+        print_sample(trainer, prompt)
     elsewhere = trainer.config.checkpoint.save
     checkpoints = "checkpoints/" if elsewhere is None else f"and in {elsewhere}"
     console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, {checkpoints}.", soft_wrap=True)
     console.print("Next:")
-    for command, does in _next_commands(trainer, directory, continues_text):
+    for command, does in _next_commands(trainer, directory):
         console.print(f"  {command}\n      {does}", markup=False, soft_wrap=True)
 
 
-def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> list[tuple[str, str]]:
+def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
+    from mt_cli.sample import continues
+
     prompt = trainer.config.train.sample_prompt or "Once"
     run = trainer.config.checkpoint.save or directory
     generate = (f'mt generate {run} --prompt "{prompt}"', "text from this model")
     return [
-        *([generate] if continues_text else []),
+        *([generate] if continues(trainer, prompt) else []),
         (f"mt ckpt inspect {run}", "what its checkpoint holds"),
         ("mt models", "other models to train: mt models NAME says how"),
         ("mt config show --preset gpt-tiny --origin", "every setting, and where it came from"),
@@ -247,35 +251,3 @@ def _next_commands(trainer: Trainer, directory: Path, continues_text: bool) -> l
 
 
 _LN2 = 0.6931471805599453
-
-
-def _sample(trainer: Trainer) -> None:
-    """A text from the model, printed as it comes; nothing where mt-infer is not installed."""
-    prompt = trainer.config.train.sample_prompt
-    if not prompt or find_spec("mt_infer") is None:
-        return
-    from mt_infer.sampling.parameters import SamplingParameters
-
-    generator = _generator(trainer)
-    room = generator.longest - len(trainer.engine.tokenizer.encode(prompt))
-    typer.echo("\nA sample:\n")
-    typer.echo(prompt, nl=False)
-    if room > 0:
-        train = trainer.config.train
-        tokens = min(train.sample_tokens, room)
-        sampling = SamplingParameters(temperature=0.8, top_k=50, seed=train.seed, max_tokens=tokens)
-        for piece in generator.stream(prompt, sampling):
-            typer.echo(piece, nl=False)
-    typer.echo()
-
-
-def _generator(trainer: Trainer) -> TextGenerator:
-    """Of the model on this process alone: with several ranks, from the checkpoint that training ended with."""
-    from mt_core.train.trained_model import load_trained_model
-    from mt_infer.text import TextGenerator
-
-    if trainer.ctx.world.size == 1:
-        return TextGenerator.of_trainer(trainer)
-    assert trainer.directory is not None
-    own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
-    return TextGenerator.of_model(own.model, own.tokenizer, own.config, own.ctx)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mt_core.errors import ConfigError, Problems
 
@@ -22,6 +22,7 @@ MODEL_AXES = (
     "expert_model_parallel_size",
 )
 
+WARMUPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
 SPLIT_KEYS = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -45,7 +46,7 @@ def collect_broken_rules(config: Config, problems: Problems) -> None:
         for check in (check_layout, check_batch_size):
             with problems.collect():
                 check(config)
-    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports):
+    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports, check_retention):
         with problems.collect():
             check(config)
 
@@ -80,6 +81,15 @@ def check_exports(config: Config) -> None:
         raise ConfigError(
             f"checkpoint.save_hf_interval={export} is no multiple of checkpoint.save_interval={save}: a folder is made "
             f"from a checkpoint; use {near}, or change checkpoint.save_interval"
+        )
+
+
+def check_retention(config: Config) -> None:
+    keys = config.checkpoint
+    if keys.keep_every is not None and keys.keep_last is None:
+        raise ConfigError(
+            f"checkpoint.keep_every={keys.keep_every}: without checkpoint.keep_last every checkpoint is kept; set "
+            "checkpoint.keep_last, too"
         )
 
 
@@ -196,6 +206,11 @@ def _check_pipeline(config: Config) -> None:
             f"parallel.{given[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
             "remove it, or set that above 1"
         )
+    if config.parallel.pipeline_backward_communicator and size == 1:
+        raise ConfigError(
+            "parallel.pipeline_backward_communicator=true is for gradients between pipeline stages, and "
+            "parallel.pipeline_model_parallel_size is 1; remove it, or set that above 1"
+        )
     layout = config.parallel.pipeline_model_parallel_layout
     if layout is not None and size == 1:
         raise ConfigError(
@@ -302,40 +317,87 @@ def check_duration(config: Config) -> None:
 
 
 def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
-    """A run that ends before its warm-up does never has the learning rate that was asked for. Raises ConfigError.
+    """A run without a step between its warm-up and the end of its decay never has the learning rate that was asked for.
+    Raises ConfigError; nothing is checked of a run of train.train_epochs until its steps are known.
 
-    origin: dotted key -> the layer that its value came from. The warm-up of a preset belongs to a run of the preset's
-    length; it stays as it is in a shorter trial.
+    origin: dotted key -> the layer that its value came from. The warm-up and the WSD tail of a preset belong to a run
+    of the preset's length; they stay as they are in a shorter trial.
     """
-    schedule, train = config.lr_schedule, config.train
-    for counted in ("iters", "samples"):
-        key, length = f"lr_warmup_{counted}", getattr(train, f"train_{counted}")
-        warmup = getattr(schedule, key)
-        if warmup is None or length is None or origin(f"lr_schedule.{key}").startswith("preset"):
+    unit = "iters" if config.train.train_samples is None else "samples"
+    ends = {"decay": f"lr_schedule.lr_decay_{unit}", "run": f"train.train_{unit}"}
+    given = {name: value for name, key in ends.items() if (value := _value(config, key)) is not None}
+    if not given:
+        return
+    end, warmup = given.get("decay", given.get("run", 0)), 0
+    for key in (f"lr_schedule.{key}" for key in WARMUPS):
+        value = _value(config, key)
+        if not value or origin(key).startswith("preset"):
             continue
-        if warmup > length:
-            raise ConfigError(
-                f"lr_schedule.lr_warmup_{counted}={warmup} is longer than the run, train.train_{counted}={length}; "
-                f"use at most {length}, such as lr_schedule.lr_warmup_{counted}={length // 10}"
-            )
+        warmup = int(value * end) if key.endswith("fraction") else value
+        for name, length in given.items():
+            if warmup >= length:
+                raise ConfigError(
+                    f"{key}={value} leaves nothing of the {name}, {ends[name]}={length}; "
+                    + _shorter_warmup(key, length, end)
+                )
+    _check_tail(config, f"lr_schedule.lr_wsd_decay_{unit}", (warmup, end), origin)
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name, None)
+
+
+def _shorter_warmup(key: str, length: int, end: int) -> str:
+    """What to write instead. length: of the run, or of the decay, of which a fraction is one."""
+    if key.endswith("fraction"):
+        return f"use less than {length / end:g}, such as {key}={0.1 * length / end:g}"
+    return f"use at most {length - 1}, such as {key}={length // 10}"
+
+
+def _check_tail(config: Config, key: str, span: tuple[int, int], origin: Callable[[str], str]) -> None:
+    """The tail of the WSD schedule ends with the decay. span: end of the warm-up, end of the decay."""
+    tail, (warmup, end) = _value(config, key), span
+    if tail is not None and tail > end - warmup and not origin(key).startswith("preset"):
+        raise ConfigError(
+            f"{key}={tail} is longer than what the warm-up leaves of the decay, which begins at {warmup} and ends at "
+            f"{end}; use at most {end - warmup}"
+        )
 
 
 def check_schedule(config: Config) -> None:
     schedule, optimizer = config.lr_schedule, config.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")
-    warmups = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    given = [key for key in warmups if getattr(schedule, key) is not None]
+    given = [key for key in WARMUPS if getattr(schedule, key) is not None]
     if len(given) > 1:
-        raise ConfigError(f"lr_schedule: set at most one of {', '.join(warmups)}; {' and '.join(given)} are set")
+        raise ConfigError(f"lr_schedule: set at most one of {', '.join(WARMUPS)}; {' and '.join(given)} are set")
+    _check_warmup_init(config)
     if schedule.lr_decay_iters is not None and schedule.lr_decay_samples is not None:
         raise ConfigError("lr_schedule: set at most one of lr_decay_iters and lr_decay_samples")
     by_samples = config.train.train_samples is not None
-    mixed = ("lr_warmup_iters", "lr_decay_iters") if by_samples else ("lr_warmup_samples", "lr_decay_samples")
-    for key in mixed:
-        if getattr(schedule, key) is not None:
+    for key in (f"{part}_{'iters' if by_samples else 'samples'}" for part in ("lr_warmup", "lr_decay", "lr_wsd_decay")):
+        if getattr(schedule, key, None) is not None:
             length, instead = ("train_samples", "samples") if by_samples else ("train_iters", "iters")
             raise ConfigError(
                 f"lr_schedule.{key} is set while training is counted by train.{length}; "
                 f"use lr_schedule.{key.rsplit('_', 1)[0]}_{instead}"
+            )
+
+
+def _check_warmup_init(config: Config) -> None:
+    schedule, optimizer = config.lr_schedule, config.optimizer
+    if not schedule.lr_warmup_init:
+        return
+    if not any(getattr(schedule, key) for key in WARMUPS):
+        raise ConfigError(
+            f"lr_schedule.lr_warmup_init={schedule.lr_warmup_init} is where a warm-up begins, and this run has none; "
+            f"set one of {', '.join(WARMUPS)}, or remove it"
+        )
+    for key in ("lr", "decoupled_lr"):
+        highest = getattr(optimizer, key)
+        if highest is not None and schedule.lr_warmup_init > highest:
+            raise ConfigError(
+                f"lr_schedule.lr_warmup_init={schedule.lr_warmup_init} is above optimizer.{key}={highest}, where the "
+                f"warm-up ends; use at most {highest}"
             )

@@ -72,13 +72,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 
 def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
     world_size = _number(environ, "WORLD_SIZE", minimum=1)
-    rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size))
+    rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size), default=0 if world_size == 1 else None)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
     if local_world_size > world_size:
         raise ConfigError(f"LOCAL_WORLD_SIZE={local_world_size} is more than WORLD_SIZE={world_size}")
     local_rank = _number(environ, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world_size), default=rank)
     launcher = _launcher(environ)
-    if launcher == "variables":
+    if launcher == "slurm":
         _require_slurm_agrees(environ, rank, world_size)
     port = _number(environ, "MASTER_PORT", minimum=1, below=("65536", 65536)) if world_size > 1 else None
     return RankEnvironment(
@@ -97,14 +97,14 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
 def _launcher(environ: Mapping[str, str]) -> Launcher:
     if LAUNCHED_BY_MT in environ:
         return "mt"
-    return "torchrun" if TORCHELASTIC in environ else "variables"
+    if TORCHELASTIC in environ:
+        return "torchrun"
+    return "slurm" if slurm.has_several_tasks(environ) else "variables"
 
 
 def _require_slurm_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> None:
     """A RANK exported in a batch script is the same in every task: raise ConfigError when it contradicts Slurm."""
-    size_name = slurm.first_of(environ, slurm.WORLD_SIZE)
-    if not slurm.is_step(environ) or size_name is None or _number(environ, size_name) == 1:
-        return
+    size_name = slurm.first_of(environ, slurm.WORLD_SIZE) or slurm.WORLD_SIZE[-1]
     for name, value, slurm_name in [("WORLD_SIZE", world_size, size_name), ("RANK", rank, slurm.RANK)]:
         if _number(environ, slurm_name) != value:
             raise ConfigError(

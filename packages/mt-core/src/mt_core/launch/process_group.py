@@ -14,6 +14,7 @@ from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.phases import PhaseTimeouts
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 """gloo connects lazily, at the first message between two ranks. A full mesh of connections at the start does not
 scale to 16,384 ranks."""
@@ -70,22 +71,36 @@ def wait_until_left(store: dist.Store, world_size: int) -> None:
 
 
 def select_device(environment: RankEnvironment, device_type: str) -> torch.device:
+    """Make `local_device` the current device of this process."""
+    device = local_device(environment, device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def local_device(environment: RankEnvironment, device_type: str) -> torch.device:
     """The device of this rank: one GPU per rank of a node. Raises ConfigError when there are too few."""
     if device_type not in BACKENDS:
         raise ConfigError(f"no communication is known for the device type {device_type!r}; use cpu or cuda")
     if device_type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm may restrict each task to its own GPU, which is then device 0.
-    index = 0 if count == 1 and environment.launcher == "slurm" else environment.local_rank
+    index = 0 if count == 1 and _has_own_gpu(environment) else environment.local_rank
     if index >= count:
         raise ConfigError(
             f"rank {environment.rank} is number {environment.local_rank} of {environment.local_world_size} on "
             f"{environment.host}, which has {count} CUDA devices; start at most {count} ranks there, "
-            f"or look at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
+            f"or look at CUDA_VISIBLE_DEVICES={os.environ.get(VISIBLE_DEVICES, '(not set)')}"
         )
-    torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _has_own_gpu(environment: RankEnvironment) -> bool:
+    """Whether the only GPU that this rank sees is its own: Slurm may bind one to each task, and the script that
+    torchrun starts may select one by CUDA_VISIBLE_DEVICES. `mt train --nproc` does neither."""
+    if environment.launcher == "slurm":
+        return True
+    return environment.launcher in ("torchrun", "variables") and VISIBLE_DEVICES in os.environ
 
 
 def connect_store(environment: RankEnvironment, timeout: float) -> dist.Store:

@@ -58,6 +58,7 @@ def rank_session(
         initialize(environment, device_type, phases.timeouts)
         yield RankSession(environment, phases)
         return
+    os.environ.update(environment.variables())  # the world that configurations are checked against: srun sets others
     folder = failure_folder(run_dir, os.environ)
     forget_failure(folder, environment.rank)
     recorder = FailureRecorder(environment, folder, phases)

@@ -31,6 +31,12 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return STEP in environ and RANK in environ
 
 
+def has_several_tasks(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks that srun started."""
+    name = first_of(environ, WORLD_SIZE)
+    return is_step(environ) and name is not None and environ[name] != "1"
+
+
 def expand_node_list(text: str) -> list[str]:
     """ "node[01-03,07],login" -> node01, node02, node03, node07, login. Raises ConfigError when it is malformed."""
     if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]+\]", "", text)) or not text.strip():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mt_core.config.schema import (
     LRScheduleConfig,
@@ -13,6 +15,8 @@ from mt_core.config.schema import (
     used_when,
 )
 
+AdamBeta = Annotated[float, Field(ge=0, lt=1)]
+"""A moment that never changes would be divided by 0 when its bias is corrected."""
 WSDTail = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 MuonScale = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficients = Literal["quintic", "simple"]
@@ -21,9 +25,9 @@ MuonCoefficients = Literal["quintic", "simple"]
 class AdamConfig(OptimizerConfig):
     """AdamW: decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
-    adam_beta1: Probability = 0.9
+    adam_beta1: AdamBeta = 0.9
     """Decay of the first moment."""
-    adam_beta2: Probability = 0.999
+    adam_beta2: AdamBeta = 0.999
     """Decay of the second moment."""
     adam_eps: NonNegativeFloat = 1e-8
     """Added to the root of the second moment."""
@@ -71,9 +75,9 @@ class MuonConfig(OptimizerConfig):
     """How a GPU multiplies the fp32 matrices of these steps: fp32, TF32, or bf16."""
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
     """What updates the rest."""
-    adam_beta1: Probability = used_when(0.9, muon_scalar_optimizer="adam")
+    adam_beta1: AdamBeta = used_when(0.9, muon_scalar_optimizer="adam")
     """Decay of the first moment."""
-    adam_beta2: Probability = used_when(0.999, muon_scalar_optimizer="adam")
+    adam_beta2: AdamBeta = used_when(0.999, muon_scalar_optimizer="adam")
     """Decay of the second moment."""
     adam_eps: NonNegativeFloat = used_when(1e-8, muon_scalar_optimizer="adam")
     """Added to the root of the second moment."""

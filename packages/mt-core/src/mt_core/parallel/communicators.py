@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,6 +70,18 @@ def require_device(communicators: Mapping[str, CommunicatorOptions], device: tor
             raise ConfigError(
                 f"parallel.nccl_communicators.{axis}.{name}={value} is an option of NCCL, and gloo communicates on "
                 f"{device.type}; remove it, or set train.device=cuda (timeout_minutes works with both)"
+            )
+
+
+def require_several_ranks(
+    communicators: Mapping[str, CommunicatorOptions], members: Mapping[Any, Sequence[Sequence[int]]]
+) -> None:
+    """Raises ConfigError for options of an axis along which nothing is sent. members: axis -> its groups of ranks."""
+    for axis in communicators:
+        if max(map(len, members[axis]), default=1) == 1:
+            raise ConfigError(
+                f"parallel.nccl_communicators.{axis} has options of communicators between the ranks of {axis}, and "
+                "that axis has one rank in this layout; remove it"
             )
 
 

@@ -32,7 +32,13 @@ import torch.distributed as dist
 
 from mt_core.config.checks import listed
 from mt_core.errors import ConfigError
-from mt_core.parallel.communicators import DEFAULT, CommunicatorOptions, group_arguments, require_device
+from mt_core.parallel.communicators import (
+    DEFAULT,
+    CommunicatorOptions,
+    group_arguments,
+    require_device,
+    require_several_ranks,
+)
 
 AxisName = Literal[
     "tp",
@@ -237,15 +243,16 @@ def build_parallel_context(
     communicators = communicators or {}
     sharded = sequence_parallel and sizes.tp > 1
     context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap=tp_comm_overlap)
-    if not dist.is_initialized():
-        axis_members(1, sizes)  # only ones fit a single process
-        return context
     require_device(communicators, context.device)
-    members = axis_members(dist.get_world_size(), sizes)
+    members = axis_members(dist.get_world_size() if dist.is_initialized() else 1, sizes)
+    stages = members["pp"] if pipeline_backward_communicator else []
+    require_several_ranks(communicators, {**members, "pp_backward": stages})
+    if not dist.is_initialized():
+        return context
     groups = Groups()
     axes = {name: groups.axis(members[name], communicators.get(name, DEFAULT)) for name in members}
-    if pipeline_backward_communicator:
-        axes["pp_backward"] = groups.separate_axis(members["pp"], communicators.get("pp_backward", DEFAULT))
+    if stages:
+        axes["pp_backward"] = groups.separate_axis(stages, communicators.get("pp_backward", DEFAULT))
     return replace(context, axes=axes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.launch.environment import read_environment
+from mt_core.launch.process_group import local_device
 from mt_core.nn.batch_invariance import require_batch_invariance
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
@@ -51,13 +51,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU if one is available, else the CPU."""
+    """`auto` is the GPU of this rank if one is available, else the CPU. Raises ConfigError when there are too few."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor shows more)")
-    # One GPU per rank of a node.
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+    return local_device(read_environment(), name) if name == "cuda" else torch.device(name)
 
 
 def axis_sizes(config: Config) -> AxisSizes:

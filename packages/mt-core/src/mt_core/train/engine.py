@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.config.checks import check_warmup
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
@@ -171,7 +172,7 @@ class Engine:
         in place of initial ones, as checkpoint.load has them. return_logits: outcomes of steps have the model's logits.
         """
         host = host or load_plugins()
-        config, tokenizer, device = _resolved(loaded.config, host)
+        config, tokenizer, device = _resolved(loaded, host)
         ctx = build.build_context(config, device)
         if config.train.cuda_graphs != "none" and device.type == "cuda":
             use_capture_stream(device)
@@ -481,13 +482,17 @@ class Engine:
             state.restore_without_optimizer(reader)
 
 
-def _resolved(config: Config, host: PluginHost) -> tuple[Config, Tokenizer, torch.device]:
+def _resolved(loaded: LoadedConfig, host: PluginHost) -> tuple[Config, Tokenizer, torch.device]:
     """The configuration with what the tokenizer and the data set determine. Sets the number of threads."""
+    config = loaded.config
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     device = build.resolve_device(config.train.device)
     tokenizer = building.build_tokenizer(config, host)
-    return building.with_resolved_epochs(build.with_vocab_size(config, tokenizer), tokenizer, host), tokenizer, device
+    config = building.with_resolved_epochs(build.with_vocab_size(config, tokenizer), tokenizer, host)
+    if config.train.train_epochs is not None:
+        check_warmup(config, loaded.origin)
+    return config, tokenizer, device
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -40,6 +41,7 @@ OF_ONE_LAYOUT = (
     "hierarchical_context_parallel_sizes",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
+    "pipeline_backward_communicator",
 )
 """Keys of [parallel] that are valid in the configured layout only: a search ignores them."""
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -84,7 +86,7 @@ def plan(
 def _require_memory(gib: float) -> None:
     from mt_core.errors import ConfigError
 
-    if not gib > 0:  # Of nan, too.
+    if not (gib > 0 and math.isfinite(gib)):
         raise ConfigError(f"--memory-gib {gib} is no memory of a rank; give a positive number")
 
 
@@ -111,6 +113,7 @@ def _load(
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
+    settings = [*settings, *_length(config, preset, settings, host)]
     axes = (
         "tensor_model_parallel_size",
         "context_parallel_size",
@@ -122,6 +125,17 @@ def _load(
     single += [f"parallel.{key}=null" for key in OF_ONE_LAYOUT] if search else []
     with as_world(1 if search else world):
         return load_config(config, preset=preset, overrides=[*settings, *single], host=host).config
+
+
+def _length(config: Path | None, preset: str | None, settings: list[str], host: PluginHost) -> list[str]:
+    """A length of the run, which changes nothing of a plan, where only a preset is given and has none."""
+    from mt_core.config.loading import load_sections
+
+    if config is not None:
+        return []
+    train = load_sections(["train"], preset=preset, overrides=settings, host=host).train
+    lengths = (train.train_iters, train.train_samples, train.train_epochs)
+    return ["train.train_iters=1"] if all(length is None for length in lengths) else []
 
 
 def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit: float, *, as_json: bool) -> None:

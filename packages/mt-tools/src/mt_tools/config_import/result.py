@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -72,12 +72,24 @@ def _notes(translation: Translation) -> list[str]:
     found, entry = [], translation.entry
     if entry.fixed_sections:
         found.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
-    load, save = translation.values["load"], translation.values["save"]
-    if load is not None and load == save and translation.sections.get("checkpoint", {}).get("load") is None:
-        found.append(
-            f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
-            f"Megatron's, set checkpoint.resume_from={load} and another checkpoint.save"
-        )
+    found += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
     if (rows := translation.padded_vocab_size) is not None:
         found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
     return found
+
+
+def _notes_on_start(values: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Iterator[str]:
+    """Where the run does not start as Megatron's does."""
+    load = values["load"]
+    if load is not None and load == values["save"] and checkpoint.get("load") is None:
+        yield (
+            f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
+            f"Megatron's, set checkpoint.resume_from={load} and another checkpoint.save"
+        )
+    if load is not None and values["no_load_optim"] and not values["finetune"]:
+        yield (
+            f"--no-load-optim without --finetune: Megatron goes on at the iteration of {load}, after the samples that "
+            f"it has consumed; checkpoint.load={load} takes its weights alone and starts at step 0, with the first "
+            f"sample. To go on where it ended, set checkpoint.resume_from={load} instead, which takes the optimizer's "
+            "state too"
+        )

@@ -100,8 +100,6 @@ def _start(values: Values) -> Keys:
     load = values["load"]
     if load is not None and (values["finetune"] or values["no_load_optim"]):
         found["checkpoint.load"] = load
-        if load == values["save"]:  # mt's checkpoints do not go where Megatron's are
-            found["checkpoint.save"] = None
     elif load is not None and load != values["save"]:
         found["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
@@ -109,6 +107,17 @@ def _start(values: Values) -> Keys:
     if values["pretrained_checkpoint"] is not None:
         found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
     return found
+
+
+def dropped_keys(values: Values) -> dict[str, str]:
+    """Keys of arguments that other arguments leave without effect, each with the reason."""
+    load = values["load"]
+    if load is None or load != values["save"] or not (values["finetune"] or values["no_load_optim"]):
+        return {}
+    return {
+        "checkpoint.save": f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its "
+        "run directory, or to the folder that checkpoint.save names"
+    }
 
 
 def _train(values: Values) -> Keys:

@@ -14,7 +14,7 @@ from mt_tools.megatron_arguments.derived import derive_values, padded_vocab_size
 from mt_tools.megatron_arguments.entry_scripts import EntryScript
 from mt_tools.megatron_arguments.model_section import model_section
 from mt_tools.megatron_arguments.refusals import Refusal, find_refusals
-from mt_tools.megatron_arguments.run_sections import run_keys
+from mt_tools.megatron_arguments.run_sections import dropped_keys, run_keys
 from mt_tools.megatron_arguments.table import REASONS, Argument, Version
 
 Status = Literal["translated", "default", "no effect", "refused"]
@@ -76,12 +76,13 @@ def translate(
     refusals = find_refusals(given, version, host)
     kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size)
-    tree = as_tree(run_keys(values, entry, version))
+    dropped = dropped_keys(values)
+    tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
     if "model" not in entry.fixed_sections:
         tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
     for section in entry.fixed_sections:
         tree.pop(section, None)
-    idle = remove_idle_keys(tree, host)
+    idle = dropped | remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
     refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
     accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]

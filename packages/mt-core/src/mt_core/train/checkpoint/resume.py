@@ -22,6 +22,8 @@ FREE_KEYS = frozenset(
         "train.full_validation",
         "train.eval_metrics",
         "train.num_threads",
+        "train.check_memory",
+        "train.deferred_metrics",
         "train.keep_freed_memory",
         "train.device",
         "train.cuda_graphs",
@@ -37,6 +39,11 @@ FREE_KEYS = frozenset(
         "data.index_engine",
         "data.mmap_bin_files",
         "data.verify_checksums",
+        "data.data_cache_path",
+        "parallel.pipeline_backward_communicator",
+        "parallel.overlap_param_gather",
+        "parallel.fsdp_reshard_after_forward",
+        "recompute.cpu_offloading_num_layers",
     }
 )
 """Keys that do not affect the trained weights."""

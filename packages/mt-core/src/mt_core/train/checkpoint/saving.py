@@ -300,11 +300,6 @@ def build_checkpoint_writer(
     if directory is None:
         return WritesNothing()
     method = _method(config, host, Commit(directory, config, host), ctx)
-    if config.keep_every is not None and config.keep_last is None:
-        raise ConfigError(
-            f"checkpoint.keep_every={config.keep_every}: without checkpoint.keep_last every checkpoint is kept; set "
-            "checkpoint.keep_last, too"
-        )
     # A rank that only sends to the writing rank has finished when `write` returns: it needs no background thread.
     only_sends = isinstance(method, WholeMethod) and not ctx.is_writer
     if config.async_save and not only_sends:

@@ -1,0 +1,83 @@
+"""The text from the new model that `mt train` prints at the end."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import typer
+
+from mt_core.config.layers import DEFAULT
+from mt_core.errors import ConfigError, MtError
+from mt_core.nn.model import contract
+
+if TYPE_CHECKING:
+    from mt_core.train.trainer import Trainer
+    from mt_infer.text import TextGenerator
+
+KEY = "train.sample_prompt"
+
+
+def prompt_of_sample(trainer: Trainer) -> str | None:
+    """train.sample_prompt, which is checked before training. None where there is no sample: of a model that continues
+    no text, without mt-infer, and where the tokenizer cannot encode the default prompt.
+
+    Raises ConfigError for any other prompt that the tokenizer cannot encode.
+    """
+    prompt = trainer.config.train.sample_prompt
+    if not prompt or find_spec("mt_infer") is None or not contract(trainer.model).continues_text:
+        return None
+    try:
+        trainer.engine.tokenizer.encode(prompt)
+    except MtError as error:
+        if trainer.loaded.origin(KEY) == DEFAULT:
+            return None
+        raise ConfigError(
+            f"{KEY}={prompt!r} (from {trainer.loaded.origin(KEY)}) cannot be encoded: {error}; "
+            f"choose another prompt, or {KEY}=null for no text at the end"
+        ) from error
+    return prompt
+
+
+def continues(trainer: Trainer, prompt: str) -> bool:
+    """Whether the model can continue this text."""
+    try:
+        trainer.engine.tokenizer.encode(prompt)
+    except MtError:
+        return False
+    return contract(trainer.model).continues_text
+
+
+def print_sample(trainer: Trainer, prompt: str) -> None:
+    """A text from the model, printed as it comes. One that fails is a warning: the run itself has succeeded."""
+    typer.echo("\nA sample:\n")
+    try:
+        _print_text(trainer, prompt)
+    except Exception as error:  # the checkpoint is written, and the exit code belongs to training
+        typer.echo(f"\nwarning: no text was generated: {type(error).__name__}: {error}", err=True)
+
+
+def _print_text(trainer: Trainer, prompt: str) -> None:
+    from mt_infer.sampling.parameters import SamplingParameters
+
+    generator, train = _generator(trainer), trainer.config.train
+    room = generator.longest - len(trainer.engine.tokenizer.encode(prompt))
+    typer.echo(prompt, nl=False)
+    if room > 0:
+        tokens = min(train.sample_tokens, room)
+        sampling = SamplingParameters(temperature=0.8, top_k=50, seed=train.seed, max_tokens=tokens)
+        for piece in generator.stream(prompt, sampling):
+            typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def _generator(trainer: Trainer) -> TextGenerator:
+    """Of the model on this process alone: with several ranks, from the checkpoint that training ended with."""
+    from mt_core.train.trained_model import load_trained_model
+    from mt_infer.text import TextGenerator
+
+    if trainer.ctx.world.size == 1:
+        return TextGenerator.of_trainer(trainer)
+    assert trainer.directory is not None
+    own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
+    return TextGenerator.of_model(own.model, own.tokenizer, own.config, own.ctx)
