@@ -92,6 +92,30 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
     assert found[8] == {"prompt": "\ud800", "error": "line 9: no letters"}
 
 
+def test_lines_with_lists_and_numbers_of_any_size(generator, tmp_path) -> None:
+    """Each is honoured or refused, and none ends the run."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    every_letter_but_b = [[token] for token in range(27) if token != 2]
+    asked = [
+        {"bad_words_ids": every_letter_but_b},
+        {"logit_bias": {"2": 1e6}},
+        {"top_k": 10**21, "temperature": 1},
+        {"stop": [1]},
+        {"num_beams": 2, "temperature": 1, "length_penalty": 1e308},
+        {"num_beams": 2, "temperature": 1, "length_penalty": -30},
+        {"tokens": [True]},
+    ]
+    lines = [line if "tokens" in line else {"prompt": "a", **line} for line in asked]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate_file(generator, source, target, SAMPLING)
+    found = [record.get("error") or record["completions"][0]["text"] for record in records(target)]
+    assert found[:2] == ["bbbbb", "bbbbb"]
+    words = ("it must be at most", "it must be a list of texts", "it must be from -30 to 30")
+    assert all(one in error for one, error in zip(words, found[2:], strict=False))
+    assert len(found[5]) == 5
+    assert found[6].endswith('"tokens" must be a list of ids')
+
+
 def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> None:
     """As the model's forward pass gives them; of a line, and of all."""
     source = tmp_path / "in.jsonl"

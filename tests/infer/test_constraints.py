@@ -13,9 +13,12 @@ from tests.infer.engines import configuration, engine_of, run, tokens_of
 
 from mt_core.errors import ConfigError
 from mt_core.specs import SpecialTokens
+from mt_core.testing import run_ranks
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.engine import InferenceEngine
+from mt_infer.lockstep import LockstepEngine
+from mt_infer.new_sequences import NewSequences
 from mt_infer.sampling.parameters import SamplingParameters
 
 SCHEMA = {
@@ -33,7 +36,17 @@ start: sum
 sum: NUMBER ("+" NUMBER){1,3}
 NUMBER: /[0-9]{1,3}/
 """
+MODEL = {
+    "family": "llama",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+}
 PROMPT = list(b"Say: ")
+ODD = ("\t", "a\r\n", "\x7f", "\x00\x1b", '"\\/.*|)', "#-~&")
+"""Choices with characters that mean something in grammars, or stand for none."""
 
 
 class PieceTokenizer:
@@ -56,9 +69,7 @@ class PieceTokenizer:
 def engine(tokenizer: Any = None, **inference: Any) -> InferenceEngine:
     """A vocabulary that is larger than the tokenizer's."""
     tokenizer = tokenizer or PieceTokenizer()
-    keys = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300}
-    keys["max_position_embeddings"] = 128
-    own = engine_of(configuration(keys, inference=inference), longest=128)
+    own = engine_of(configuration(MODEL, inference=inference), longest=128)
     return InferenceEngine(own.model, tokenizer, own.ctx, own.options, longest=128)
 
 
@@ -84,6 +95,7 @@ CONSTRAINTS = [
     ({"regex": r"(yes|no), [0-9]{2,4}é"}, re.compile(r"(yes|no), [0-9]{2,4}é").fullmatch),
     ({"grammar": GRAMMAR}, re.compile(r"[0-9]{1,3}(\+[0-9]{1,3}){1,3}").fullmatch),
     ({"choices": ("yes", "no", "élan")}, lambda text: text in ("yes", "no", "élan")),
+    ({"choices": ODD}, lambda text: text in ODD),
 ]
 
 
@@ -111,6 +123,54 @@ def test_preemption_and_speculation_change_nothing() -> None:
     drafting = engine(speculative_method="ngram", speculative_ngram=1)
     assert texts(drafting, asked) == expected
     assert 0 < drafting.speculation.accepted < drafting.speculation.drafted
+
+
+TOO_LARGE = [
+    {"regex": "(a?){5000}a{5000}"},
+    {"grammar": 'start: "a"{1000000}'},
+    {"grammar": "start: A\nA: /(a|b)*c{1000}(a{1,1000}){1000}/", "logit_bias": {ord("c"): 1e6}},
+]
+"""The package accepts them, and gives up at a token of the text."""
+
+
+def assert_it_ends_alone(own: InferenceEngine | LockstepEngine) -> None:
+    """A request whose constraint is too large ends with an error, sequences and beams, and no other does."""
+    free = SamplingParameters(seed=4, max_tokens=12)
+    asked = [SamplingParameters(seed=1, n=2, max_tokens=90, **one) for one in TOO_LARGE]
+    beams = SamplingParameters(seed=1, n=2, num_beams=2, max_tokens=90, regex=TOO_LARGE[0]["regex"])
+    *ended, others = run(own, [PROMPT] * 5, [*asked, beams, free])
+    for events in ended:
+        last = [event for event in events if event.finish is not None]
+        assert [(event.index, event.finish, event.token) for event in last] == [(0, "error", None), (1, "error", None)]
+        assert all("cannot be followed any further" in str(event.error) for event in last)
+    assert len(tokens_of(others)) == 12
+
+
+@pytest.mark.parametrize("inference", [{}, {"speculative_method": "ngram", "speculative_ngram": 1}], ids=str)
+def test_a_constraint_that_grows_too_large_ends_its_own_request(inference: dict[str, Any]) -> None:
+    own = engine(**inference)
+    assert_it_ends_alone(own)
+    assert own.manager.used_blocks == 0
+
+
+def ended_on_rank(rank: int, world: int) -> int:
+    config = configuration(MODEL, parallel={"pipeline_model_parallel_size": world})
+    own = engine_of(config, longest=128, collective=True)
+    own.new_sequences = NewSequences(own.manager, PieceTokenizer(), 128)
+    lockstep = LockstepEngine(own)
+    if rank:
+        lockstep.follow()
+    else:
+        assert_it_ends_alone(lockstep)
+        lockstep.close()
+    return own.manager.used_blocks
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_stage_without_logits_ends_the_same_sequences() -> None:
+    """It computes no masks: its matchers would find other sizes."""
+    assert run_ranks(2, ended_on_rank) == [0, 0]
 
 
 def test_beams_match_and_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,24 @@ BAD_PARAMETERS = [
     ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is soon"),
     ({"regex": "a", "choices": ("b",)}, "regex and choices are given"),
     ({"regex": "a", "min_tokens": 3}, "regex says which tokens are allowed, and min_tokens could leave none"),
+    ({"regex": 5}, "regex is 5; it must be a text"),
+    ({"json_schema": [1]}, "json_schema is [1]; it must be a JSON schema: a text or an object"),
+    ({"stop": ("a", "")}, "stop is ('a', ''); it must be texts of at least one character"),
+    ({"stop": [1]}, "stop is [1]; it must be a list of texts"),
+    ({"banned_token_ids": [32.0]}, "banned_token_ids is [32.0]; it must be a list of token ids"),
+    ({"forced_tokens": [True]}, "forced_tokens is [True]; it must be a list of token ids"),
+    ({"bad_words_ids": [32]}, "bad_words_ids is [32]; it must be a list of lists of token ids"),
+    ({"logit_bias": {"+3": 1.0}}, "and '+3' is no id"),
+    ({"logit_bias": {3: math.nan}}, "it must be a mapping to numbers from -1e+12 to 1e+12"),
+    ({"temperature": math.inf}, "temperature is inf; it must be a number of at most 1e+12"),
+    ({"frequency_penalty": math.nan}, "frequency_penalty is nan; it must be a number of at most 1e+12"),
+    ({"presence_penalty": -1e308}, "presence_penalty is -1e+308"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300; it must be at least 1e-12"),
+    ({"length_penalty": 1e308}, "length_penalty is 1e+308; it must be from -30 to 30"),
+    ({"length_penalty": -1e308}, "length_penalty is -1e+308"),
+    ({"top_k": 10**21}, "it must be at most 2147483647"),
+    ({"max_tokens": 10**400}, "it must be at most 2147483647"),
+    ({"n": 10**9}, "it must be at most 65536"),
 ]
 
 
@@ -154,6 +173,12 @@ def test_parameters_that_cannot_be(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParameters(**keys)
     assert words in str(caught.value)
+
+
+def test_parameters_of_json_are_those_of_python() -> None:
+    written = {"bad_words_ids": [[1, 2]], "logit_bias": {"32": -100}, "stop": "END", "stop_token_ids": [3]}
+    expected = {"bad_words_ids": ((1, 2),), "logit_bias": {32: -100.0}, "stop": ("END",), "stop_token_ids": (3,)}
+    assert SamplingParameters(**written) == SamplingParameters(**expected)
 
 
 @pytest.mark.parametrize(

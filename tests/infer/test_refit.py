@@ -9,6 +9,7 @@ import torch
 from tests.dist.test_layouts import FSDP, GATHER, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
 from tests.infer.engines import OPTIONS
 
+from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
@@ -38,9 +39,17 @@ def before_and_after_training(rank: int, world: int, layout: tuple[str, ...], ow
             generator.follow()
         else:
             found.append(outputs(generator))
+            pieces = generator.stream([5, 9], SAMPLING)
+            next(pieces)
+            pieces.close()
             generator.close()
         for _ in range(2):
             trainer.engine.train_step(next(batches))
+        waiting = None if rank else generator.submit([5, 9], SAMPLING)
+        with pytest.raises(ConfigError, match="weights cannot change while requests run"):
+            generator.refit(trainer)
+        if waiting is not None:
+            generator.cancel(waiting)
         generator.refit(trainer)
     return found
 

@@ -77,6 +77,13 @@ def test_frequency_and_presence_penalties_count_generated_tokens() -> None:
     torch.testing.assert_close(adjusted(logits, [row])[0], expected)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6, 1e-5])
+def test_a_temperature_close_to_zero_takes_the_likeliest(temperature: float) -> None:
+    logits = logits_of(4)
+    rows = [row_of(SamplingParameters(temperature=temperature, seed=seed), PROMPT) for seed in range(4)]
+    assert torch.equal(choose(logits, rows), logits.argmax(-1))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forced_tokens_come_first(temperature: float) -> None:
     sampling = SamplingParameters(temperature=temperature, forced_tokens=(33, 44), banned_token_ids=(44,))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
-from tests.infer.engines import OPTIONS, configuration, engine_of, prompts, run, tokens_of
+from tests.infer.engines import OPTIONS, configuration, engine_of, new_model, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, row_of, trained
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
+from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
@@ -21,6 +23,7 @@ from mt_infer.sampling.sampler import Sampled, probabilities
 from mt_infer.speculation import verification
 from mt_infer.speculation.building import DraftModel
 from mt_infer.speculation.ngram import continuation
+from mt_infer.text import TextGenerator
 
 SAMPLING = [
     SamplingParameters(temperature=0.0, max_tokens=20, logprobs=1),
@@ -200,6 +203,31 @@ def test_a_wrong_rule_of_acceptance_changes_the_distribution(monkeypatch: pytest
 )
 def test_what_followed_an_ngram(tokens: list[int], longest: int, followed: list[int]) -> None:
     assert continuation(tokens, longest) == followed
+
+
+def test_a_stop_text_within_a_draft_ends_one_sequence() -> None:
+    """The step that brings the stop text is also the first sequence's last."""
+    config = configuration({**MODELS["llama"], "vocab_size": 261}, inference={"speculative_method": "ngram"})
+    generator = TextGenerator(LockstepEngine(engine_of(config)), ByteLevelTokenizer(), config)
+    asked = SamplingParameters(max_tokens=3, n=2, logit_bias={ord("a"): 1e6}, stop=("aa",))
+    found = generator.generate(["aaaa"], asked)[0]
+    assert [(one.text, one.finish) for one in found] == [("", "stop")] * 2
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_prompt_with_images_is_continued_as_without_drafts(method: str) -> None:
+    """Its image token lies behind the vocabulary of both models."""
+    model = {**MODELS["llava"], "image_token_index": 5000}
+    config = configuration(model)
+    size = config.model.vision_model.img_h
+    images = {"images": torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(1))}
+    prompt = [9, *[5000] * config.model.image_seq_length, 8]
+    asked = SamplingParameters(temperature=0.0, max_tokens=6, logit_bias={9: 1e6})
+    own = new_model(config)
+    draft = DraftModel(new_model(configuration("llama"))) if method == "draft_model" else None
+    options = config.inference.model_copy(update={"speculative_method": method})
+    engine = InferenceEngine(own, None, ParallelContext(), options, longest=64, draft_model=draft)
+    assert tokens_of(run(engine, [prompt], asked, [images])[0]) == [9] * 6
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,32 @@ def test_an_engine_that_fails_ends_the_server_and_says_so() -> None:
         assert served.call("/v1/completions", {"prompt": "x"})[0] == 503
 
 
+def test_an_engine_that_fails_between_steps_ends_the_server_and_says_so() -> None:
+    """Here where a request that is late is cancelled."""
+    model = scripted_model("ok", forever=True)
+    model.generator.cancel = raises
+    with live([model], ServerOptions(request_seconds=0.1)) as served:
+        failed = threading.Event()
+        served.service.engine.on_failure = failed.set
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 504
+        assert failed.wait(60)
+        assert served.call("/health")[0] == 503
+
+
+def test_a_request_that_cannot_be_submitted_ends_alone() -> None:
+    model = scripted_model("ok")
+    submit, model.generator.submit = model.generator.submit, raises
+    with live([model]) as served:
+        status, answer = served.call("/v1/completions", {"prompt": "x"})
+        assert (status, "the request failed" in answer["error"]["message"]) == (500, True)
+        model.generator.submit = submit
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 200
+
+
+def raises(*arguments: Any) -> None:
+    raise RuntimeError("a defect")
+
+
 def test_names_and_addresses_that_cannot_be(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--name is given 1 times"):
         model_names([tmp_path / "a", tmp_path / "b"], ["one"])

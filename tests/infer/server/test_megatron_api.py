@@ -113,6 +113,7 @@ REFUSED = [
     ({"random_seed": -2}, "-1"),
     ({"prompts": ["x", "y"], "beam_width": 2}, "one prompt"),
     ({"length_penalty": 2.0}, "beam_width"),
+    ({"length_penalty": 1e308, "beam_width": 2}, "from -30 to 30"),
     ({"beam_width": 2, "top_k": 5}, "beam search"),
 ]
 

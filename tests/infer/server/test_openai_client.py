@@ -178,6 +178,12 @@ REFUSED = [
     ("completions", {"model": "alpha", "prompt": "x", "suffix": "y"}, openai.BadRequestError, "suffix"),
     ("completions", {"model": "alpha", "prompt": "x", "logit_bias": {"a": 1}}, openai.BadRequestError, "token id"),
     ("completions", {"model": "alpha", "prompt": "x", "n": 0}, openai.BadRequestError, "greater than or equal to 1"),
+    (
+        "completions",
+        {"model": "alpha", "prompt": "x", "n": 2, "extra_body": {"guided_regex": "(a?){5000}a{5000}"}},
+        openai.BadRequestError,
+        "regex cannot be followed any further",
+    ),
     ("completions", {"model": "bert", "prompt": "x"}, openai.BadRequestError, "encoder"),
     ("chat.completions", {"model": "bert", "messages": CHAT}, openai.BadRequestError, "encoder"),
     ("chat.completions", {"model": "alpha", "messages": []}, openai.BadRequestError, "messages: List should have"),

@@ -25,6 +25,7 @@ from mt_infer.in_order import answered_in_order
 from mt_infer.job_record import job_of, require_same_job
 from mt_infer.neighbors import with_neighbors
 from mt_infer.prompts import Prompt
+from mt_infer.sampling.lists import is_integer
 from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -106,6 +107,7 @@ def _write(
     progress = Progress(done, 0, 0)
     for answered in answered_in_order(generator, lines, partial(_submit, generator, sampling=sampling)):
         line = answered.item
+        line.error = line.error or next((one.error for one in answered.completions if one.error), None)
         out.write(json.dumps(line.as_record(answered.completions), ensure_ascii=False) + "\n")
         out.flush()
         tokens = sum(len(one.tokens) for one in answered.completions)
@@ -129,7 +131,7 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
         own = _sampling_of(line, sampling)
         prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
         return generator.submit(prompt, own, inputs), own.n
-    except (MtError, TypeError, ValueError) as error:
+    except (MtError, TypeError, ValueError, RecursionError) as error:
         line.error = str(error)
         return None
 
@@ -143,23 +145,17 @@ def _prompt_of(line: Line) -> Prompt:
     value = line.values[given[0]]
     if given[0] == PROMPT and not isinstance(value, str):
         raise ConfigError(f'"{PROMPT}" is {json.dumps(value)[:40]}; it must be a text')
-    is_ids = isinstance(value, list) and all(isinstance(token, int) for token in value)
+    is_ids = isinstance(value, list) and all(is_integer(token) for token in value)
     if given[0] == TOKENS and not is_ids:
         raise ConfigError(f'"{TOKENS}" must be a list of ids')
     return value
 
 
 def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters:
-    own: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in _asked(line).items()
-    }
+    own = {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
     if "seed" not in own and sampling.seed is not None:
         own["seed"] = sequence_seed(sampling.seed, line.number)
     return replace(sampling, **own)
-
-
-def _asked(line: Line) -> dict[str, Any]:
-    return {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
 
 
 def _completion(done: Completion) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis, S
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import adjusted
 from mt_infer.scheduler import Scheduler
+from mt_infer.token_events import failed
 
 
 def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[list[Candidate]]:
@@ -33,16 +34,25 @@ def _likeliest(scores: Tensor, sequence: RunningSequence) -> list[Candidate]:
 
 
 def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
-    """The next step of beams whose candidates are all known. Events come with the end of the search."""
+    """The next step of beams whose candidates are all known, or the end of beams one of which cannot be continued. Events
+    come with the end of the search."""
+    if group.error is not None:
+        request = group.members[0].request
+        _remove(group, scheduler)
+        return [failed(request.id, index, group.error) for index in range(request.sampling.n)]
     found = [group.candidates[member] for member in group.members]
     group.candidates.clear()
     following = group.search.advance(found, [member.generated for member in group.members])
     if not group.search.is_done:
         _continue(group, following, scheduler)
         return []
+    _remove(group, scheduler)
+    return list(_events(group))
+
+
+def _remove(group: BeamGroup, scheduler: Scheduler) -> None:
     for member in group.members:
         scheduler.remove(member)
-    return list(_events(group))
 
 
 def _continue(group: BeamGroup, following: Sequence[Continuation], scheduler: Scheduler) -> None:

@@ -23,7 +23,7 @@ class BestOf:
         self._events[event.index].append(event)
         if not all(events and events[-1].finish is not None for events in self._events):
             return []
-        best = sorted(self._events, key=mean_logprob, reverse=True)[: self.sampling.n]
+        best = sorted(self._events, key=_rank, reverse=True)[: self.sampling.n]
         return [one for index, events in enumerate(best) for one in self._renumbered(events, index)]
 
     def _renumbered(self, events: Sequence[TextEvent], index: int) -> Iterator[TextEvent]:
@@ -31,6 +31,11 @@ class BestOf:
             logprobs = None if self.sampling.logprobs is None else event.logprobs
             score = mean_logprob(events) if event is events[-1] else None
             yield replace(event, index=index, logprobs=logprobs, score=score)
+
+
+def _rank(events: Sequence[TextEvent]) -> tuple[bool, float]:
+    """Sequences that could not be continued come last."""
+    return events[-1].error is None, mean_logprob(events)
 
 
 def mean_logprob(events: Sequence[TextEvent]) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from mt_infer.beams import beam_candidates
 from mt_infer.cache.batch import Chunk
-from mt_infer.requests import LogProbs
+from mt_infer.requests import LogProbs, RunningSequence
 from mt_infer.sampling.beam_search import Candidate
 from mt_infer.sampling.sampler import Sampled, log_probabilities
 from mt_infer.speculation.verification import verify
@@ -25,6 +25,8 @@ class ChunkResult:
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens to come."""
     prompt: list[LogProbs | None] = field(default_factory=list)
+    error: str | None = None
+    """Why the sequence cannot be continued behind what was sampled."""
 
 
 def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = ()) -> list[ChunkResult]:
@@ -37,14 +39,34 @@ def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequenc
         last = torch.cat([rows[number][-1:] for number in beams])
         candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
         for number, own in zip(beams, candidates, strict=True):
-            found[number].candidates = own
+            matcher = chunks[number].sequence.matcher
+            found[number].candidates, found[number].error = own, None if matcher is None else matcher.error
     others = [number for number in ending if chunks[number].sequence.beams is None]
     if others:
         last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
         verified = verify(last, [chunks[number] for number in others], shares)
         for number, sampled in zip(others, verified, strict=True):
-            found[number].sampled = sampled
+            found[number].sampled, found[number].error = _constrained(chunks[number].sequence, sampled)
     return found
+
+
+def _constrained(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[list[Sampled], str | None]:
+    """Advances the sequence's matcher: the next tokens, up to the end of the constraint, and what stops them else.
+
+    It is decided where tokens are sampled, since matchers elsewhere have not computed the same.
+    """
+    matcher = sequence.matcher
+    if matcher is None:
+        return sampled, None
+    for place, one in enumerate(sampled):
+        is_stop = one.token in sequence.stop_ids
+        if not is_stop:
+            matcher.advance(one.token)
+        if (error := matcher.error) is not None:
+            return sampled[:place], error
+        if is_stop or matcher.is_complete:
+            return [*sampled[:place], replace(one, is_end=True)], None
+    return sampled, None
 
 
 def _prompt_logprobs(chunk: Chunk, logits: Tensor, shares: Sequence[int]) -> list[LogProbs | None]:

@@ -19,6 +19,7 @@ class TextEvent:
     finish: FinishReason | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     score: float | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Completion:
     """One sequence of a request: its text without the prompt, and its tokens.
 
     score: of a beam, see TokenEvent; of a sequence that is among the best of several, its mean log-probability.
+    error: why it could not be continued, with FinishReason.ERROR.
     """
 
     text: str = ""
@@ -34,6 +36,7 @@ class Completion:
     finish: FinishReason | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     score: float | None = None
+    error: str | None = None
 
     def add(self, event: TextEvent) -> None:
         self.text += event.text
@@ -44,3 +47,4 @@ class Completion:
         self.finish = event.finish or self.finish
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         self.score = self.score if event.score is None else event.score
+        self.error = event.error or self.error

@@ -29,7 +29,7 @@ from mt_infer.decoding.objections import uses_graphs
 from mt_infer.memory import cache_bytes
 from mt_infer.new_sequences import NewSequences
 from mt_infer.request_checks import check_request, refuse_context_parallel, refuse_invariant_quantization
-from mt_infer.requests import FinishReason, Request, TokenEvent
+from mt_infer.requests import FinishReason, Request, RunningSequence, TokenEvent
 from mt_infer.runner import ModelRunner, PlacedStages
 from mt_infer.sampling.noise import new_seed
 from mt_infer.sampling.parameters import SamplingParameters
@@ -37,7 +37,10 @@ from mt_infer.scheduler import Scheduler
 from mt_infer.speculation.building import DraftModel, build_drafter
 from mt_infer.speculation.verification import SpeculationStatistics
 from mt_infer.statistics import EngineStatistics
-from mt_infer.token_events import append_sampled
+from mt_infer.token_events import append_sampled, failed
+
+
+REQUESTS_RUN = "weights cannot change while requests run; finish or cancel them first"
 
 
 class InferenceEngine:
@@ -147,7 +150,7 @@ class InferenceEngine:
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
         if not self.is_idle:
-            raise ConfigError("weights cannot change while requests run; finish or cancel them first")
+            raise ConfigError(REQUESTS_RUN)
         self.manager.forget_prefixes()
         if self.graphs is not None:
             self.graphs.weights_changed()
@@ -199,6 +202,8 @@ class InferenceEngine:
             if events[-1].finish is not None:
                 self.scheduler.remove(sequence)
                 return events
+        if found.error is not None:
+            return [*events, *self._end_failed(sequence, found.error)]
         if snapshot is not None and accepted < len(chunk.drafts):
             # Recurrent states have drafts in them: what was accepted is computed again.
             self.manager.roll_back(sequence, chunk.start, snapshot)
@@ -207,9 +212,17 @@ class InferenceEngine:
         sequence.drafts = found.drafts
         return events
 
+    def _end_failed(self, sequence: RunningSequence, error: str) -> list[TokenEvent]:
+        """Ends a sequence that cannot be continued; beams end together, with the events of their search."""
+        if sequence.beams is not None:
+            sequence.beams.error = error
+            return []
+        self.scheduler.remove(sequence)
+        return [failed(sequence.request.id, sequence.index, error)]
+
     def _advance_beams(self, chunks: Sequence[Chunk]) -> list[TokenEvent]:
         groups = dict.fromkeys(chunk.sequence.beams for chunk in chunks)
-        ready = [beams for beams in groups if beams is not None and beams.is_ready]
+        ready = [beams for beams in groups if beams is not None and (beams.is_ready or beams.error)]
         return [event for beams in ready for event in advance_beams(beams, self.scheduler)]
 
     @torch.inference_mode()

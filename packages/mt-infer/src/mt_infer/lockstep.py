@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_infer.engine import InferenceEngine
+from mt_core.errors import ConfigError
+from mt_infer.engine import REQUESTS_RUN, InferenceEngine
 from mt_infer.requests import Request, TokenEvent
 from mt_infer.sampling.noise import new_seed
 from mt_infer.sampling.parameters import SamplingParameters
@@ -32,6 +33,8 @@ class Command:
 
 
 STOP = Command("stop", None)
+RUNNING = Command("running", None)
+"""In place of the commands before an update of weights: no rank may begin it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class LockstepEngine:
         self._commands: list[Command] = []
         self._open: dict[int, int] = {}
         """Request -> its replica."""
-        self._unfinished: dict[int, int] = {}
+        self._unfinished: dict[int, set[int]] = {}
+        """Request -> numbers of its sequences that have not ended."""
         self._ids = count()
         self._of_replicas = [engine.statistics] * self.replicas
         """On rank 0, where there are several: as of the last step."""
@@ -86,7 +90,7 @@ class LockstepEngine:
         self.engine.check(request)
         loads = [sum(replica == number for replica in self._open.values()) for number in range(self.replicas)]
         replica = loads.index(min(loads))
-        self._open[request.id], self._unfinished[request.id] = replica, sampling.sequences
+        self._open[request.id], self._unfinished[request.id] = replica, set(range(sampling.sequences))
         self._commands.append(Command("add_request", replica, (request,)))
         return request.id
 
@@ -98,12 +102,18 @@ class LockstepEngine:
             self._commands.append(Command("cancel", replica, (request,)))
 
     def finish(self, request: int, index: int) -> None:
-        if request in self._open:
+        """Ends one sequence; one that has ended in the last step already stays as it is."""
+        if index in self._unfinished.get(request, ()):
             self._commands.append(Command("finish", self._open[request], (request, index)))
-            self._ended(request)
+            self._ended(request, index)
 
     def weights_changed(self) -> None:
-        """On every rank: see InferenceEngine."""
+        """On every rank: see InferenceEngine. What was cancelled before it ends first."""
+        shared = self._shared([RUNNING] if self._unfinished else self._commands)
+        if RUNNING in shared:
+            raise ConfigError(REQUESTS_RUN)
+        self._commands = []
+        self._carry_out(shared)
         self.engine.weights_changed()
 
     def step(self) -> list[TokenEvent]:
@@ -112,7 +122,7 @@ class LockstepEngine:
         events = [event for event in self._together(commands) if event.request in self._open]
         for event in events:
             if event.finish is not None:
-                self._ended(event.request)
+                self._ended(event.request, event.index)
         return events
 
     def follow(self) -> None:
@@ -133,10 +143,13 @@ class LockstepEngine:
         shared = self._shared(commands)
         if STOP in shared:
             return CLOSED
-        for command in shared:
+        self._carry_out(shared)
+        return self._gathered(self.engine.step(fill=self.replicas > 1))
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
             if command.replica in (None, self.ctx.dp.rank):
                 getattr(self.engine, command.name)(*command.arguments)
-        return self._gathered(self.engine.step(fill=self.replicas > 1))
 
     def _shared(self, commands: list[Command] | None) -> list[Command]:
         """Rank 0's commands, on every rank."""
@@ -158,9 +171,9 @@ class LockstepEngine:
         self._of_replicas = [one.statistics for one in found]
         return [event for one in found for event in one.events]
 
-    def _ended(self, request: int) -> None:
+    def _ended(self, request: int, index: int) -> None:
         """One sequence of the request has ended."""
-        self._unfinished[request] -= 1
+        self._unfinished[request].discard(index)
         if not self._unfinished[request]:
             del self._unfinished[request], self._open[request]
 

@@ -23,6 +23,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """max_tokens, or the longest sequence of the engine."""
     CANCELLED = "cancelled"
+    ERROR = "error"
+    """The text cannot be continued: TokenEvent.error says why."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class TokenEvent:
     """With the first event, if asked for: of each token of the prompt; None for the first, which has none."""
     score: float | None = None
     """With the last event of a beam: its log-probability, divided by its length ** length_penalty."""
+    error: str | None = None
+    """With FinishReason.ERROR."""
 
 
 @dataclass(eq=False)
@@ -85,7 +89,7 @@ class RunningSequence:
     stop_ids: frozenset[int] = frozenset()
     """Tokens before which the sequence ends."""
     matcher: Matcher | None = None
-    """Where the generated text is in the request's constraint."""
+    """Where the generated text is in the request's constraint; kept up to date on the ranks that sample."""
     beams: BeamGroup | None = None
     """The beams that this one is among."""
     drafts: tuple[int, ...] = ()
@@ -123,6 +127,8 @@ class BeamGroup:
     members: list[RunningSequence] = field(default_factory=list)
     candidates: dict[RunningSequence, list[Candidate]] = field(default_factory=dict)
     """Of the members whose logits are known."""
+    error: str | None = None
+    """Why the search cannot go on."""
 
     @property
     def missing(self) -> int:

@@ -221,13 +221,18 @@ class TextGenerator:
     ) -> Iterator[str]:
         """The text of one sequence, as it comes. Ending the iteration cancels the request.
 
-        Raises ConfigError for several sequences, and for one that is chosen among several at their end.
+        Raises ConfigError for several sequences, for one that is chosen among several at their end, and for a constraint
+        that cannot be followed to its end.
         """
         refuse_to_stream(sampling or SamplingParameters())
         request = self.submit(prompt, sampling, inputs)
         try:
             while not self.is_idle:
-                yield from (event.text for event in self.step() if event.text)
+                for event in self.step():
+                    if event.text:
+                        yield event.text
+                    if event.error is not None:
+                        raise ConfigError(event.error)
         finally:
             self.cancel(request)
 
@@ -279,7 +284,9 @@ class TextGenerator:
         if finish is not None:
             text += detokenizer.finish()
             del self._open[key]
-        return TextEvent(*key, text, event.token, event.logprobs, finish, event.prompt_logprobs, event.score)
+        return TextEvent(
+            *key, text, event.token, event.logprobs, finish, event.prompt_logprobs, event.score, event.error
+        )
 
 
 def refuse_to_stream(sampling: SamplingParameters) -> None:

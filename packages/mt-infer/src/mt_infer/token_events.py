@@ -14,11 +14,12 @@ def append_sampled(sequence: RunningSequence, sampled: Sampled, longest: int) ->
     if event.token is None:
         return event
     sequence.tokens.append(event.token)
-    if sequence.matcher is not None:
-        sequence.matcher.advance(event.token)
-        if sequence.matcher.is_complete:
-            return replace(event, finish=FinishReason.STOP)
-    return event
+    return replace(event, finish=FinishReason.STOP) if sampled.is_end else event
+
+
+def failed(request: int, index: int, error: str) -> TokenEvent:
+    """The end of a sequence that cannot be continued."""
+    return TokenEvent(request, index, None, finish=FinishReason.ERROR, error=error)
 
 
 def _event_of(sequence: RunningSequence, sampled: Sampled, longest: int) -> TokenEvent:

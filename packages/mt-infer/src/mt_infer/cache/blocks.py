@@ -1,8 +1,9 @@
 """Blocks of positions: which are free, which sequences share them, and which prefixes they hold.
 
 A block is `block_size` consecutive positions of one sequence. Blocks that are full can be shared: their key is a hash
-of everything that the values in them depend on (adapter, other inputs, all tokens up to the block's last). A block that
-nobody uses keeps its content until it is needed for something else, oldest first.
+of everything that the values in them depend on (inputs beside tokens, all tokens up to the block's last), in a cache of
+one model with one set of weights. A block that nobody uses keeps its content until it is needed for something else,
+oldest first.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError
 from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups, blocks_of_sequence
 from mt_infer.cache.storage import GroupStorage, StateStorage
-from mt_infer.cache.tables import BlockTable, PrefixKeys, longest_shared
+from mt_infer.cache.tables import BlockTable, PrefixKeys, shared_counts
 
 if TYPE_CHECKING:
     from mt_infer.requests import RunningSequence
@@ -155,9 +155,9 @@ class CacheManager:
     def _shared(self, tables: Sequence[BlockTable], keys: Sequence[Key]) -> tuple[int, list[Tensor] | None]:
         """Leading blocks in common, and the recurrent states behind them."""
         if self.states is None:
-            return longest_shared(tables, keys), None
-        for count in range(len(keys), 0, -1):
-            if keys[count - 1] in self._snapshots and longest_shared(tables, keys[:count]) == count:
+            return next(shared_counts(tables, keys), 0), None
+        for count in shared_counts(tables, keys):
+            if keys[count - 1] in self._snapshots:
                 self._snapshots.move_to_end(keys[count - 1])
                 return count, self._snapshots[keys[count - 1]]
         return 0, None

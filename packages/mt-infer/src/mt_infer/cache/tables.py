@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -145,11 +146,22 @@ class PrefixKeys:
         return self.keys[: count // size]
 
 
-def longest_shared(tables: Sequence[BlockTable], keys: Sequence[Key]) -> int:
-    """Number of leading blocks that every group has."""
+def shared_counts(tables: Sequence[BlockTable], keys: Sequence[Key]) -> Iterator[int]:
+    """The numbers of leading blocks that every group has, the largest first. It takes linear time."""
+    for table in tables:
+        if table.window is None:
+            keys = keys[: _leading(table.pool, keys)]
+    runs = [(table, _runs(table.pool, keys)) for table in tables if table.window is not None]
     for count in range(len(keys), 0, -1):
-        if all(
-            all(table.pool.find(key) is not None for key in keys[table.first_needed(count) : count]) for table in tables
-        ):
-            return count
-    return 0
+        if all(count - table.first_needed(count) <= run[count - 1] for table, run in runs):
+            yield count
+
+
+def _leading(pool: BlockPool, keys: Sequence[Key]) -> int:
+    """How many of the first keys the pool has without a gap."""
+    return next((number for number, key in enumerate(keys) if pool.find(key) is None), len(keys))
+
+
+def _runs(pool: BlockPool, keys: Sequence[Key]) -> list[int]:
+    """For each key how many keys up to it the pool has without a gap."""
+    return list(accumulate(keys, lambda run, key: 0 if pool.find(key) is None else run + 1, initial=0))[1:]

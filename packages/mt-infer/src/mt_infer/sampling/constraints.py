@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,11 @@ class Constraints:
         llguidance = import_llguidance(name)
         try:
             matcher = llguidance.LLMatcher(self._table, _grammar(llguidance.LLMatcher, name, text), log_level=0)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name} is not valid: {error}") from error
         if matcher.is_error():
-            raise ConfigError(f"{name} is not valid: {' '.join(matcher.get_error().split())[:MESSAGE]}")
-        return Matcher(matcher, self._table.vocab_size)
+            raise ConfigError(f"{name} is not valid: {_shown(matcher.get_error())}")
+        return Matcher(name, matcher, self._table.vocab_size)
 
     @cached_property
     def _table(self) -> LLTokenizer:
@@ -56,6 +57,11 @@ COMPILED = 32
 """Constraints that are kept compiled."""
 MESSAGE = 200
 """Characters of the package's messages that are shown; it repeats the whole constraint."""
+
+
+def _shown(message: str) -> str:
+    """Without the dump of the package's state."""
+    return " ".join(message.split("<state>")[0].split())[:MESSAGE]
 
 
 class TokenTable:
@@ -92,19 +98,31 @@ def _token_bytes(tokenizer: object) -> list[bytes | None] | None:
 
 
 class Matcher:
-    """Where the text of one sequence is in its constraint."""
+    """Where the text of one sequence is in its constraint.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    The package bounds its own work, and a constraint that compiles may exceed these bounds at any token: the matcher is
+    then in error for good, and allows all ids.
+    """
+
+    def __init__(self, name: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self._name, self._matcher, self._vocab_size = name, matcher, vocab_size
+
+    @property
+    def error(self) -> str | None:
+        """Why the text cannot be continued."""
+        if not self._matcher.is_error():
+            return None
+        return f"{self._name} cannot be followed any further: {_shown(self._matcher.get_error())}; give a simpler one"
 
     def allowed(self, drafted: Sequence[int], size: int) -> Tensor:
         """[size] bool: the ids that may come next, behind drafted tokens. A draft that does not match allows all: it is
         not accepted, and what follows it is never looked at."""
         accepted = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
         allowed = torch.ones(size, dtype=torch.bool)
-        if accepted == len(drafted):
-            allowed = self._mask(size)
-        if accepted:
+        if accepted == len(drafted) and not self._matcher.is_error():
+            mask = self._mask(size)
+            allowed = allowed if self._matcher.is_error() else mask
+        if accepted and not self._matcher.is_error():
             self._matcher.rollback(accepted)
         return allowed
 
@@ -115,16 +133,16 @@ class Matcher:
         return torch.from_numpy(np.unpackbits(words.view(np.uint8), bitorder="little")[:size]).bool()
 
     def advance(self, token: int) -> None:
-        consumed = self._matcher.consume_token(token)
-        assert consumed, self._matcher.get_error()
+        """token: one that is allowed."""
+        self._matcher.consume_token(token)
 
     @property
     def is_complete(self) -> bool:
         """Whether the text matches, and nothing can follow."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+        return Matcher(self._name, self._matcher.deep_copy(), self._vocab_size)
 
 
 def import_llguidance(asked: str) -> Any:
@@ -142,7 +160,5 @@ def _grammar(matcher: type[LLMatcher], name: str, text: str) -> str:
     if name == "regex":
         return matcher.grammar_from_regex(text)
     if name == "choices":
-        return matcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-        )
+        return matcher.grammar_from_regex("|".join(f"(?:{re.escape(choice)})" for choice in json.loads(text)))
     return matcher.grammar_from_lark(text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, Literal
 
 from mt_core.errors import ConfigError
+from mt_infer.sampling.lists import LARGEST_NUMBER, READERS, is_integer, is_number, refused
 
 EarlyStopping = bool | Literal["never"]
 
@@ -39,6 +39,9 @@ class SamplingParameters:
     transformers.
 
     json_schema, regex, grammar (Lark), choices: the text matches; one of them at most.
+
+    Lists may be given for tuples, one text for `stop`, and texts of digits for the ids of logit_bias. A temperature
+    below LOWEST_TEMPERATURE is taken as 0. Raises ConfigError for values that cannot be.
     """
 
     temperature: float = 1.0
@@ -75,22 +78,26 @@ class SamplingParameters:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, read in READERS.items():
+            object.__setattr__(self, name, read(name, getattr(self, name)))
         self._check_types()
         for name, holds, allowed in self._checks():
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {allowed}")
         self._check_beams()
         self._check_constraint()
+        if self.temperature < LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def _check_types(self) -> None:
-        """Of numbers and switches: a value from a file, a program or an option may be of any type."""
+        """Of all but lists: a value from a file, a program or an option may be of any type."""
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            kind, allowed = TYPES.get(str(entry.type).removesuffix(" | None"), (object, ""))
-            if value is None and str(entry.type).endswith(" | None"):
+            value, kind = getattr(self, entry.name), str(entry.type).removesuffix(" | None")
+            if kind not in TYPES or (value is None and str(entry.type).endswith(" | None")):
                 continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
-                raise ConfigError(f"{entry.name} is {value!r}; it must be {allowed}")
+            is_one, allowed = TYPES[kind]
+            if not is_one(value):
+                raise refused(entry.name, value, allowed)
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
         """Name, whether it holds, what is allowed."""
@@ -115,6 +122,20 @@ class SamplingParameters:
         yield "prompt_logprobs_start", self.prompt_logprobs_start >= 0, "0 or more"
         yield "num_beams", self.num_beams >= 1, "1 (no beam search) or more"
         yield "early_stopping", self.early_stopping in (True, False, "never"), 'True, False or "never"'
+        yield from self._bounds()
+
+    def _bounds(self) -> Iterator[tuple[str, bool, str]]:
+        """As _checks: what later computations with a number of fp32 or int64 can hold."""
+        yield "repetition_penalty", self.repetition_penalty >= 1 / LARGEST_NUMBER, f"at least {1 / LARGEST_NUMBER:g}"
+        steepest = LARGEST_LENGTH_PENALTY
+        yield "length_penalty", abs(self.length_penalty) <= steepest, f"from -{steepest:g} to {steepest:g}"
+        for name in ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            is_finite = abs(getattr(self, name)) <= LARGEST_NUMBER
+            yield name, is_finite, f"a number of at most {LARGEST_NUMBER:g}"
+        for name in ("n", "best_of"):
+            yield name, (getattr(self, name) or 0) <= MOST_SEQUENCES, f"at most {MOST_SEQUENCES}"
+        for name in ("top_k", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "num_beams"):
+            yield name, (getattr(self, name) or 0) <= LARGEST_INTEGER, f"at most {LARGEST_INTEGER}"
 
     def _check_beams(self) -> None:
         if self.num_beams == 1:
@@ -194,9 +215,18 @@ class SamplingParameters:
         yield from (("bad_words_ids", token) for word in self.bad_words_ids for token in word)
 
 
-TYPES: Mapping[str, tuple[type, str]] = {
-    "float": (Real, "a number"),
-    "int": (Integral, "an integer"),
-    "bool": (bool, "true or false"),
+TYPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "float": (is_number, "a number"),
+    "int": (is_integer, "an integer"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "str | Mapping[str, Any]": (lambda value: isinstance(value, str | Mapping), "a JSON schema: a text or an object"),
 }
+LOWEST_TEMPERATURE = 1e-5
+"""Below it, the likeliest token has all of the probability: 0 says the same without an overflow."""
+LARGEST_LENGTH_PENALTY = 30.0
+"""A length of 31 bits to the power of it is a number of fp64, and so is a score that is multiplied by it."""
+LARGEST_INTEGER = 2**31 - 1
+MOST_SEQUENCES = 2**16
+"""Of a request: each takes memory as soon as it waits."""
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")

@@ -21,8 +21,11 @@ from mt_infer.sampling.truncation import truncate
 
 @dataclass(frozen=True)
 class Sampled:
+    """is_end: whether the token completes the text of a constraint."""
+
     token: int
     logprobs: LogProbs | None
+    is_end: bool = False
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = ()) -> list[Sampled]:

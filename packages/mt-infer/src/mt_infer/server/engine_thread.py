@@ -100,11 +100,10 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_commands()
-            if self.failure is not None:
-                continue
             try:
-                self._step()
+                self._take_commands()
+                if self.failure is None:
+                    self._step()
             except Exception as error:
                 log.exception("the engine failed")
                 self._fail(error)
@@ -126,14 +125,21 @@ class EngineThread:
         for place, generator in enumerate(self.generators):
             # Other ranks step all engines in turn: none may be left out.
             if self._has_ranks or not generator.is_idle:
-                self._deliver_all([(self._request(place, event), event) for event in generator.step()])
+                found = [self._answer(place, event) for event in generator.step()]
+                self._deliver_all([answer for answer in found if answer is not None])
 
-    def _request(self, place: int, event: TextEvent) -> Request:
-        request = self._open[place, event.request]
+    def _answer(self, place: int, event: TextEvent) -> tuple[Request, TextEvent | Exception] | None:
+        """The event with its request; an error ends all sequences of the request. None: it has ended so."""
+        request = self._open.get((place, event.request))
+        if request is None:
+            return None
+        if event.error is not None:
+            self._cancel(request)
+            return request, ApiError(event.error)
         request.unfinished -= event.finish is not None
         if not request.unfinished:
             del self._open[place, event.request]
-        return request
+        return request, event
 
     def _deliver(self, request: Request, event: TextEvent | Exception) -> None:
         self._deliver_all([(request, event)])
@@ -149,6 +155,9 @@ class EngineThread:
             request.number = request.generator.submit(request.prompt, request.sampling, request.inputs)
         except (MtError, ApiError) as error:
             return self._deliver(request, error)
+        except Exception:
+            log.exception("a request failed before its first step")
+            return self._deliver(request, ApiError("the request failed; the server's log says why", status=500))
         request.unfinished = request.sampling.n
         self._open[self.generators.index(request.generator), request.number] = request
         return None
@@ -163,12 +172,12 @@ class EngineThread:
         self._stopping = True
 
     def _fail(self, error: Exception) -> None:
-        self.failure = error
+        is_first, self.failure = self.failure is None, error
         failed = ApiError("the engine has failed; the server's log says why", status=500)
         for request in self._open.values():
             self._deliver(request, failed)
         self._open.clear()
-        if self.on_failure is not None:
+        if is_first and self.on_failure is not None:
             self.on_failure()
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
-from mt_core.nn.model import PredictsAhead, as_generator
+from mt_core.nn.model import Generates, PredictsAhead, as_generator
 from mt_infer.cache.agreement import agree
 from mt_infer.cache.layout import CacheLayout, cache_layout
 from mt_infer.cache.manager import CacheManager
@@ -35,7 +35,7 @@ def build_drafter(
     if method is None:
         return None
     if method == "ngram":
-        return NgramDrafter(most, options.speculative_ngram)
+        return NgramDrafter(most, options.speculative_ngram, image_token_of(runner.model))
     if method == "mtp":
         return _multi_token(most, manager, runner)
     if draft is None:
@@ -69,7 +69,18 @@ def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner,
     share = _bytes(layout, manager) / max(_bytes(layout, manager) + _bytes(manager.layout, manager), 1)
     limits = replace(limits, memory=int(limits.memory * share))
     cache = CacheManager(layout, limits, runner.ctx.device, share_prefixes=False)
-    return ModelDrafter(options.speculative_tokens, own, cache, is_batch_invariant=options.batch_invariant)
+    return ModelDrafter(
+        options.speculative_tokens,
+        own,
+        cache,
+        is_batch_invariant=options.batch_invariant,
+        image_token=image_token_of(runner.model),
+    )
+
+
+def image_token_of(model: Generates) -> int | None:
+    """The id that stands for a feature of an image in prompts; None for a model of text."""
+    return getattr(getattr(model, "config", None), "image_token_index", None)
 
 
 def _bytes(layout: CacheLayout, manager: CacheManager) -> int:

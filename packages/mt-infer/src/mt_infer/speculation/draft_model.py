@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
-from mt_infer.requests import RunningSequence
+from mt_infer.requests import Request, RunningSequence
 from mt_infer.runner import ModelRunner
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import choose
@@ -35,8 +35,16 @@ class ModelDrafter(Drafter):
     to draft.
     """
 
-    def __init__(self, most: int, runner: ModelRunner, manager: CacheManager, *, is_batch_invariant: bool) -> None:
-        super().__init__(most)
+    def __init__(
+        self,
+        most: int,
+        runner: ModelRunner,
+        manager: CacheManager,
+        *,
+        is_batch_invariant: bool,
+        image_token: int | None = None,
+    ) -> None:
+        super().__init__(most, image_token)
         self.runner, self.manager, self.is_batch_invariant = runner, manager, is_batch_invariant
         self._copies: dict[RunningSequence, RunningSequence] = {}
 
@@ -52,6 +60,13 @@ class ModelDrafter(Drafter):
         for one, snapshot in zip(drafted, snapshots, strict=True):
             one.sequence.drafts = one.tokens
             self.manager.roll_back(one.copy, len(one.sequence.tokens), snapshot)
+
+    def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Without prompts with images, which the small model cannot read."""
+        return [one for one in super().ready(running) if not self._has_images(one.request)]
+
+    def _has_images(self, request: Request) -> bool:
+        return bool(request.inputs) and self.image_token in request.tokens
 
     def _copy(self, sequence: RunningSequence) -> RunningSequence:
         if sequence not in self._copies:

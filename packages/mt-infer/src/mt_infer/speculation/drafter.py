@@ -14,11 +14,12 @@ Draft = tuple[int, ...]
 class Drafter:
     """Guesses the next tokens of sequences, before a forward pass or from what it computed. Subclasses do one of these.
 
-    most: tokens of a draft.
+    most: tokens of a draft. image_token: the id that stands for images in prompts, which is no word of a draft and may
+    lie behind the vocabulary; None: the model reads none.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, image_token: int | None = None) -> None:
+        self.most, self.image_token = most, image_token
 
     def propose(self, running: Sequence[RunningSequence]) -> None:
         """Sets `drafts` of the sequences that are ready for some; the same on every rank of the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -13,14 +14,14 @@ from mt_infer.speculation.drafter import Drafter
 class NgramDrafter(Drafter):
     """longest: number of last tokens that are looked up; fewer where that many are not found."""
 
-    def __init__(self, most: int, longest: int) -> None:
-        super().__init__(most)
+    def __init__(self, most: int, longest: int, image_token: int | None = None) -> None:
+        super().__init__(most, image_token)
         self.longest = longest
 
     def propose(self, running: Sequence[RunningSequence]) -> None:
         for sequence in self.ready(running):
-            followed = continuation(sequence.tokens, self.longest)
-            sequence.drafts = tuple(followed[: self.usable(sequence, len(sequence.tokens))])
+            followed = continuation(sequence.tokens, self.longest)[: self.usable(sequence, len(sequence.tokens))]
+            sequence.drafts = tuple(takewhile(lambda token: token != self.image_token, followed))
 
 
 def continuation(tokens: Sequence[int], longest: int) -> list[int]:

@@ -11,8 +11,6 @@ from mt_infer.server.openai.fields import SamplingFields
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel
 
-LOWEST_TEMPERATURE = 1e-5
-"""Below it, the likeliest token has all of the probability: 0 says the same without an overflow."""
 ANY_OBJECT = {"type": "object"}
 
 
@@ -20,10 +18,10 @@ def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, 
     """others: further SamplingParameters, which the endpoints name differently. Raises ApiError, ConfigError."""
     others["stop"] = (*fields.stops, *others.get("stop", ()))
     others["stop_token_ids"] = (*(fields.stop_token_ids or ()), *others.get("stop_token_ids", ()))
-    temperature, top_k = fields.temperature, fields.top_k
+    top_k = fields.top_k
     return given_parameters(
         max_tokens=max_tokens,
-        temperature=0.0 if temperature is not None and temperature < LOWEST_TEMPERATURE else temperature,
+        temperature=fields.temperature,
         top_k=None if top_k is None else max(top_k, 0),
         top_p=fields.top_p,
         min_p=fields.min_p,
