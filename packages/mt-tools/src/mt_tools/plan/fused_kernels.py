@@ -52,8 +52,8 @@ class ConfiguredKernels(Kernels):
     def pick_fused(
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
-        """Of rotary, which frees its input unless it normalizes heads, and of weighted activations. The sum of a norm is
-        planned apart: the same tensors are saved."""
+        """Of rotary, which frees its input unless it normalizes heads, and of weighted activations. The sum of a norm
+        is planned apart: the same tensors are saved."""
         found = FUSED.get(kernel)
         kernels = (kernel,) if joined is None else (kernel, joined)
         return found if all(self._is_fused(each, width) for each in kernels) else None
