@@ -31,11 +31,17 @@ _EXPECTED = {
 }
 
 
-def validation_message(section: str, type_: type[Section], error: ValidationError, origins: Mapping[str, str]) -> str:
-    """One line for each thing that is wrong in a section."""
+def validation_message(
+    section: str,
+    type_: type[Section],
+    error: ValidationError,
+    origins: Mapping[str, str],
+    other_types: Mapping[str, type[Section]] | None = None,
+) -> str:
+    """One line for each thing that is wrong in a section. other_types: value of the section's selector -> its type."""
     lines: dict[str, list[str]] = {}
     for entry in error.errors():
-        where, what = _line(section, type_, dict(entry), origins)
+        where, what = _line(section, type_, dict(entry), origins, other_types or {})
         lines.setdefault(where, []).append(what)
     return "\n".join(where + " or ".join(dict.fromkeys(whats)) for where, whats in lines.items())
 
@@ -44,7 +50,13 @@ _BRANCH = re.compile(r"(constrained-)?(str|int|float|bool)|[a-z-]+\[.*\]")
 """What pydantic adds to the path of a value that may be of several types: the one that was tried."""
 
 
-def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Mapping[str, str]) -> tuple[str, str]:
+def _line(
+    section: str,
+    type_: type[Section],
+    entry: dict[str, Any],
+    origins: Mapping[str, str],
+    other_types: Mapping[str, type[Section]],
+) -> tuple[str, str]:
     """What is meant, and what is wrong with it: a value that fits none of several types has an entry for each."""
     path = [str(part) for part in entry["loc"]]
     while len(path) > 1 and _BRANCH.fullmatch(path[-1]):
@@ -52,7 +64,7 @@ def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Ma
     key = path[0] if path else ""
     origin = origins.get(key, "default")
     if entry["type"] == "extra_forbidden" and len(path) == 1:
-        return unknown_key(section, key, origin, type_), ""
+        return unknown_key(section, key, origin, type_, other_types), ""
     dotted = ".".join([section, *path])
     if entry["type"] == "missing":
         return f"{dotted} is missing; set it in the file or with --set {dotted}=...", ""
@@ -63,7 +75,13 @@ def _line(section: str, type_: type[Section], entry: dict[str, Any], origins: Ma
     return f"{dotted} (from {origin}): got {entry['input']!r}, ", what
 
 
-def unknown_key(section: str, key: str | None, origin: str, type_: type[Section] | None = None) -> str:
+def unknown_key(
+    section: str,
+    key: str | None,
+    origin: str,
+    type_: type[Section] | None = None,
+    other_types: Mapping[str, type[Section]] | None = None,
+) -> str:
     """A key or section that does not exist: where it belongs, or what it resembles."""
     if key is None:
         homes = [name for name, base in SECTIONS.items() if section in base.model_fields]
@@ -72,6 +90,10 @@ def unknown_key(section: str, key: str | None, origin: str, type_: type[Section]
         return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(SECTIONS)}"
     fields = list((type_ or SECTIONS[section]).model_fields)
     hint = did_you_mean(key, fields)
+    if able := [name for name, other in (other_types or {}).items() if key in other.model_fields]:
+        selector = f"{section}.{SECTIONS[section].selector}"
+        names = " or ".join(part for part in (", ".join(able[:-1]), able[-1]) if part)
+        hint = f"; it is a key where {selector} is {names}"
     homes = [name for name, base in SECTIONS.items() if key in base.model_fields and name != section]
     if homes:
         hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"

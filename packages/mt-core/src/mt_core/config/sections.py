@@ -58,7 +58,14 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
         return type_.model_validate({key: value for key, (value, _) in values.items()})
     except ValidationError as error:
         origins = {key: origin for key, (_, origin) in values.items()}
-        raise ConfigError(validation_message(name, type_, error, origins)) from None
+        raise ConfigError(validation_message(name, type_, error, origins, _types(name, host))) from None
+
+
+def _types(name: str, host: PluginHost) -> dict[str, type[Section]]:
+    """Value of the section's selector -> its type."""
+    if name not in REGISTRY_OF_SECTION:
+        return {}
+    return {spec.name: spec.config_type.load() for spec in host.registry(REGISTRY_OF_SECTION[name])}
 
 
 def _without_replaced_preset(

@@ -215,8 +215,8 @@ def _compute_on_cpu(tree: Tree) -> None:
     """Without GPU-only options, and in fp32, where the order of summation changes little."""
     tree["train"].update(device="cpu", compile="none", cuda_graphs="none", deferred_metrics="never")
     tree["kernels"] = {}
-    tree["parallel"].update(nccl_communicators={}, pipeline_backward_communicator=None)
-    tree["parallel"].update(nccl_ub=False, tp_comm_overlap=False)
+    tree["parallel"] |= {"nccl_communicators": {}, "pipeline_backward_communicator": None, "nccl_ub": False}
+    tree["parallel"]["tp_comm_overlap"] = False
     tree["precision"] = {"dtype": "fp32"}
     model, optimizer = tree["model"], tree["optimizer"]
     if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
