@@ -32,8 +32,10 @@ def build_drafter(
     draft: DraftModel | None,
     cache: CacheManager | None,
 ) -> Drafter | None:
-    """None without inference.speculative_method. cache: the draft model's. Raises ConfigError for a method that the model
-    or layout cannot use."""
+    """None without inference.speculative_method. cache: the draft model's.
+
+    Raises ConfigError for a method that the model or layout cannot use.
+    """
     method, most = options.speculative_method, options.speculative_tokens
     if method is None:
         return None
