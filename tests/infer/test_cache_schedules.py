@@ -18,7 +18,7 @@ from torch import nn
 from mt_core.config.schema import InferenceConfig
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_infer.cache.layout import CacheLimits, cache_layout
+from mt_infer.cache.layout import SNAPSHOTS, CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.engine import InferenceEngine
 from mt_infer.new_sequences import NewSequences
@@ -58,7 +58,8 @@ def crowded(kind: str, sequences: float) -> InferenceEngine:
     engine = InferenceEngine(model_of(kind), None, ParallelContext(), options, longest=LONGEST)
     layout, device = cache_layout(engine.model), torch.device("cpu")
     size = sum(group.bytes_per_position for group in layout.groups) * LONGEST
-    memory = int(size * sequences) + (4 + 1) * layout.bytes_per_sequence
+    share = (sequences - 1) / 3  # of what the other three requests could use
+    memory = int(size * sequences) + int((4 + 1 + SNAPSHOTS * share) * layout.bytes_per_sequence)
     limits = CacheLimits(memory, 2, 4, LONGEST, 7)
     engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
     engine.scheduler = Scheduler(engine.manager)

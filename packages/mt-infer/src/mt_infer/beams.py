@@ -34,8 +34,8 @@ def _likeliest(scores: Tensor, sequence: RunningSequence) -> list[Candidate]:
 
 
 def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
-    """The next step of beams whose candidates are all known, or the end of beams one of which cannot be continued. Events
-    come with the end of the search."""
+    """The next step of beams whose candidates are all known, or their end where one cannot be continued. Events come
+    with the end of the search."""
     if group.error is not None:
         request = group.members[0].request
         _remove(group, scheduler)

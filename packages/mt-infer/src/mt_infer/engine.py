@@ -12,21 +12,16 @@ from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
-from mt_core.nn.attention_backends.batch_invariant import KEYS
 from mt_core.nn.batch_invariance import batch_invariant
-from mt_core.nn.cache import Conditioning
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import Tokenizer
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams
-from mt_infer.cache.agreement import agree
 from mt_infer.cache.batch import Chunk
-from mt_infer.cache.layout import CacheLimits, cache_layout
-from mt_infer.cache.manager import CacheManager
+from mt_infer.cache.building import build_caches
 from mt_infer.chunk_results import ChunkResult, results_from_logits
 from mt_infer.decoding.graphs import DecodeGraphs
 from mt_infer.decoding.objections import uses_graphs
-from mt_infer.memory import cache_bytes
 from mt_infer.new_sequences import NewSequences
 from mt_infer.request_checks import check_request, refuse_context_parallel, refuse_invariant_quantization
 from mt_infer.requests import FinishReason, Request, RunningSequence, TokenEvent
@@ -38,7 +33,6 @@ from mt_infer.speculation.building import DraftModel, build_drafter
 from mt_infer.speculation.verification import SpeculationStatistics
 from mt_infer.statistics import EngineStatistics
 from mt_infer.token_events import append_sampled, failed
-
 
 REQUESTS_RUN = "weights cannot change while requests run; finish or cancel them first"
 
@@ -69,10 +63,11 @@ class InferenceEngine:
         refuse_context_parallel(ctx)
         refuse_invariant_quantization(options)
         self.runner = ModelRunner(model, ctx, placed)
-        self.manager = build_cache(model, options, ctx, longest)
+        drafts = draft_model if options.speculative_method == "draft_model" else None
+        self.manager, draft_cache = build_caches(model, drafts and drafts.model, options, ctx, longest)
         self.scheduler = Scheduler(self.manager)
         self.new_sequences = NewSequences(self.manager, tokenizer, longest)
-        self.drafter = build_drafter(options, self.manager, self.runner, draft_model)
+        self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache)
         self.graphs: DecodeGraphs | None = None
         if uses_graphs(model, options, ctx):
             self.graphs = DecodeGraphs(self.runner, self.manager, CudaRecorder())
@@ -99,7 +94,7 @@ class InferenceEngine:
     def add_request(self, request: Request) -> None:
         """A request with a seed and a number of its own, the same on all ranks of the model."""
         assert request.sampling.seed is not None
-        self.scheduler.add(self.new_sequences.of_request(request, self._condition(request)))
+        self.scheduler.add(self.new_sequences.of_request(request))
 
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that the engine cannot serve."""
@@ -143,6 +138,7 @@ class InferenceEngine:
             chunks = self.scheduler.schedule()
             if not chunks and not fill:
                 return []
+            self._condition(chunks)
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
             found = self._sample(chunks)
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
@@ -225,25 +221,17 @@ class InferenceEngine:
         ready = [beams for beams in groups if beams is not None and (beams.is_ready or beams.error)]
         return [event for beams in ready for event in advance_beams(beams, self.scheduler)]
 
-    @torch.inference_mode()
-    def _condition(self, request: Request) -> Conditioning:
-        inputs = {name: tensor.to(self.ctx.device) for name, tensor in request.inputs.items()}
-        with self._evaluating():
-            return self.runner.condition(inputs) if inputs else {}
-
-
-def build_cache(model: nn.Module, options: InferenceConfig, ctx: ParallelContext, longest: int) -> CacheManager:
-    """Collective over the ranks of the model, which get caches of the same size."""
-    own_limits = CacheLimits(
-        cache_bytes(options, ctx.device),
-        options.cache_block_size,
-        options.max_requests,
-        longest,
-        options.max_tokens_per_step,
-        unread=KEYS if options.batch_invariant else 0,
-    )
-    layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, ctx.axis("model"))
-    return CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching)
+    def _condition(self, chunks: Sequence[Chunk]) -> None:
+        """Of sequences that were admitted what the model makes of their requests' inputs, once for each request: those
+        that wait take no memory for it."""
+        found = {one.request.id: one.conditioning for one in self.scheduler.running if one.conditioning is not None}
+        for sequence in (chunk.sequence for chunk in chunks):
+            request = sequence.request
+            if request.inputs and sequence.conditioning is None:
+                if request.id not in found:
+                    inputs = {name: tensor.to(self.ctx.device) for name, tensor in request.inputs.items()}
+                    found[request.id] = self.runner.condition(inputs)
+                sequence.conditioning = found[request.id]
 
 
 @contextmanager

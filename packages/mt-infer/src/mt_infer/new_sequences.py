@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.nn.cache import Conditioning
 from mt_core.specs import Tokenizer
 from mt_infer.cache.manager import CacheManager
 from mt_infer.detokenizer import Detokenizer
@@ -27,10 +26,10 @@ class NewSequences:
         self.manager, self.tokenizer, self.longest = manager, tokenizer, longest
         self.constraints = Constraints(tokenizer)
 
-    def of_request(self, request: Request, conditioning: Conditioning) -> list[RunningSequence]:
-        """Its n sequences, or the first of its beams. conditioning: what the model made of the request's inputs."""
+    def of_request(self, request: Request) -> list[RunningSequence]:
+        """Its n sequences, or the first of its beams."""
         count = 1 if request.sampling.num_beams > 1 else request.sampling.sequences
-        return [self._sequence(request, index, conditioning) for index in range(count)]
+        return [self._sequence(request, index) for index in range(count)]
 
     def stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
         """What finds the stop texts of beams. Those of other sequences are found where their tokens become text."""
@@ -40,7 +39,7 @@ class NewSequences:
             raise ConfigError("stop: beams that end with a text need a tokenizer; use stop_token_ids")
         return Detokenizer(self.tokenizer, sampling.stop)
 
-    def _sequence(self, request: Request, index: int, conditioning: Conditioning) -> RunningSequence:
+    def _sequence(self, request: Request, index: int) -> RunningSequence:
         sampling = request.sampling
         assert sampling.seed is not None
         sequence = RunningSequence(
@@ -52,7 +51,6 @@ class NewSequences:
             self.manager.new_keys(content_hash(request.inputs)),
             list(request.tokens),
             prompt_logprobs=[None] * (len(request.tokens) - 1),
-            conditioning=conditioning,
             stop_ids=self._stop_ids(sampling),
             matcher=self.constraints.matcher(sampling),
         )

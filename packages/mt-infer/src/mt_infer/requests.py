@@ -79,7 +79,8 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     slot: int | None = None
-    conditioning: Conditioning = field(default_factory=dict)
+    conditioning: Conditioning | None = None
+    """What the model made of the request's inputs; None while the sequence waits."""
     memory: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Layer -> its MemoryState."""
     prompt_logprobs: list[LogProbs | None] = field(default_factory=list)

@@ -158,6 +158,7 @@ class Scheduler:
             self._preempted.add(one)
             self.running.remove(one)
             self.manager.release(one)
+            one.conditioning = None
             self.waiting.appendleft(one)
 
     def sequences(self) -> Iterator[RunningSequence]:

@@ -221,8 +221,8 @@ class TextGenerator:
     ) -> Iterator[str]:
         """The text of one sequence, as it comes. Ending the iteration cancels the request.
 
-        Raises ConfigError for several sequences, for one that is chosen among several at their end, and for a constraint
-        that cannot be followed to its end.
+        Raises ConfigError for several sequences, for one that is chosen among several at their end, and for a
+        constraint that cannot be followed to its end.
         """
         refuse_to_stream(sampling or SamplingParameters())
         request = self.submit(prompt, sampling, inputs)

@@ -61,7 +61,7 @@ class Chunk:
 
     @property
     def conditioning(self) -> Conditioning:
-        return self.sequence.conditioning
+        return self.sequence.conditioning or {}
 
 
 class CachedBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -61,10 +61,15 @@ def widest_first(windows: Iterable[int | None]) -> list[int | None]:
     return sorted(set(windows), key=lambda window: window or math.inf, reverse=True)
 
 
+SNAPSHOTS = 64
+"""Recurrent states that are kept at the ends of prefixes, where there is memory."""
+
+
 @dataclass(frozen=True)
 class CacheLimits:
     """memory: bytes. longest: positions of a sequence. step: new positions of all sequences in a forward
-    pass. unread: how far behind a window positions are kept nevertheless.
+    pass. unread: how far behind a window positions are kept nevertheless. snapshots: recurrent states that are kept at
+    the ends of prefixes at most.
     """
 
     memory: int
@@ -73,6 +78,7 @@ class CacheLimits:
     longest: int
     step: int
     unread: int = 0
+    snapshots: int = SNAPSHOTS
 
     @property
     def slots(self) -> int:
@@ -80,33 +86,59 @@ class CacheLimits:
         return self.max_requests + 1
 
 
-def blocks_of_groups(layout: CacheLayout, limits: CacheLimits) -> tuple[int, ...]:
-    """The number of blocks of each group, within the memory and not above what all requests together can use.
+@dataclass(frozen=True)
+class CacheSizes:
+    """blocks: of each group. snapshots: of recurrent states."""
+
+    blocks: tuple[int, ...]
+    snapshots: int
+
+
+def divided(limits: CacheLimits, layouts: Sequence[CacheLayout]) -> list[CacheLimits]:
+    """The limits of caches that share the memory, each with as much of it as of what all need at least.
+
+    Raises ConfigError when the memory does not hold one sequence of the longest length in each.
+    """
+    needs = [least_bytes(layout, limits) for layout in layouts]
+    _require_room(limits, sum(needs))
+    return [replace(limits, memory=limits.memory * need // max(sum(needs), 1)) for need in needs]
+
+
+def sizes_within(layout: CacheLayout, limits: CacheLimits) -> CacheSizes:
+    """What fits the memory, and is not above what all requests together can use.
 
     Raises ConfigError when the memory does not hold one sequence of the longest length.
     """
-    most = tuple(limits.max_requests * _blocks_of_longest(group, limits) for group in layout.groups)
-    room = limits.memory - limits.slots * layout.bytes_per_sequence
-    needed = sum(
-        _blocks_of_longest(group, limits) * limits.block_size * group.bytes_per_position for group in layout.groups
-    )
-    if needed > room:
-        fixed = limits.slots * layout.bytes_per_sequence
+    needed = least_bytes(layout, limits)
+    _require_room(limits, needed)
+    longest = [_blocks_of_longest(group, limits) for group in layout.groups]
+    more = [(limits.max_requests - 1) * count for count in longest]
+    # All groups, and the snapshots, get the same share of what they could use beyond one sequence.
+    wanted = _bytes_of(more, layout, limits) + limits.snapshots * layout.bytes_per_sequence
+    share = min((limits.memory - needed) / wanted, 1.0) if wanted else 1.0
+    blocks = tuple(least + int(count * share) for least, count in zip(longest, more, strict=True))
+    return CacheSizes(blocks, int(limits.snapshots * share))
+
+
+def least_bytes(layout: CacheLayout, limits: CacheLimits) -> int:
+    """Of one sequence of the longest length, and of the recurrent states of all requests."""
+    longest = [_blocks_of_longest(group, limits) for group in layout.groups]
+    return limits.slots * layout.bytes_per_sequence + _bytes_of(longest, layout, limits)
+
+
+def _bytes_of(blocks: Sequence[int], layout: CacheLayout, limits: CacheLimits) -> int:
+    sizes = (limits.block_size * group.bytes_per_position for group in layout.groups)
+    return sum(count * size for count, size in zip(blocks, sizes, strict=True))
+
+
+def _require_room(limits: CacheLimits, needed: int) -> None:
+    if needed > limits.memory:
         raise ConfigError(
             f"inference.cache_memory_gb={limits.memory / 2**30:.3g} does not hold one sequence of "
-            f"inference.max_sequence_length={limits.longest} positions, which takes {(needed + fixed) / 2**30:.3g} GiB "
+            f"inference.max_sequence_length={limits.longest} positions, which takes {needed / 2**30:.3g} GiB "
             f"(with the states of inference.max_requests={limits.max_requests} sequences); give more memory, or "
             "shorter sequences"
         )
-    # All groups get the same share of what all requests together could use.
-    wanted = sum(
-        count * limits.block_size * group.bytes_per_position for count, group in zip(most, layout.groups, strict=True)
-    )
-    share = min(room / wanted, 1.0) if wanted else 1.0
-    return tuple(
-        max(int(count * share), _blocks_of_longest(group, limits))
-        for count, group in zip(most, layout.groups, strict=True)
-    )
 
 
 def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:

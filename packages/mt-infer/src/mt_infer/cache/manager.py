@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError
-from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_groups, blocks_of_sequence
+from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_sequence, sizes_within
 from mt_infer.cache.storage import GroupStorage, StateStorage
 from mt_infer.cache.tables import BlockTable, PrefixKeys, shared_counts
 
 if TYPE_CHECKING:
     from mt_infer.requests import RunningSequence
-
-SNAPSHOTS = 64
-"""Recurrent states that are kept at the ends of prefixes."""
 
 
 class CacheManager:
@@ -29,14 +27,15 @@ class CacheManager:
 
     def __init__(self, layout: CacheLayout, limits: CacheLimits, device: torch.device, *, share_prefixes: bool) -> None:
         self.layout, self.limits, self.share_prefixes = layout, limits, share_prefixes
-        counts = blocks_of_groups(layout, limits)
-        self.pools = [BlockPool(count) for count in counts]
+        sizes = sizes_within(layout, limits if share_prefixes else replace(limits, snapshots=0))
+        self.pools = [BlockPool(count) for count in sizes.blocks]
         self.storages = [
             GroupStorage(group, count, limits.block_size, device)
-            for group, count in zip(layout.groups, counts, strict=True)
+            for group, count in zip(layout.groups, sizes.blocks, strict=True)
         ]
         self.states = StateStorage(layout, limits.slots, device) if layout.bytes_per_sequence else None
         self._snapshots: OrderedDict[Key, list[Tensor]] = OrderedDict()
+        self._most_snapshots = sizes.snapshots
 
     @property
     def used_blocks(self) -> int:
@@ -166,6 +165,7 @@ class CacheManager:
         in_prompt = sequence.computed < sequence.prompt_length
         if self.states is None or sequence.slot is None or not in_prompt or key in self._snapshots:
             return
-        self._snapshots[key] = self.states.snapshot(sequence.slot)
-        while len(self._snapshots) > SNAPSHOTS:
+        if self._most_snapshots and len(self._snapshots) == self._most_snapshots:
             self._snapshots.popitem(last=False)
+        if self._most_snapshots:
+            self._snapshots[key] = self.states.snapshot(sequence.slot)

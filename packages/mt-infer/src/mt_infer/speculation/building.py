@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.model import Generates, PredictsAhead, as_generator
-from mt_infer.cache.agreement import agree
-from mt_infer.cache.layout import CacheLayout, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.runner import ModelRunner, PlacedStages
 from mt_infer.speculation.draft_model import ModelDrafter
@@ -28,9 +26,16 @@ class DraftModel:
 
 
 def build_drafter(
-    options: InferenceConfig, manager: CacheManager, runner: ModelRunner, draft: DraftModel | None
+    options: InferenceConfig,
+    manager: CacheManager,
+    runner: ModelRunner,
+    draft: DraftModel | None,
+    cache: CacheManager | None,
 ) -> Drafter | None:
-    """None without inference.speculative_method. Raises ConfigError for one that the model or layout cannot use."""
+    """None without inference.speculative_method. cache: the draft model's.
+
+    Raises ConfigError for a method that the model or layout cannot use.
+    """
     method, most = options.speculative_method, options.speculative_tokens
     if method is None:
         return None
@@ -38,9 +43,9 @@ def build_drafter(
         return NgramDrafter(most, options.speculative_ngram, image_token_of(runner.model))
     if method == "mtp":
         return _multi_token(most, manager, runner)
-    if draft is None:
+    if draft is None or cache is None:
         raise ConfigError('inference.speculative_method="draft_model" needs inference.speculative_model, its path')
-    return _model(options, manager, runner, draft)
+    return _model(options, runner, draft, cache)
 
 
 def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Drafter:
@@ -57,7 +62,7 @@ def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Draft
     return MultiTokenDrafter(most, model, runner, manager)
 
 
-def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner, draft: DraftModel) -> Drafter:
+def _model(options: InferenceConfig, runner: ModelRunner, draft: DraftModel, cache: CacheManager) -> Drafter:
     draft.model.eval()
     own = ModelRunner(draft.model, runner.ctx, draft.placed)
     if as_generator(draft.model).conditioned_by:
@@ -65,10 +70,6 @@ def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner,
             f"inference.speculative_model is a {type(draft.model).__name__}, which reads other inputs beside tokens; "
             "a draft model reads tokens only"
         )
-    layout, limits = agree(cache_layout(draft.model), manager.limits, runner.ctx.axis("model"))
-    share = _bytes(layout, manager) / max(_bytes(layout, manager) + _bytes(manager.layout, manager), 1)
-    limits = replace(limits, memory=int(limits.memory * share))
-    cache = CacheManager(layout, limits, runner.ctx.device, share_prefixes=False)
     return ModelDrafter(
         options.speculative_tokens,
         own,
@@ -81,9 +82,3 @@ def _model(options: InferenceConfig, manager: CacheManager, runner: ModelRunner,
 def image_token_of(model: Generates) -> int | None:
     """The id that stands for a feature of an image in prompts; None for a model of text."""
     return getattr(getattr(model, "config", None), "image_token_index", None)
-
-
-def _bytes(layout: CacheLayout, manager: CacheManager) -> int:
-    """Of the longest sequence."""
-    positions = sum(group.bytes_per_position for group in layout.groups)
-    return positions * manager.limits.longest + layout.bytes_per_sequence
