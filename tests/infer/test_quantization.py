@@ -223,7 +223,8 @@ def test_every_layout_stores_the_same_numbers(family: str, parallel: dict[str, A
     expected = run(engine_of(configuration(family, inference=INFERENCE), model=model), prompts(9, 4), GREEDY)
     for (tokens, logprobs), events in zip(found, expected, strict=True):
         assert tokens == tokens_of(events)
-        assert logprobs == pytest.approx(logprobs_of(events), abs=1e-5)
+        # As above: a number in the cache may round to the next one of 8 bits. Without it they agree to 1e-5.
+        assert logprobs == pytest.approx(logprobs_of(events), abs=1e-3)
 
 
 # -- bad input ----------------------------------------------------------------------------------------
