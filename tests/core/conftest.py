@@ -17,7 +17,6 @@ TINY = [
     "model.hidden_size=32",
     "model.num_attention_heads=4",
     "data.seq_length=16",
-    "data.corpus_bytes=1000000",
     "data.num_workers=0",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
