@@ -161,8 +161,11 @@ def with_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     (tmp_path / f"{module}.py").write_text(textwrap.dedent(PLUGIN_COMMANDS))
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def call(commands: dict[str, str], *arguments: str, owners: int = 1) -> tuple[int, str]:
+    def call(
+        commands: dict[str, str], *arguments: str, owners: int = 1, unknown: tuple[str, ...] = ()
+    ) -> tuple[int, str]:
         host = PluginHost()
+        host.unknown_names.extend(unknown)
         for number in range(owners):
             specs = [
                 CommandSpec(name=name, doc=f"Doc of {name} [x]", app=Lazy(app if ":" in app else f"{module}:{app}"))
@@ -230,6 +233,8 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
     code, text = with_commands({}, "data")
     assert (code, text) == (3, "error: mt data is a command of mt-data, which is not installed (pip install mt-data)\n")
     assert with_commands({}, "train")[0] == 3
+    wrong = "MT_PLUGINS names mt-data, which is a distribution"
+    assert with_commands({}, "data", unknown=(wrong,)) == (3, f"error: {wrong}\n")
     code, text = with_commands({"greet": "app"}, "plugins")
     assert code == 0
     assert "Doc of greet [x]" in text

@@ -181,10 +181,18 @@ def test_the_allow_list_leaves_the_others_unimported(install: Install, monkeypat
     assert load(*entry_points).losses.names() == []
 
 
-def test_an_allow_list_with_a_typing_error_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("alhpa", r'names alhpa, which is not installed.*did you mean "alpha"'),
+        ("dist-alpha", r"names dist-alpha, which is a distribution; its plugin is called alpha:"),
+    ],
+)
+def test_an_allow_list_with_a_typing_error_is_refused(
+    install: Install, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
     entry_points = [install("alpha", GOOD.format(name="huber"))]
-    monkeypatch.setenv("MT_PLUGINS", "alhpa")
-    words = r'names alhpa, which is not installed.*did you mean "alpha"'
+    monkeypatch.setenv("MT_PLUGINS", name)
     for strict in (None, True):
         with pytest.raises(PluginError, match=words):
             load_plugins(found=entry_points, strict=strict)

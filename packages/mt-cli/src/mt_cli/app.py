@@ -75,6 +75,7 @@ class CommandGroup(QuickParameters, TyperGroup):
         own = [spec.name for spec in plugin.mt_register_commands()]
         home = HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
         if home and args[0] not in self.commands:
+            host_of(ctx).require_known_names()
             raise PluginError(f"mt {args[0]} is a command of {home}, {_why_absent(home, host_of(ctx))}")
         return super().resolve_command(ctx, args)
 

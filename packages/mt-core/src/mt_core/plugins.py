@@ -461,12 +461,23 @@ def _modification_time(folder: str) -> int:
 
 def _unknown_names(allowed: set[str] | None, candidates: Iterable[Candidate]) -> list[str]:
     """A sentence for each name of the allow-list that no installed plugin has."""
-    known = {candidate.entry_point.name for candidate in candidates}
-    return [
+    plugins = {candidate.entry_point.name: candidate.distribution for candidate in candidates}
+    of_distributions = {distribution: name for name, distribution in plugins.items()}
+    unknown = sorted((allowed or set()) - plugins.keys())
+    return [_unknown_name(name, set(plugins), of_distributions.get(name)) for name in unknown]
+
+
+def _unknown_name(name: str, known: set[str], meant: str | None) -> str:
+    """meant: the plugin of the distribution of this name."""
+    if meant is not None:
+        return (
+            f"{ALLOW_LIST_VARIABLE} names {name}, which is a distribution; its plugin is called {meant}: write the "
+            f"names of entry points, of {', '.join(sorted(known))}"
+        )
+    return (
         f"{ALLOW_LIST_VARIABLE} names {name}, which is not installed; "
         f"installed plugins are {', '.join(sorted(known))}{did_you_mean(name, known)}"
-        for name in sorted((allowed or set()) - known)
-    ]
+    )
 
 
 def _describe(entry_point: EntryPoint) -> Candidate:
