@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_cli.commands.train import _announce
+from mt_cli.commands.train import _announce, _own_command
 from mt_cli.main import run
 
 SMALL = {
@@ -114,6 +114,20 @@ def test_one_process_of_a_job_says_it(monkeypatch, capsys, environ, says) -> Non
     assert bool(capsys.readouterr().out) == says
 
 
+@pytest.mark.parametrize(
+    ("environ", "found", "command"),
+    [
+        ({"UV": "/bin/uv"}, "/env/bin/mt", "uv run mt"),  # which has put mt on the path, for the command alone
+        ({}, "/env/bin/mt", "mt"),
+        ({}, None, f"{sys.executable} -m mt_cli"),
+    ],
+)
+def test_what_comes_next_can_be_typed(monkeypatch, environ, found, command) -> None:
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    assert _own_command() == command
+
+
 def test_a_sample_is_of_a_prompt_that_the_tokenizer_reads(tmp_path, capsys, monkeypatch) -> None:
     numbers = {"data.dataset_type": "mock", "tokenizer.tokenizer_type": "NullTokenizer", "tokenizer.vocab_size": "64"}
     settings = {**SMALL, **numbers, "train.eval_interval": "null"}
@@ -176,8 +190,8 @@ def test_a_file_names_the_run_and_may_name_a_preset(tmp_path, monkeypatch) -> No
     for section, values in sections.items():
         lines += [f"[{section}]", *(f"{name} = {value}" for name, value in values.items())]
     (tmp_path / "mine.toml").write_text("\n".join(lines))
-    assert run(["train", "mine.toml", "--set", "train.train_iters=1"]) == 0
-    assert (tmp_path / "runs" / "mine" / "checkpoints" / "latest").read_text() == "iter_0000001\n"
+    assert run(["train", "mine.toml", "--set", "train.train_iters=2"]) == 0
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "latest").read_text() == "iter_0000002\n"
 
 
 def test_the_same_command_goes_on(tmp_path, capsys) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_PRESET = "gpt-tiny"
 
 
+STARTED_BY_UV = "UV"
+"""Set by `uv run`, which also puts the environment's commands on the PATH of what it starts."""
 TRANSLATED = "from-megatron.json"
 """File of the run directory with the configuration that --megatron-args stands for."""
 MACHINES = "Several processes"
@@ -241,13 +246,21 @@ def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
 
     prompt = trainer.config.train.sample_prompt or "Once"
     run = trainer.config.checkpoint.save or directory
-    generate = (f'mt generate {run} --prompt "{prompt}"', "text from this model")
-    return [
+    generate = (f'generate {run} --prompt "{prompt}"', "text from this model")
+    commands = [
         *([generate] if continues(trainer, prompt) else []),
-        (f"mt ckpt inspect {run}", "what its checkpoint holds"),
-        ("mt models", "other models to train: mt models NAME says how"),
-        ("mt config show --preset gpt-tiny --origin", "every setting, and where it came from"),
+        (f"ckpt inspect {run}", "what its checkpoint holds"),
+        ("models", "other models to train: mt models NAME says how"),
+        ("config show --preset gpt-tiny --origin", "every setting, and where it came from"),
     ]
+    return [(f"{_own_command()} {arguments}", does) for arguments, does in commands]
+
+
+def _own_command() -> str:
+    """What starts `mt` from the shell that this one was started from: `uv run` finds it where the shell does not."""
+    if STARTED_BY_UV in os.environ:
+        return "uv run mt"
+    return "mt" if shutil.which("mt") else f"{sys.executable} -m mt_cli"
 
 
 _LN2 = 0.6931471805599453
