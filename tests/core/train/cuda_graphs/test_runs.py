@@ -51,11 +51,7 @@ SETTINGS = {
     "bf16 with fp32 copies": ["precision.dtype=bf16"],
     "bf16, gradients in bf16": ["precision.dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false"],
     "buckets": ["precision.dtype=bf16", "parallel.use_distributed_optimizer=true"],
-    "remainders": [
-        "precision.dtype=bf16",
-        "precision.accumulate_allreduce_grads_in_fp32=false",
-        "optimizer.main_weights=remainders",
-    ],
+    "remainders": ["precision.dtype=bf16", "optimizer.main_weights=remainders"],
     "deferred metrics": ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"],
     "alibi, a mask of the pattern": ["model.position_embedding_type=alibi"],
     "evaluated": ["train.eval_interval=2"],

@@ -29,11 +29,6 @@ def check_main_weights(config: Config) -> None:
             f"{key} completes bf16 weights, but precision.dtype={precision.dtype}; set precision.dtype=bf16, or "
             "optimizer.main_weights=copies"
         )
-    if precision.accumulate_allreduce_grads_in_fp32:
-        raise ConfigError(
-            f"{key} adds gradients up in the weights' format, but precision.accumulate_allreduce_grads_in_fp32=true; "
-            "set it to false, or optimizer.main_weights=copies"
-        )
     for name in ("use_distributed_optimizer", "use_torch_fsdp2"):
         if getattr(parallel, name):
             raise ConfigError(f"{key} keeps no fp32 weights, which parallel.{name}=true divides; set one of the two")

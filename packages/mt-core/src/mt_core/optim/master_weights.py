@@ -117,28 +117,25 @@ class Fp32Weights(UnshardedWeights):
     def copy_from_model(self) -> None: ...
 
 
-class Fp32MasterWeights(UnshardedWeights):
-    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
+class AccumulatedWeights(UnshardedWeights):
+    """Base of 16-bit training with gradients that are accumulated in fp32.
 
-    def __init__(self, model: nn.Module) -> None:
+    own: the optimizer's weight for each of the model's, of its shape.
+    """
+
+    def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter]) -> None:
         super().__init__(model)
-        # clone(): for a weight that is already fp32, detach().float() would alias its memory.
-        self.copies = {
-            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-            for name, parameter in trained_parameters(model)
-        }
-        self._taken: set[str] = set()
+        self.own = {name: own(parameter) for name, parameter in trained_parameters(model)}
         self._mains: dict[str, MainGrad] = {}
         for name, parameter in trained_parameters(model):
-            copy = self.copies[name]
-            copy.grad = torch.zeros_like(copy)
-            main = attach_main_grad(parameter, copy.grad)
+            gradient = torch.zeros_like(self.own[name], dtype=torch.float32)
+            self.own[name].grad = gradient
             # A weight in 32 bits among others: nothing but its hook adds to the sum.
-            self._mains[name] = main or MainGrad(copy.grad)
+            self._mains[name] = attach_main_grad(parameter, gradient) or MainGrad(gradient)
             parameter.register_post_accumulate_grad_hook(_accumulate_into(self._mains[name]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self.copies.items())
+        return iter(self.own.items())
 
     def zero_grad(self) -> None:
         clear_all(self._mains.values())
@@ -146,6 +143,14 @@ class Fp32MasterWeights(UnshardedWeights):
     def reduce(self) -> None:
         for main in self._mains.values():
             main.settle()
+
+
+class Fp32MasterWeights(AccumulatedWeights):
+    """16-bit training: fp32 copies, and fp32 accumulation of gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, _fp32_copy)
+        self._taken: set[str] = set()
 
     def take_copy(self, name: str) -> Tensor | None:
         self._taken.add(name)
@@ -155,24 +160,45 @@ class Fp32MasterWeights(UnshardedWeights):
     def copy_to_model(self) -> None:
         for name, parameter in trained_parameters(self.model):
             if name not in self._taken:
-                parameter.copy_(self.copies[name])
+                parameter.copy_(self.own[name])
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
         for name, parameter in trained_parameters(self.model):
-            self.copies[name].copy_(parameter)
+            self.own[name].copy_(parameter)
 
 
-class Fp32RemainderWeights(Fp32Weights):
-    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`).
+class Fp32RemainderWeights(AccumulatedWeights):
+    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`), and gradients
+    are accumulated in fp32."""
 
-    Gradients are accumulated in the dtype of the weights.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, _same_memory)
+
+    def copy_to_model(self) -> None: ...
+
+    def copy_from_model(self) -> None: ...
+
+
+class RemainderWeights(Fp32Weights):
+    """As Fp32RemainderWeights, with gradients in the dtype of the weights."""
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of the parameters that the optimizer updates."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _fp32_copy(parameter: nn.Parameter) -> nn.Parameter:
+    # copy=True: for a weight that is already fp32, detach().float() would alias its memory.
+    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+
+
+def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """Beside the model's, whose gradient has the dtype that autograd gives it."""
+    weight = nn.Parameter(parameter.detach())
+    weight.grad_dtype = torch.float32
+    return weight
 
 
 def _accumulate_into(main: MainGrad) -> Callable[[Tensor], None]:

@@ -31,7 +31,12 @@ from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
-from mt_core.optim.master_weights import Fp32RemainderWeights, MasterWeights, build_master_weights
+from mt_core.optim.master_weights import (
+    Fp32RemainderWeights,
+    MasterWeights,
+    RemainderWeights,
+    build_master_weights,
+)
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.optim.param_groups import param_groups
 from mt_core.optim.schedules import Horizon, LRSchedule
@@ -234,7 +239,7 @@ def build_weights(
         return FullyShardedWeights(model, ctx, _shard_options(config, host))
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if keeps_remainders(config):
-        return Fp32RemainderWeights(model)
+        return Fp32RemainderWeights(model) if in_fp32 else RemainderWeights(model)
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_master_weights(model)
     options = BufferOptions(
