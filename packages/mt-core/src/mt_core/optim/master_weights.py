@@ -169,8 +169,8 @@ class Fp32MasterWeights(AccumulatedWeights):
 
 
 class Fp32RemainderWeights(AccumulatedWeights):
-    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`), and gradients
-    are accumulated in fp32."""
+    """16-bit training without copies: the optimizer keeps the other 16 bits of each weight (`FusedAdamW`), and
+    gradients are accumulated in fp32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, _same_memory)
