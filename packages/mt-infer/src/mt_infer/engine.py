@@ -180,7 +180,7 @@ class InferenceEngine:
         events = []
         for chunk, own, snapshot in zip(chunks, found, snapshots, strict=True):
             if chunk.drafts:
-                self.speculation.count(len(chunk.drafts), len(own.sampled) - 1)
+                self.speculation.count(len(chunk.drafts), max(len(own.sampled) - 1, 0))
             events += self._advance(chunk, own, snapshot)
         return events
 
