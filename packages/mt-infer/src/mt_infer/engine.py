@@ -64,7 +64,8 @@ class InferenceEngine:
         refuse_invariant_quantization(options)
         self.runner = ModelRunner(model, ctx, placed)
         drafts = draft_model if options.speculative_method == "draft_model" else None
-        self.manager, draft_cache = build_caches(model, drafts and drafts.model, options, ctx, longest)
+        draft = None if drafts is None else drafts.model
+        self.manager, draft_cache = build_caches(model, draft, options, ctx, longest)
         self.scheduler = Scheduler(self.manager)
         self.new_sequences = NewSequences(self.manager, tokenizer, longest)
         self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache)
