@@ -11,6 +11,7 @@ from tests.infer.test_generation_reference import BEAMS, beams_of
 
 from mt_core.errors import ConfigError
 from mt_core.testing import run_ranks
+from mt_infer.cache.layout import SNAPSHOTS
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
 
@@ -35,8 +36,9 @@ def test_beams_that_wait_for_memory_are_the_same(name: str) -> None:
     texts, asked = prompts(5, 11, 3, 7, 9, 6), [*BEAMS[:3], *BEAMS[:3]]
     roomy = engine_like(name, longest=24, max_requests=18)
     bytes_per_block = sum(group.bytes_per_position for group in roomy.manager.layout.groups) * 4
-    states = (18 + 1) * roomy.manager.layout.bytes_per_sequence
-    tight = engine_like(name, longest=24, max_requests=18, cache_memory_gb=(20 * bytes_per_block + states) / GIB)
+    # 20 blocks, 14 of the 102 beyond one sequence of the longest length, and as large a share of the snapshots.
+    states = (18 + 1 + SNAPSHOTS * 14 / 102) * roomy.manager.layout.bytes_per_sequence
+    tight = engine_like(name, longest=24, max_requests=18, cache_memory_gb=(20.1 * bytes_per_block + states) / GIB)
     found = [run(engine, texts, asked) for engine in (roomy, tight)]
     assert tight.scheduler.preemptions > roomy.scheduler.preemptions == 0
     for own, other, sampling in zip(*found, asked, strict=True):

@@ -11,6 +11,7 @@ import pytest
 
 from mt_cli.main import run
 from mt_core.errors import ConfigError
+from mt_infer.batch_files import generate_file
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -181,6 +182,20 @@ def test_parameters_of_json_are_those_of_python() -> None:
     assert SamplingParameters(**written) == SamplingParameters(**expected)
 
 
+TOO_LARGE = "(a?){5000}a{5000}"
+"""The package that constrains text accepts it, and gives up at the first token."""
+
+
+def test_a_constraint_that_grows_too_large_is_an_error_of_its_line(generator: TextGenerator, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "a", "n": 2, "regex": TOO_LARGE}, {"prompt": "a"}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert generate_file(generator, source, target, SamplingParameters(max_tokens=3)).failed == 1
+    first, second = map(json.loads, target.read_text().splitlines())
+    assert first["error"].startswith("line 1: regex cannot be followed any further")
+    assert second["completions"][0]["tokens"] == 3
+
+
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
@@ -189,8 +204,9 @@ def test_parameters_of_json_are_those_of_python() -> None:
         (SamplingParameters(bad_words_ids=((1, 999),)), "bad_words_ids has the token 999"),
         (SamplingParameters(num_beams=2), "num_beams=2 makes several sequences"),
         (SamplingParameters(best_of=2), "best_of=2 makes several sequences"),
+        (SamplingParameters(regex=TOO_LARGE), "regex cannot be followed any further"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_requests_that_cannot_be_streamed(generator: TextGenerator, sampling: SamplingParameters, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -64,7 +64,8 @@ class InferenceEngine:
         refuse_invariant_quantization(options)
         self.runner = ModelRunner(model, ctx, placed)
         drafts = draft_model if options.speculative_method == "draft_model" else None
-        self.manager, draft_cache = build_caches(model, drafts and drafts.model, options, ctx, longest)
+        draft = None if drafts is None else drafts.model
+        self.manager, draft_cache = build_caches(model, draft, options, ctx, longest)
         self.scheduler = Scheduler(self.manager)
         self.new_sequences = NewSequences(self.manager, tokenizer, longest)
         self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache)
@@ -180,7 +181,7 @@ class InferenceEngine:
         events = []
         for chunk, own, snapshot in zip(chunks, found, snapshots, strict=True):
             if chunk.drafts:
-                self.speculation.count(len(chunk.drafts), len(own.sampled) - 1)
+                self.speculation.count(len(chunk.drafts), max(len(own.sampled) - 1, 0))
             events += self._advance(chunk, own, snapshot)
         return events
 

@@ -545,7 +545,7 @@ class InferenceConfig(Section):
     max_tokens_per_step: PositiveInt = 512
     """New positions of a forward pass. Longer prompts take several (chunked prefill)."""
     cache_memory_gb: PositiveFloat | None = None
-    """GiB for keys, values and states of sequences. Default: half of the free memory."""
+    """GiB for keys, values and states of sequences, a draft model's included. Default: half of the free memory."""
     cache_block_size: PositiveInt = 16
     """Positions of a block, the unit in which the cache's memory is given."""
     prefix_caching: bool = True
