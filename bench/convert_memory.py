@@ -3,15 +3,13 @@
     python bench/convert_memory.py [--shape 8B|70B] [--saver hf|mt] [--dtype bf16|fp32] [--folder DIR]
 
 The source has the shapes of Llama 3 in bf16, a sparse file for each layer; everything of `mt convert` runs but the
-writing (70B in bf16 are 141 GB). The growth is that of the resident memory (VmHWM of a new process) from the moment at
-which everything is imported. The goal is twice the largest tensor and 400 MB.
+writing (70B in bf16 are 141 GB). The growth is that of the resident memory (VmHWM of a forked process) from the moment
+at which everything is imported. The goal is twice the largest tensor and 400 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.ckpt.test_convert_memory import SCRIPT, write_sparse_llama
+from tests.ckpt.test_convert_memory import growth, write_sparse_llama
+
+from mt_core.testing import run_ranks
 
 SHAPES = {
     "8B": {"hidden": 4096, "ffn": 14336, "layers": 32, "vocab": 128_256, "heads": 32, "groups": 8},
@@ -38,16 +38,12 @@ def main() -> None:
         source = Path(folder) / "source"
         largest = write_sparse_llama(source, **SHAPES[options.shape]) * (2 if options.dtype == "fp32" else 1)
         num_bytes = sum(file.stat().st_size for file in source.iterdir())
-        dtype = "fp32" if options.dtype == "fp32" else ""
-        command = [sys.executable, "-c", SCRIPT, str(source), str(Path(folder) / "out"), options.saver, dtype]
+        dtype = "fp32" if options.dtype == "fp32" else None
         start = time.perf_counter()
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        (grown,) = run_ranks(1, growth, source, Path(folder) / "out", options.saver, dtype, timeout=3600)
         elapsed = time.perf_counter() - start
-    growth = int(done.stdout)
     print(f"{options.shape}, {num_bytes / 1e9:.1f} GB, hf to {options.saver} in {options.dtype}, {elapsed:.0f} s")
-    print(f"largest tensor {largest / 1e6:.0f} MB, growth {growth / 1e6:.0f} MB, goal {2 * largest / 1e6 + 400:.0f} MB")
+    print(f"largest tensor {largest / 1e6:.0f} MB, growth {grown / 1e6:.0f} MB, goal {2 * largest / 1e6 + 400:.0f} MB")
 
 
 if __name__ == "__main__":
