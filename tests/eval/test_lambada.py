@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mt_core.errors import DataError
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_eval import evaluate
 from mt_eval.lambada import Lambada
 from mt_infer.text import TextGenerator
@@ -59,6 +60,30 @@ def test_the_likeliest_token_is_right_and_another_is_wrong(generator: TextGenera
     found = [sample.values["accuracy"] for sample in task.samples(generator, 0)]
     assert int(logits.argmax()) == letters[0]
     assert found == [1.0, 0.0]
+
+
+class BytesWithStart(ByteLevelTokenizer):
+    """Bytes, with an id of no text before and behind each text, as Llama's tokenizer can be set up."""
+
+    def encode(self, text: str) -> list[int]:
+        return [257, *super().encode(text), 258]
+
+
+def test_ids_that_a_tokenizer_adds_are_not_between_context_and_word(generator: TextGenerator, file: Path) -> None:
+    task = Lambada(file, BytesWithStart(), 32)
+    (found, *_) = task.samples(generator, 0)
+    tokens = [257, *b"one two three four"]
+    with torch.no_grad():
+        logs = generator.engine.engine.model(torch.tensor([tokens]))[0].log_softmax(-1)
+    expected = sum(float(logs[place - 1, tokens[place]]) for place in range(len(tokens) - 5, len(tokens)))
+    assert found.values["log_likelihood"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_word_longer_than_the_model_is_a_sentence(generator: TextGenerator, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text('{"text": "one two"}\n' + json.dumps({"text": "one " + "x" * 40}))
+    task = Lambada(tmp_path / "long.jsonl", generator.tokenizer, 32)
+    with pytest.raises(DataError, match="line 2: the last word has 41 tokens; it must have from 1 to 32"):
+        list(task.samples(generator, 0))
 
 
 @pytest.mark.parametrize(("content", "words"), [('{"text": "word"}', "line 1"), ("{}", "line 1"), ("", "no passage")])

@@ -10,6 +10,7 @@ from typing import Any
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
+from mt_data.datasets.text_files import bare_encoder, ids_around
 from mt_data.preprocess.readers import iter_records
 from mt_eval.scoring import Continuation, cut_to, score
 from mt_eval.tasks import Sample, weighted_mean
@@ -21,7 +22,8 @@ class Lambada:
 
     is_strict: the word is what follows the last white space, with all of its tokens; else only the last token of the
     passage is to be predicted. length: positions of the model; of a longer passage the end is used, and it counts as
-    truncated. Raises DataError for a file that cannot be read, a line without a text or of one word alone.
+    truncated. Raises DataError for a file that cannot be read, a line without a text or of one word alone; `samples` for
+    a word that has more tokens than the model positions.
     """
 
     name = "lambada"
@@ -29,7 +31,8 @@ class Lambada:
     def __init__(
         self, path: Path, tokenizer: Tokenizer, length: int, *, is_strict: bool = True, limit: int | None = None
     ) -> None:
-        self.path, self.tokenizer, self.length, self.is_strict, self.limit = path, tokenizer, length, is_strict, limit
+        self.path, self.length, self.is_strict, self.limit = path, length, is_strict, limit
+        self._encode, (self._start, _) = bare_encoder(tokenizer), ids_around(tokenizer)
         self.passages = list(islice(_passages(path), limit))
         if not self.passages:
             raise DataError(f"{path} has no passage")
@@ -51,7 +54,7 @@ class Lambada:
 
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
         """accuracy: 1 if each token of the word is the likeliest one; log_likelihood of the word."""
-        left = [cut_to(self.length, self._continuation(passage)) for passage in self.passages[skip:]]
+        left = [cut_to(self.length, self._continuation(number)) for number in range(skip, len(self))]
         scores = score(generator, (continuation for continuation, _ in left))
         for number, ((_, truncated), scored) in enumerate(zip(left, scores, strict=True), start=skip + 1):
             values = {"accuracy": float(all(scored.is_greedy)), "log_likelihood": sum(scored.logprobs)}
@@ -60,13 +63,23 @@ class Lambada:
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return {metric: weighted_mean(samples, metric) for metric in ("accuracy", "log_likelihood")}
 
-    def _continuation(self, passage: str) -> Continuation:
+    def _continuation(self, number: int) -> Continuation:
+        """Of a passage, by its number from 0. The last word's tokens are those that the passage has behind its
+        context, as lm-evaluation-harness divides them. Raises DataError for a word without tokens, or with too many."""
+        passage = self.passages[number]
         if not self.is_strict:
-            tokens = self.tokenizer.encode(passage)
+            tokens = [*self._start, *self._encode(passage)]
             return Continuation(tokens, len(tokens) - 1)
         word = passage.split()[-1]
-        context = self.tokenizer.encode(passage[: passage.rindex(word)].strip())
-        return Continuation([*context, *self.tokenizer.encode(f" {word}")], len(context))
+        context = passage[: passage.rindex(word)].strip()
+        tokens = [*self._start, *self._encode(f"{context} {word}")]
+        first = len(self._start) + len(self._encode(context))
+        if not 1 <= len(tokens) - first <= self.length:
+            raise DataError(
+                f"{self.path}, line {number + 1}: the last word has {len(tokens) - first} tokens; it must have from 1 "
+                f"to {self.length}, which the model has positions for"
+            )
+        return Continuation(tokens, first)
 
 
 def _passages(path: Path) -> Iterator[str]:

@@ -95,17 +95,24 @@ def bare_encoder(tokenizer: Tokenizer) -> Encode:
 
     Raises ConfigError when it is not clear which ids those are.
     """
-    added = tokenizer.encode("")
-    if not added:
+    before, after = map(len, ids_around(tokenizer))
+    if not before + after:
         return tokenizer.encode
-    before = _ids_before(tokenizer, added)
-    after = len(added) - before
 
     def encode(text: str) -> list[int]:
         ids = tokenizer.encode(text)
         return ids[before : len(ids) - after]
 
     return encode
+
+
+def ids_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before and behind each text. Raises ConfigError as `bare_encoder`."""
+    added = tokenizer.encode("")
+    if not added:
+        return [], []
+    before = _ids_before(tokenizer, added)
+    return added[:before], added[before:]
 
 
 def _ids_before(tokenizer: Tokenizer, added: list[int]) -> int:
