@@ -255,11 +255,16 @@ def test_what_cannot_be_is_refused(model: str, options: dict[str, Any], words: s
         load()
 
 
-def test_the_weights_of_a_running_trainer_are_not_replaced() -> None:
-    trainer = SimpleNamespace(
-        engine=SimpleNamespace(config=configuration("llama", inference={"quantize_weights": "int8"}))
-    )
-    with pytest.raises(ConfigError, match='quantize_weights="int8" replaces weights that training changes'):
+@pytest.mark.parametrize(
+    ("inference", "words"),
+    [
+        ({"quantize_weights": "int8"}, 'quantize_weights="int8" replaces weights that training changes'),
+        ({"speculative_method": "draft_model"}, 'speculative_method="draft_model" loads a second model'),
+    ],
+)
+def test_what_a_running_trainer_cannot_generate_with_is_named(inference: dict[str, str], words: str) -> None:
+    trainer = SimpleNamespace(engine=SimpleNamespace(config=configuration("llama", inference=inference)))
+    with pytest.raises(ConfigError, match=words):
         TextGenerator.of_trainer(trainer)
 
 

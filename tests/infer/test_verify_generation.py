@@ -7,9 +7,12 @@ import torch
 from tests.command_on_ranks import fork_ranks
 
 from mt_cli import main
+from mt_core.errors import CheckpointError
 from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_infer.cache.formats import PlainStore
-from mt_infer.verify_generation import Outcome, compare
+from mt_infer.quantization.weights import QuantizedWeight
+from mt_infer.speculation.draft_model import ModelDrafter
+from mt_infer.verify_generation import Difference, Outcome, compare, require_finite
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -60,6 +63,29 @@ def test_every_way_gives_the_same_bits(mt, run) -> None:
     assert "2 requests of 5 tokens: the same bits" in done.out
 
 
+def test_the_engine_is_the_one_that_is_served(mt, run, monkeypatch) -> None:
+    """With quantized weights, and with a draft model where the configuration names one."""
+    used = set()
+    for owner, name in ((QuantizedWeight, "forward"), (ModelDrafter, "propose")):
+
+        def called(*args, real=getattr(owner, name), owner=owner):
+            used.add(owner)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, called)
+    served = {"quantize_weights": "int8", "speculative_method": "draft_model", "speculative_model": run}
+    keys = [part for key, value in served.items() for part in ("--set", f"inference.{key}={value}")]
+    done = mt("verify", "generation", run, *SMALL, *keys)
+    assert done.code == 0, done.err
+    assert used == {QuantizedWeight, ModelDrafter}
+
+
+def test_more_tokens_than_positions_are_a_sentence(mt, run) -> None:
+    done = mt("verify", "generation", run, "--max-tokens", 64)
+    assert done.code == 2
+    assert "--max-tokens 64 leaves no position for a prompt: sequences have at most 64" in done.err
+
+
 @pytest.mark.dist
 def test_layouts_give_the_same_bits_as_their_training(mt, run, monkeypatch) -> None:
     fork_ranks(monkeypatch)
@@ -92,3 +118,10 @@ def test_the_first_difference_is_told() -> None:
     found = compare("other", other, first, prompts)
     assert (found.request, found.place, found.off, found.tokens_differ) == (1, 3, 0.5, True)
     assert torch.tensor(found.off).isfinite()
+
+
+def test_what_is_not_finite_is_an_error_and_never_the_same() -> None:
+    with pytest.raises(CheckpointError, match="together: the log-probability at position 2 of request 0 is nan"):
+        require_finite("together", [Outcome((5, 6), (-1.0, float("nan")))])
+    assert Difference("same").is_allowed(0.0)
+    assert not Difference("other", request=0, place=2).is_allowed(0.0)

@@ -79,9 +79,7 @@ class TextGenerator:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> TextGenerator:
         """Of a model that was loaded with these settings: its weights stored for decoding, and its draft model."""
-        if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
-            store_by_columns(trained.model)
-        quantize_weights(trained.model, trained.config.inference)
+        prepare_weights(trained)
         longest = longest_sequence(trained.config, trained.model)
         draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
         generator = cls.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx, trained.stages, draft)
@@ -116,10 +114,11 @@ class TextGenerator:
 
         parallel: the section [parallel] of a layout of its own, in which the engine has a copy of the weights. Default:
         the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError
-        for that, and for inference.quantize_weights.
+        for that, for inference.quantize_weights and for a draft model.
         """
         parts = trainer.engine
         refuse_quantized_training(parts.config.inference)
+        refuse_draft_model_in_training(parts.config.inference)
         if parallel is None:
             if parts.config.parallel.use_torch_fsdp2:
                 raise ConfigError(
@@ -309,6 +308,21 @@ def refuse_quantized_training(options: InferenceConfig) -> None:
             f'inference.quantize_weights="{options.quantize_weights}" replaces weights that training changes; leave it '
             "out, or load a checkpoint of the run with it (TextGenerator.load)"
         )
+
+
+def refuse_draft_model_in_training(options: InferenceConfig) -> None:
+    if options.speculative_method == "draft_model":
+        raise ConfigError(
+            'inference.speculative_method="draft_model" loads a second model beside the one that is trained; leave it '
+            "out, or load a checkpoint of the run with it (TextGenerator.load)"
+        )
+
+
+def prepare_weights(trained: TrainedModel) -> None:
+    """In place, as an engine on a loaded checkpoint has them: inference.quantize_weights, and the LM head for a CPU."""
+    if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
+        store_by_columns(trained.model)
+    quantize_weights(trained.model, trained.config.inference)
 
 
 def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:

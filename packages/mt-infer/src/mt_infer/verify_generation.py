@@ -6,6 +6,7 @@ have computed, with too little memory. Last, training's forward pass and loss sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.config.schema import Config, InferenceConfig
+from mt_core.errors import CheckpointError
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.train.trained_model import TrainedModel
@@ -24,6 +26,7 @@ from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
 from mt_infer.runner import PlacedStages
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.speculation.building import DraftModel
 
 TOLERANCE = 1e-3
 """Largest difference of log-probabilities in fp32 without inference.batch_invariant. In 16 bits: 0.25."""
@@ -52,7 +55,8 @@ class Difference:
     tokens_differ: bool = False
 
     def is_allowed(self, tolerance: float) -> bool:
-        return self.off <= tolerance and not (self.tokens_differ and tolerance == 0.0)
+        """tolerance: of log-probabilities; with 0 nothing differs."""
+        return self.place is None if tolerance == 0.0 else self.off <= tolerance
 
 
 Way = tuple[str, InferenceConfig, bool]
@@ -72,22 +76,35 @@ def ways(options: InferenceConfig, memory_gb: float) -> list[Way]:
 
 
 def compare_ways(
-    trained: TrainedModel, placed: PlacedStages | None, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int
+    trained: TrainedModel,
+    placed: PlacedStages | None,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    seed: int,
+    draft_model: DraftModel | None = None,
 ) -> list[Difference]:
-    """Each way against the first, and training against it. Collective: every rank calls it; rank 0 has the results."""
+    """Each way against the first, and training against it. Collective: every rank calls it; rank 0 has the results.
+
+    trained: with the weights that are served (mt_infer.text.prepare_weights). draft_model: of the way that speculates.
+    Raises CheckpointError for log-probabilities that are not finite.
+    """
     sampling = SamplingParameters(temperature=1.0, max_tokens=max_tokens, seed=seed, logprobs=0, prompt_logprobs=0)
     longest = max(map(len, prompts)) + max_tokens
     found: list[Difference] = []
     first: list[Outcome] = []
     for name, options, one_by_one in ways(trained.config.inference, _memory_of_one(trained, longest)):
-        engine = InferenceEngine(trained.model, None, trained.ctx, options, longest=longest, placed=placed)
+        engine = InferenceEngine(
+            trained.model, None, trained.ctx, options, longest=longest, placed=placed, draft_model=draft_model
+        )
         outcomes = _serve(LockstepEngine(engine), prompts, sampling, one_by_one=one_by_one)
+        require_finite(name, outcomes)
         first = first or outcomes
         found.append(compare(name, outcomes, first, prompts))
     if trained.ctx.pp.size == 1 and trained.ctx.dp.size == 1:
         sampled = _shared(first)
-        scored = list(_trained(trained, prompts, sampled))
-        found.append(compare("training's forward pass", scored, sampled, prompts))
+        name, scored = "training's forward pass", list(_trained(trained, prompts, sampled))
+        require_finite(name, scored)
+        found.append(compare(name, scored, sampled, prompts))
     return found[1:]
 
 
@@ -108,6 +125,17 @@ def compare(
             result = replace(result, request=number, place=place)
         result = replace(result, off=max(result.off, off), tokens_differ=result.tokens_differ or differs)
     return result
+
+
+def require_finite(way: str, outcomes: Sequence[Outcome]) -> None:
+    """Raises CheckpointError for a log-probability that is nan or infinite: it equals nothing."""
+    for request, outcome in enumerate(outcomes):
+        for place, value in enumerate(outcome.logprobs, start=1):
+            if not math.isfinite(value):
+                raise CheckpointError(
+                    f"{way}: the log-probability at position {place} of request {request} is {value}; the model's "
+                    "weights are damaged or have diverged, and nothing can be compared; take another checkpoint"
+                )
 
 
 def _serve(

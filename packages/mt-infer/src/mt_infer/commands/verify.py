@@ -9,9 +9,11 @@ import typer
 
 from mt_core.commands import need
 from mt_core.paths import as_path
+from mt_core.errors import ConfigError
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
 
 if TYPE_CHECKING:
+    from mt_infer.speculation.building import DraftModel
     from mt_core.train.trained_model import TrainedModel
     from mt_infer.verify_generation import Difference
 
@@ -34,33 +36,48 @@ def verify_generation(
 
     With --set inference.batch_invariant=true all tokens and log-probabilities have to be the same bits, and those of
     training's forward pass; without it the largest difference of log-probabilities is printed. Exit code 1 when more
-    differs than that.
+    differs than that. The engine is the one that `mt serve` builds with the same --set: quantized weights, draft model.
     """
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt verify generation")
     from mt_core.launch.session import rank_session
     from mt_core.plugins import load_plugins
     from mt_core.train.build import resolve_device
     from mt_core.train.trained_model import load_trained_model
+    from mt_infer.speculation.loading import load_draft_model
+    from mt_infer.text import longest_sequence, prepare_weights
 
     start_ranks(context, nproc)
     settings = layout_of_ranks(engine_settings(set_ or []))
     with rank_session(resolve_device(device).type):
-        trained = load_trained_model(path, load_plugins(), device=device, settings=settings)
-        code = _verify(trained, prompt or [], max_tokens, seed)
+        host = load_plugins()
+        trained = load_trained_model(path, host, device=device, settings=settings)
+        longest = longest_sequence(trained.config, trained.model)
+        require_prompt_positions(max_tokens, longest)
+        prepare_weights(trained)
+        draft = load_draft_model(trained, longest, host, device=device, settings=settings)
+        prompts = [list(trained.tokenizer.encode(text))[: longest - max_tokens] for text in prompt or own_texts()]
+        code = _verify(trained, draft, prompts, max_tokens, seed)
     raise typer.Exit(code)
 
 
-def _verify(trained: TrainedModel, texts: list[str], max_tokens: int, seed: int) -> int:
+def require_prompt_positions(max_tokens: int, longest: int) -> None:
+    if max_tokens >= longest:
+        raise ConfigError(
+            f"--max-tokens {max_tokens} leaves no position for a prompt: sequences have at most {longest} positions "
+            f"(inference.max_sequence_length, the model's); it can be at most {longest - 1}"
+        )
+
+
+def _verify(
+    trained: TrainedModel, draft: DraftModel | None, prompts: list[list[int]], max_tokens: int, seed: int
+) -> int:
     """The exit code: 0 if no more differs than may."""
     from mt_core.parallel.context import is_writer
     from mt_infer.runner import placed_stages
-    from mt_infer.text import longest_sequence
     from mt_infer.verify_generation import compare_ways, tolerance_of
 
-    longest = longest_sequence(trained.config, trained.model)
-    prompts = [list(trained.tokenizer.encode(text))[: longest - max_tokens] for text in texts or own_texts()]
     placed = placed_stages(trained.stages, trained.ctx)
-    found = compare_ways(trained, placed, prompts, max_tokens, seed)
+    found = compare_ways(trained, placed, prompts, max_tokens, seed, draft)
     if not is_writer():
         return 0
     tolerance = tolerance_of(trained.config)
