@@ -66,13 +66,18 @@ def test_every_way_gives_the_same_bits(mt, run) -> None:
 def test_the_engine_is_the_one_that_is_served(mt, run, monkeypatch) -> None:
     """With quantized weights, and with a draft model where the configuration names one."""
     used = set()
-    for owner, name in ((QuantizedWeight, "forward"), (ModelDrafter, "propose")):
 
-        def called(*args, real=getattr(owner, name), owner=owner):
+    def record(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def recorded(*args):
             used.add(owner)
             return real(*args)
 
-        monkeypatch.setattr(owner, name, called)
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(QuantizedWeight, "forward")
+    record(ModelDrafter, "propose")
     served = {"quantize_weights": "int8", "speculative_method": "draft_model", "speculative_model": run}
     keys = [part for key, value in served.items() for part in ("--set", f"inference.{key}={value}")]
     done = mt("verify", "generation", run, *SMALL, *keys)

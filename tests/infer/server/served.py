@@ -116,11 +116,13 @@ def _json(body: bytes) -> Any:
 
 
 @contextmanager
-def live(models: list[ServedModel], options: ServerOptions | None = None) -> Iterator[Live]:
+def live(
+    models: list[ServedModel], options: ServerOptions | None = None, *, drain_seconds: float = 5
+) -> Iterator[Live]:
     service = Service(models, options or ServerOptions())
     listening = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(create_app(service), ready.set, 5)
+    server = Server(create_app(service), ready.set, drain_seconds, service.engine.stop)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     assert ready.wait(30)

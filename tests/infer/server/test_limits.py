@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from typing import Any
 
 import openai
@@ -27,6 +28,8 @@ from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.ending import AnsweredWhenCancelled
+from mt_infer.server.errors import ApiError
 from mt_infer.server.loading import model_names
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import listen
@@ -79,6 +82,13 @@ def test_limits_of_size_tokens_queue_and_time() -> None:
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         for thread in threads:
             thread.join()
+        # Sequences among which the best is chosen count as well.
+        thread = threading.Thread(target=served.call, args=("/v1/completions", {"prompt": "x", "best_of": 3}))
+        thread.start()
+        assert until(lambda: served.service._open == 3)
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 503
+        thread.join()
+        assert served.service._open == 0
         # A stream that has begun ends with the error as an event.
         status, answer = served.call("/v1/completions", {"prompt": "x", "stream": True})
         assert status == 200
@@ -101,6 +111,51 @@ def test_a_client_that_goes_away_frees_the_cache(served: Live, stream: bool) -> 
     assert served.service.engine.is_idle
     _, metrics = served.call("/metrics")
     assert 'mt_requests_total{model="alpha",outcome="cancelled"}' in metrics
+
+
+def test_requests_that_the_end_interrupts_get_an_error_object(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[tuple[int, Any]] = []
+    with live([scripted_model("ab", forever=True)], drain_seconds=0.1) as served:
+
+        def ask() -> None:
+            answers.append(served.call("/v1/completions", {"prompt": "x"}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        body = json.dumps({"prompt": "x", "stream": True}).encode()
+        sent = urllib.request.Request(f"{served.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(sent, timeout=60) as stream:
+            stream.readline()
+            assert until(lambda: len(served.service.engine._open) == 2)
+            served.server.should_exit = True
+            events = stream.read().strip().split(b"\n\n")
+        thread.join(60)
+        with pytest.raises(ApiError, match="the server has stopped"):
+            asyncio.run(served.service.engine.call(lambda: None))
+    ((status, answer),) = answers
+    assert (status, answer["error"]["message"]) == (503, "the server has stopped")
+    assert json.loads(events[-2].removeprefix(b"data: ")) == answer
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_request_that_is_cancelled_gets_an_error_object() -> None:
+    """What uvicorn does to requests that nothing else ends."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def forever(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        request = asyncio.ensure_future(AnsweredWhenCancelled(forever)({"type": "http"}, None, send))
+        await asyncio.sleep(0)
+        request.cancel()
+        await request
+
+    asyncio.run(cancelled())
+    assert (sent[0]["status"], is_error(json.loads(sent[1]["body"]))) == (503, True)
 
 
 def test_requests_for_other_hosts_are_refused(served: Live) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.infer.server.served import chat_format, generator, live, scripted_model
 
+from mt_core.errors import DataError
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.chat_format import ChatFormat
@@ -116,6 +117,14 @@ rain
 def test_templates_get_tools_and_calls(qwen: ChatFormat) -> None:
     assert bytes(qwen.prompt(MESSAGES)).decode() == TURNS
     assert bytes(qwen.prompt(MESSAGES, TOOLS)).decode() == SYSTEM + TURNS
+
+
+def test_options_of_the_template_are_honoured_or_refused(qwen: ChatFormat) -> None:
+    asked = qwen.text(MESSAGES[:1], None, {"add_generation_prompt": False, "enable_thinking": True})
+    assert asked == qwen.text(MESSAGES[:1]).removesuffix("<|im_start|>assistant\n")
+    for name in ("messages", "tools", "self", "strftime_now"):
+        with pytest.raises(DataError, match=f'chat_template_kwargs: the template has "{name}" from elsewhere'):
+            qwen.text(MESSAGES[:1], None, {name: []})
 
 
 def test_the_form_of_calls_and_the_end_of_answers_are_the_templates(qwen: ChatFormat) -> None:

@@ -22,8 +22,8 @@ class Lambada:
 
     is_strict: the word is what follows the last white space, with all of its tokens; else only the last token of the
     passage is to be predicted. length: positions of the model; of a longer passage the end is used, and it counts as
-    truncated. Raises DataError for a file that cannot be read, a line without a text or of one word alone; `samples` for
-    a word that has more tokens than the model positions.
+    truncated. Raises DataError for a file that cannot be read, a line without a text or of one word alone; in `samples`
+    for a word of more tokens than the model has positions.
     """
 
     name = "lambada"

@@ -209,7 +209,7 @@ class HarnessModel(TemplateLM):
         """add_generation_prompt: False lets the last message go on. Raises DataError for messages that the template
         refuses."""
         assert self.chat is not None, "lm_eval applies a template where one is given"
-        text = self.chat.render(chat_history, None, add_generation_prompt=add_generation_prompt)
+        text = self.chat.render(chat_history, None, {"add_generation_prompt": add_generation_prompt})
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

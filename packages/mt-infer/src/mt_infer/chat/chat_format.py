@@ -19,8 +19,11 @@ from mt_infer.chat.template_process import TemplateProcess
 
 END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
 """A mark such as <|im_end|> or </s>."""
+RESERVED = ("messages", "tools", "self", "raise_exception", "strftime_now")
+"""Names that a template has from the conversation and from its language."""
 PROBE = "answer"
 CONVERSATION = ({"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE})
+WITHOUT_PROMPT = {"add_generation_prompt": False}
 Content = str | Sequence[Mapping[str, Any]] | None
 
 
@@ -57,19 +60,29 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt up to where the answer begins. options: further names that the template reads.
+        """The prompt up to where the answer begins. options: further names that the template reads;
+        "add_generation_prompt" false ends it behind the last message.
 
-        Raises DataError when the template refuses the messages, or takes too long.
+        Raises DataError for an option with a name that the template has already, and when it refuses the messages or
+        takes too long.
         """
-        return self.render(messages, tools, add_generation_prompt=True, **(options or {}))
+        taken = [name for name in (*RESERVED, *self._special) if name in (options or {})]
+        if taken:
+            raise DataError(
+                f'chat_template_kwargs: the template has "{taken[0]}" from elsewhere; give "add_generation_prompt" or '
+                "names that the template alone reads, such as enable_thinking"
+            )
+        return self.render(messages, tools, {"add_generation_prompt": True, **(options or {})})
 
     def close(self) -> None:
         self._process.close()
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **options: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+    ) -> str:
         """The template's text. Raises DataError as `text`."""
         formed = [{**message, "content": self._form(message.get("content"))} for message in messages]
-        return self._rendered(formed, tools, **options)
+        return self._rendered(formed, tools, options)
 
     def _form(self, content: Content) -> Content:
         """As the template takes it: parts, or a text in which MARK stands for an image."""
@@ -82,7 +95,7 @@ class ChatFormat:
         text = {"type": "text", "text": PROBE}
         try:
             without, within = (
-                self._rendered([{"role": "user", "content": parts}], None, add_generation_prompt=False)
+                self._rendered([{"role": "user", "content": parts}], None, WITHOUT_PROMPT)
                 for parts in ([text], [{"type": "image"}, text])
             )
         except DataError:
@@ -91,7 +104,10 @@ class ChatFormat:
         return PROBE in without and "'type'" not in within and len(within) > len(without)
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> str:
         values = {**options, **self._special, "messages": [*messages], "tools": None if tools is None else [*tools]}
         return self._process.render(values)
@@ -112,7 +128,7 @@ class ChatFormat:
         texts, or refuses them, is tried with parts."""
         for self._takes_parts in (False, True):
             try:
-                written = self.render(CONVERSATION, None, add_generation_prompt=False)
+                written = self.render(CONVERSATION, None, WITHOUT_PROMPT)
             except DataError:
                 continue
             if PROBE in written:

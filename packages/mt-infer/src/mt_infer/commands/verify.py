@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mt_core.commands import need
-from mt_core.paths import as_path
 from mt_core.errors import ConfigError
+from mt_core.paths import as_path
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
 
 if TYPE_CHECKING:
-    from mt_infer.speculation.building import DraftModel
     from mt_core.train.trained_model import TrainedModel
+    from mt_infer.speculation.building import DraftModel
     from mt_infer.verify_generation import Difference
 
 TEXT = "The quick brown fox jumps over the lazy dog. "

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.ending import STOPPED
 from mt_infer.server.errors import ApiError
 from mt_infer.text import Prompt, TextEvent, TextGenerator
 
@@ -57,7 +59,7 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[tuple[int, int], Request] = {}
         """(which generator, number) -> request"""
-        self._stopping = False
+        self._stopping = self._has_ended = False
         self._has_ranks = any(generator.engine.ctx.world.size > 1 for generator in self.generators)
         self._thread = threading.Thread(target=self._run, name="mt-engine", daemon=True)
 
@@ -71,26 +73,38 @@ class EngineThread:
 
     def submit(self, request: Request) -> None:
         """An error of the request comes as its first event."""
-        self._commands.put(partial(self._submit, request))
+        self._command(partial(self._submit, request))
 
     def cancel(self, request: Request) -> None:
         """Ends a request and frees its memory; one that has ended stays as it is."""
-        self._commands.put(partial(self._cancel, request))
+        self._command(partial(self._cancel, request))
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function in the thread of the engines, between two steps."""
+        """Runs a function in the thread of the engines, between two steps. Raises ApiError when they have stopped."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
 
         def run() -> None:
             try:
+                self._require_running()
                 outcome, error = function(), None
             except Exception as raised:
                 outcome, error = None, raised
             loop.call_soon_threadsafe(_settle, done, outcome, error)
 
-        self._commands.put(run)
+        self._command(run)
         return await done
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """For the thread; refused here where that has ended, and nobody else takes commands."""
+        self._commands.put(command)
+        if self._has_ended:
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._commands.get_nowait()()
 
     @property
     def is_idle(self) -> bool:
@@ -107,8 +121,11 @@ class EngineThread:
             except Exception as error:
                 log.exception("the engine failed")
                 self._fail(error)
-        for request in list(self._open.values()):
-            self._deliver(request, ApiError("the server has stopped", status=503))
+        for request in self._open.values():
+            self._deliver(request, ApiError(STOPPED, status=503))
+        self._open.clear()
+        self._has_ended = True
+        self._take_rest()
 
     def _take_commands(self) -> None:
         """Waits for one if there is nothing to compute."""
@@ -116,10 +133,9 @@ class EngineThread:
         wait = HEARTBEAT_SECONDS if self._has_ranks else None
         try:
             self._commands.get(block=not has_work, timeout=wait)()
-            while True:
-                self._commands.get_nowait()()
         except Empty:
             return
+        self._take_rest()
 
     def _step(self) -> None:
         for place, generator in enumerate(self.generators):
@@ -150,8 +166,7 @@ class EngineThread:
 
     def _submit(self, request: Request) -> None:
         try:
-            if self.failure is not None:
-                raise ApiError("the engine has failed; the server is ending", status=503)
+            self._require_running()
             request.number = request.generator.submit(request.prompt, request.sampling, request.inputs)
         except (MtError, ApiError) as error:
             return self._deliver(request, error)
@@ -167,6 +182,12 @@ class EngineThread:
             return
         if self._open.pop((self.generators.index(request.generator), request.number), None) is not None:
             request.generator.cancel(request.number)
+
+    def _require_running(self) -> None:
+        if self.failure is not None:
+            raise ApiError("the engine has failed; the server is ending", status=503)
+        if self._stopping:
+            raise ApiError(STOPPED, status=503)
 
     def _stop(self) -> None:
         self._stopping = True

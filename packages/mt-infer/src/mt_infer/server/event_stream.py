@@ -59,7 +59,7 @@ class EventStream(Response):
                 await _send_part(send, data_line(piece))
         except Exception as error:
             answer = as_api_error(error)
-            if answer.status >= 500 and answer.code is None:
+            if answer.status >= 500 and answer is not error:
                 log.exception("a stream failed")
             if not started:
                 await answer.response()(scope, receive, send)

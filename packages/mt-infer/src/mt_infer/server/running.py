@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import signal
 import socket
 import threading
@@ -13,9 +15,12 @@ from fastapi import FastAPI
 
 from mt_core.errors import ConfigError, TrainingError
 from mt_infer.server.app import create_app
+from mt_infer.server.ending import AnsweredWhenCancelled
 from mt_infer.server.service import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 5
+"""For the errors of requests that are ended to reach their clients; what is left then is cancelled."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,24 +43,42 @@ def address_of(listening: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Calls `on_ready` when requests are answered."""
+    """Calls `on_ready` when requests are answered. Of the end, `end_requests` is called in a thread when requests have
+    had `drain_seconds` to end by themselves."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None], drain_seconds: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        on_ready: Callable[[], None],
+        drain_seconds: float,
+        end_requests: Callable[[], None] = lambda: None,
+    ) -> None:
         settings = uvicorn.Config(
-            app,
+            AnsweredWhenCancelled(app),
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=max(int(drain_seconds), 1),
+            timeout_graceful_shutdown=math.ceil(drain_seconds) + GRACE_SECONDS,
             lifespan="on",
             ws="none",
         )
         super().__init__(settings)
-        self._on_ready = on_ready
+        self._on_ready, self._drain_seconds, self._end_requests = on_ready, drain_seconds, end_requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_after_drain())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_after_drain(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        await asyncio.to_thread(self._end_requests)
 
 
 def run_app(app: FastAPI, listening: socket.socket, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
@@ -65,9 +88,9 @@ def run_app(app: FastAPI, listening: socket.socket, *, on_ready: Callable[[], No
 
 
 def serve(service: Service, listening: socket.socket, *, on_ready: Callable[[], None], drain_seconds: float) -> None:
-    """Until SIGTERM or SIGINT: no more connections are taken then, and requests have `drain_seconds` to end; a second
-    signal ends them. Raises TrainingError when the engine fails."""
-    server = Server(create_app(service), on_ready, drain_seconds)
+    """Until SIGTERM or SIGINT: no more connections are taken then, and requests have `drain_seconds` to end; those
+    that are open then get an error. A second signal ends them at once. Raises TrainingError when the engine fails."""
+    server = Server(create_app(service), on_ready, drain_seconds, service.engine.stop)
 
     def end() -> None:
         server.should_exit = True

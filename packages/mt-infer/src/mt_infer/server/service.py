@@ -35,7 +35,7 @@ class Service:
         self.decoding = asyncio.Lock()
         """Held while images are decoded."""
         self._open = 0
-        """Sequences of requests that have not ended."""
+        """Sequences of requests that have not ended, those among which the best are chosen included."""
 
     async def generate(
         self,
@@ -50,7 +50,8 @@ class Service:
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
         count = len(prompts) * sampling.n
-        self._check_room(len(prompts) * max(sampling.sequences, sampling.num_beams))
+        places = len(prompts) * max(sampling.sequences, sampling.num_beams)
+        self._check_room(places)
         clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
         events: asyncio.Queue[Event] = asyncio.Queue()
         outcome = "cancelled"
@@ -58,7 +59,7 @@ class Service:
         requests = [
             Request(generator, ids, sampling, inputs or {}, place, events, loop) for place, ids in enumerate(prompts)
         ]
-        with self._submitted(requests, count):
+        with self._submitted(requests, places):
             try:
                 async for place, event in self._until_finished(events, count):
                     if event.token is not None:
@@ -72,15 +73,16 @@ class Service:
                 clock.end(outcome)
 
     @contextmanager
-    def _submitted(self, requests: Sequence[Request], count: int) -> Iterator[None]:
-        """While it is open the engine has the requests, of `count` sequences; then what still runs is cancelled."""
-        self._open += count
+    def _submitted(self, requests: Sequence[Request], places: int) -> Iterator[None]:
+        """While it is open the engine has the requests, which take `places` of the queue; then those that still run are
+        cancelled."""
+        self._open += places
         for request in requests:
             self.engine.submit(request)
         try:
             yield
         finally:
-            self._open -= count
+            self._open -= places
             for request in requests:
                 self.engine.cancel(request)
 
