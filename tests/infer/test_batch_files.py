@@ -218,6 +218,33 @@ def test_parquet_files_give_the_same(generator, tmp_path, rows) -> None:
     assert parquet.read_table(tmp_path / "surrogate.parquet")["prompt"].to_pylist() == ["?"]
 
 
+def test_parquet_columns_keep_what_the_lines_say(generator, tmp_path) -> None:
+    """Texts that look like dates stay texts; a column of several types holds JSON."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    given = [
+        {"date": "2024-01-01", "id": 1, "size": 1, "tags": ["a"], "big": 2**53 + 1, "of": {"a": 1}, "none": {}},
+        {"date": "2024-01-02", "id": "b", "size": 0.5, "tags": [], "big": 0.5, "of": {"b": "x"}, "error": 5},
+        {"date": None, "id": {"deep": [1, "c"]}, "size": None, "huge": 2**70},
+    ]
+    lines = [{"prompt": "abc", **line} for line in given] + [{"prompt": 5, "completions": "others"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate_file(generator, tmp_path / "in.jsonl", tmp_path / "out.parquet", replace(SAMPLING, logprobs=1))
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert {name: [row[name] for row in table.to_pylist()] for name in given[0]} == {
+        "date": ["2024-01-01", "2024-01-02", None, None],
+        "id": ["1", '"b"', '{"deep": [1, "c"]}', None],
+        "size": [1.0, 0.5, None, None],
+        "tags": [["a"], [], None, None],
+        "big": ["9007199254740993", "0.5", None, None],
+        "of": [{"a": 1, "b": None}, {"a": None, "b": "x"}, None, None],
+        "none": ["{}", None, None, None],
+    }
+    assert table["huge"].to_pylist() == [None, None, str(2**70), None]
+    assert table["prompt"].to_pylist() == ['"abc"', '"abc"', '"abc"', "5"]
+    assert [error and error[:6] for error in table["error"].to_pylist()] == [None, None, None, "line 4"]
+    assert [found and len(found[0]["logprobs"]) for found in table["completions"].to_pylist()] == [5, 5, 5, None]
+
+
 # -- the interface of Accelerate's plugin ----------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
 from mt_infer.job_record import job_of, require_same_job
 from mt_infer.neighbors import with_neighbors
+from mt_infer.parquet_output import write_parquet
 from mt_infer.prompts import Prompt
 from mt_infer.sampling.lists import is_integer
 from mt_infer.sampling.noise import sequence_seed
@@ -33,6 +34,8 @@ from mt_infer.text import TextGenerator
 PARQUET = ".parquet"
 PROMPT, TOKENS = "prompt", "tokens"
 SAMPLING_KEYS = frozenset(entry.name for entry in fields(SamplingParameters))
+ANSWERED = ("completions", "error")
+"""Keys of the output alone; an input that has them was the output of another job."""
 ROWS = 1024
 """Rows of a parquet file that are read at a time."""
 
@@ -46,7 +49,7 @@ class Line:
     error: str | None = None
 
     def as_record(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        kept = {key: value for key, value in self.values.items() if key not in SAMPLING_KEYS}
+        kept = {key: value for key, value in self.values.items() if key not in (*SAMPLING_KEYS, *ANSWERED)}
         if self.error is not None:
             return {**kept, "error": f"line {self.number + 1}: {self.error}"}
         return {**kept, "completions": [_completion(one) for one in completions]}
@@ -75,6 +78,8 @@ def generate_file(
     written, and for a target that another job has begun, or that is the source or has something else in it.
     """
     is_parquet = target.suffix == PARQUET
+    if is_parquet:
+        _parquet()  # before anything is generated
     lines = target.with_name(target.name + ".partial") if is_parquet else target
     total = count_lines(source)
     with writing(target, "--output"):
@@ -92,7 +97,8 @@ def generate_file(
             out.truncate(size)
             progress = _write(generator, islice(_lines(source), done, None), sampling, out, done, on_progress)
         if is_parquet:
-            _to_parquet(lines, target)
+            write_parquet(lines, target)
+            lines.unlink()
     return progress
 
 
@@ -219,15 +225,6 @@ def whole_lines(path: Path) -> tuple[int, int]:
                 break
             count, size = count + 1, size + len(line)
     return count, size
-
-
-def _to_parquet(partial: Path, target: Path) -> None:
-    import pyarrow.json
-
-    # Without a line there are no columns either.
-    table = pyarrow.json.read_json(partial) if partial.stat().st_size else pyarrow.table({})
-    _parquet().write_table(table, target)
-    partial.unlink()
 
 
 def _parquet() -> Any:
