@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import threading
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -71,6 +75,44 @@ def test_a_server_answers_as_the_model_does_here(served: Live) -> None:
     chat.close()
     assert here == there
     assert len(here) > 10
+
+
+class Broken(BaseHTTPRequestHandler):
+    """A server whose answers break off, or are something else."""
+
+    answers: ClassVar = [
+        b'data: {"choices": [{"delta": {"content": "beg"}}]}\n\n',
+        b"data: <html>\n\n",
+        b"data: {}\n\n",
+    ]
+
+    def do_GET(self) -> None:
+        self.send(b'{"data": [{"id": "broken"}]}', 0)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        assert len(asked) == 1, "what was not answered is not asked again"
+        self.send(self.answers[int(asked[0]["content"])], 100)
+
+    def send(self, body: bytes, missing: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + missing))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_conversation_goes_on_after_an_answer_that_breaks_off() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown = talk(RemoteModel(f"http://127.0.0.1:{server.server_port}", None, None), "0", "1", "2", "/help")
+        server.shutdown()
+    assert shown.count("error:") == 3
+    assert "the connection to http://127.0.0.1" in shown
+    assert shown.count("something else than OpenAI's interface") == 2
+    assert "/undo" in shown
 
 
 def test_what_cannot_be_answered_is_said(served: Live) -> None:

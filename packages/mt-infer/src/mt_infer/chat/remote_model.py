@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -30,12 +31,14 @@ class RemoteModel:
     def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Generator[str, None, None]:
         asked = {key: value for key, value in asdict(settings).items() if value is not None}
         body = {"model": self.name, "messages": list(messages), "stream": True, **asked}
-        with self._open("/v1/chat/completions", body) as response:
+        with self._reading(), self._open("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.decode().removeprefix("data: ").strip()
-                if not line.startswith(b"data: ") or data == "[DONE]":
-                    continue
-                yield from self._texts(json.loads(data))
+                if data == "[DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    yield from self._texts(json.loads(data))
+            raise http.client.HTTPException("the answer has no end")
 
     def _texts(self, piece: Mapping[str, Any]) -> Iterator[str]:
         if "error" in piece:
@@ -44,8 +47,20 @@ class RemoteModel:
             yield choice["delta"].get("content") or ""
 
     def _first_model(self) -> str:
-        with self._open("/v1/models", None) as response:
+        with self._reading(), self._open("/v1/models", None) as response:
             return str(json.load(response)["data"][0]["id"])
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises ConfigError for an answer that breaks off, or is not one of OpenAI's interface."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"the connection to {self._url} broke off: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self._url} answers with something else than OpenAI's interface: {error}") from error
 
     def _open(self, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
         """Raises ConfigError with what the server says against the request."""
@@ -55,7 +70,7 @@ class RemoteModel:
             return urllib.request.urlopen(request, timeout=READ_SECONDS)
         except urllib.error.HTTPError as error:
             raise ConfigError(f"{self._url} refuses: {_message(error.read())}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"no server answers at {self._url}: {reason}; mt serve starts one") from error
 
