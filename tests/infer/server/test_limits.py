@@ -13,8 +13,10 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from tests.infer.server.served import (
     Live,
+    encoder,
     generator,
     language_model,
     live,
@@ -82,19 +84,49 @@ def test_limits_of_size_tokens_queue_and_time() -> None:
         assert (status, answer["error"]["code"]) == (503, "overloaded")
         for thread in threads:
             thread.join()
-        # Sequences among which the best is chosen count as well.
-        thread = threading.Thread(target=served.call, args=("/v1/completions", {"prompt": "x", "best_of": 3}))
-        thread.start()
-        assert until(lambda: served.service._open == 3)
-        assert served.call("/v1/completions", {"prompt": "x"})[0] == 503
-        thread.join()
-        assert served.service._open == 0
         # A stream that has begun ends with the error as an event.
         status, answer = served.call("/v1/completions", {"prompt": "x", "stream": True})
         assert status == 200
         lines = answer.strip().split("\n\n")
         assert is_error(json.loads(lines[-2].removeprefix("data: ")))
         assert lines[-1] == "data: [DONE]"
+
+
+def test_sequences_among_which_the_best_is_chosen_take_the_queue() -> None:
+    with live([scripted_model("ab", forever=True)], ServerOptions(max_queue=3), drain_seconds=0.1) as served:
+        thread = threading.Thread(target=served.call, args=("/v1/completions", {"prompt": "x", "best_of": 3}))
+        thread.start()
+        assert until(lambda: served.service._open == 3)
+        assert served.call("/v1/completions", {"prompt": "x"})[0] == 503
+    thread.join(60)
+    assert served.service._open == 0
+
+
+def test_embeddings_have_the_same_limits() -> None:
+    with live([encoder("bert")], ServerOptions(max_queue=1)) as served:
+        assert served.call("/v1/embeddings", {"input": "x"})[0] == 200
+        status, answer = served.call("/v1/embeddings", {"input": ["x"] * 33})
+        assert (status, "2 sequences" in answer["error"]["message"]) == (400, True)
+        served.service.options = ServerOptions(max_queue=1, request_seconds=0.1)
+        goes_on = threading.Event()
+        served.service.engine._command(goes_on.wait)
+        status, answer = served.call("/v1/embeddings", {"input": "x"})
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        goes_on.set()
+        assert served.service._open == 0
+
+
+def test_a_model_that_has_diverged_is_an_error_in_words() -> None:
+    model = language_model("nan", 1)
+    with torch.no_grad():
+        next(model.generator.engine.engine.model.parameters()).fill_(float("nan"))
+    with live([model]) as served:
+        body = {"prompt": "x", "logprobs": 1, "max_tokens": 2}
+        status, answer = served.call("/v1/completions", body)
+        assert (status, "training has diverged" in answer["error"]["message"]) == (500, True)
+        _, events = served.call("/v1/completions", {**body, "stream": True})
+        assert is_error(events if isinstance(events, dict) else json.loads(events.split("\n\n")[-3][6:]))
+        assert until(lambda: served.service.engine.is_idle)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -161,6 +193,8 @@ def test_a_request_that_is_cancelled_gets_an_error_object() -> None:
 def test_requests_for_other_hosts_are_refused(served: Live) -> None:
     status, answer = served.call("/v1/models", headers={"Host": "example.org"})
     assert (status, answer["error"]["code"]) == (403, "wrong_host")
+    for host in ("localhost:80", "127.0.0.2", "[::1]:80"):
+        assert served.call("/v1/models", headers={"Host": host})[0] == 200
     with live([scripted_model("ok")], ServerOptions(any_host=True)) as open_to_all:
         assert open_to_all.call("/v1/models", headers={"Host": "example.org"})[0] == 200
 

@@ -8,13 +8,16 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from tests.infer.server.served import chat_format, generator, live, scripted_model
 
 from mt_core.errors import DataError
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.chat_format import ChatFormat
-from mt_infer.chat.tool_calls import ToolCallParser, form_of_template
+from mt_infer.chat.tool_calls import ToolCallParser, form_of_template, offered_constraint
+from mt_infer.sampling.constraints import Constraints
+from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.served_model import ServedModel
 
 HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -152,6 +155,62 @@ def test_the_client_gets_tool_calls(qwen: ChatFormat) -> None:
         assert client.chat.completions.create(**{**asked, "messages": back}).usage.prompt_tokens > 200
         without = client.chat.completions.create(**{**asked, "tool_choice": "none"}).choices[0]
         assert (without.message.content, without.message.tool_calls) == (TWO, None)
+
+
+def accepted(form: str, text: str) -> int | None:
+    """Bytes of the text that an answer with the tool f, which is strict, and the tool g may begin with; None: all, and
+    it may end there."""
+    parameters = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "additionalProperties": False}
+    functions = [{"name": "f", "strict": True, "parameters": parameters}, {"name": "g", "parameters": parameters}]
+    sampling = SamplingParameters(**offered_constraint(form, functions))
+    matcher = Constraints(ByteLevelTokenizer()).matcher(sampling)._matcher
+    count = matcher.try_consume_tokens(list(text.encode()))
+    return None if count == len(text.encode()) and matcher.is_accepting() else count
+
+
+F, G = (json.dumps({"name": name, "arguments": {"days": days}}) for name, days in (("f", 2), ("g", 7)))
+STRICT = [
+    ("hermes", "just <text {", None),
+    ("hermes", f"Well: <tool_call>\n{F}\n</tool_call>\n<tool_call>{G}</tool_call>", None),
+    ("hermes", f"<tool_call>{F.replace('2', '7')}</tool_call>", len('<tool_call>{"name": "f", "arguments": {"days": ')),
+    ("hermes", "<tool_call>no call", len("<tool_call>")),
+    ("hermes", f"<tool_call>{F}</tool_call> more", len(f"<tool_call>{F}</tool_call> ")),
+    ("llama3_json", "just <text {", None),
+    ("llama3_json", f"{F}; {G}".replace("arguments", "parameters"), None),
+    (
+        "llama3_json",
+        F.replace("arguments", "parameters").replace("2", "7"),
+        len('{"name": "f", "parameters": {"days": '),
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), STRICT)
+def test_calls_of_strict_tools_have_their_arguments(form: str, text: str, expected: int | None) -> None:
+    assert accepted(form, text) == expected
+
+
+def test_strict_tools_and_single_calls_as_the_client_sends_them(qwen: ChatFormat) -> None:
+    """The grammar of strict tools is part of the sampling, and further calls are left out."""
+    with live([scripted_model(TWO, chat=qwen, tool_calls="hermes")]) as served:
+        seen = []
+        submit, generator = (
+            served.service.models.find(None).generator.submit,
+            served.service.models.find(None).generator,
+        )
+        generator.submit = lambda prompt, sampling, inputs: seen.append(sampling) or submit(prompt, sampling, inputs)
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        tool = openai.pydantic_function_tool(Weather, name="weather")
+        asked = {"model": "scripted", "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+        (call,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
+        assert call.function.name == "weather"
+        assert '"weather"' in seen[0].grammar
+        with pytest.raises(openai.BadRequestError, match="leave out response_format"):
+            client.chat.completions.create(**asked, response_format={"type": "json_object"})
+
+
+class Weather(BaseModel):
+    city: str
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])

@@ -19,6 +19,8 @@ from mt_infer.chat.template_process import TemplateProcess
 
 END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
 """A mark such as <|im_end|> or </s>."""
+NAMES = (OF_TOKENIZER, *BUILTIN_TEMPLATES)
+"""Templates that --chat-template takes beside files."""
 RESERVED = ("messages", "tools", "self", "raise_exception", "strftime_now")
 """Names that a template has from the conversation and from its language."""
 PROBE = "answer"
@@ -158,16 +160,18 @@ def as_text(content: Content) -> str:
     return text
 
 
+def require_template(name: str | None) -> None:
+    """Raises ConfigError for a --chat-template that is neither a name nor a file."""
+    if name is not None and name not in NAMES and not Path(name).is_file():
+        raise ConfigError(f"--chat-template {name}: neither a file nor one of {', '.join(NAMES)}")
+
+
 def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0) -> ChatFormat | None:
     """The format of --chat-template: a built-in name or a Jinja file; else what the model was trained on (data, its
     [data] section), else the tokenizer's own; None if it has none. Raises ConfigError for a name that is neither."""
+    require_template(name)
     if name is not None:
-        is_name = name in (OF_TOKENIZER, *BUILTIN_TEMPLATES)
-        if not is_name and not Path(name).is_file():
-            raise ConfigError(
-                f"--chat-template {name}: neither a file nor one of {', '.join([OF_TOKENIZER, *BUILTIN_TEMPLATES])}"
-            )
-        template = load_chat_template(name, None if is_name else name, tokenizer)
+        template = load_chat_template(name, None if name in NAMES else name, tokenizer)
     else:
         trained, file = getattr(data, "chat_template", None), getattr(data, "chat_template_file", None)
         try:

@@ -48,6 +48,26 @@ def call_constraint(form: Form, functions: Sequence[Mapping[str, Any]]) -> dict[
     return {"grammar": f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(schema)}'}
 
 
+def offered_constraint(form: Form, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The SamplingParameters for an answer of any text and any calls, in which calls are of one of the functions, with
+    the arguments of its `parameters` where it is strict."""
+    loose = ({**function, "parameters": None} for function in functions if not function.get("strict"))
+    strict = (function for function in functions if function.get("strict"))
+    schema = {"anyOf": [_call_schema(function, KEYS[form]) for function in (*strict, *loose)]}
+    return {"grammar": f"{OFFERED[form]}\nSPACE: /[ \\n]{{1,8}}/\nobject: %json {json.dumps(schema)}"}
+
+
+OFFERED: Mapping[Form, str] = {
+    "hermes": rf"""start: TEXT | begin call (SPACE? "{OPEN}" call)* SPACE?
+begin[lazy]: TEXT "{OPEN}"
+call: SPACE? object SPACE? "{CLOSE}"
+TEXT: /(.|\n)*/""",
+    "llama3_json": rf"""start: TEXT? | "{PYTHON_TAG}"? object (";" SPACE? object)*
+TEXT: /([^ \n{{<]|<[^|])(.|\n)*/""",
+}
+"""Any text without a call, or calls to the end. lazy: a mark begins a call as soon as it is there."""
+
+
 def _call_schema(function: Mapping[str, Any], key: str) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object"}
     properties = {"name": {"const": function["name"]}, key: parameters}

@@ -70,11 +70,12 @@ def _partner(
     if model is not None:
         raise ConfigError("--model names a model of a server; a checkpoint is one model")
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt chat")
-    from mt_infer.chat.chat_format import load_chat_format
+    from mt_infer.chat.chat_format import load_chat_format, require_template
     from mt_infer.chat.local_model import LocalModel
     from mt_infer.text import TextGenerator
 
     path = as_path(place)
+    require_template(chat_template)
     generator = TextGenerator.load(path, device=device, settings=engine_settings(set_))
     chat = load_chat_format(chat_template, generator.tokenizer, generator.config.data)
     if chat is None:

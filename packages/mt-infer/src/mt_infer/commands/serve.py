@@ -31,7 +31,9 @@ def serve(
         list[Path],
         typer.Argument(parser=as_path, metavar="PATH...", help="Run directories, or checkpoints of any format."),
     ],
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: this machine only.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, which this machine alone reaches.")
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: the system chooses one.")] = 8000,
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a model in requests; repeatable. Default: its folder's.")
@@ -67,13 +69,15 @@ def serve(
     from mt_core.launch.environment import read_environment
     from mt_core.launch.session import rank_session
     from mt_core.train.build import resolve_device
+    from mt_infer.chat.chat_format import require_template
     from mt_infer.server.loading import load_models, model_names
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
+    from mt_infer.server.security import is_loopback
 
     options = ServerOptions(
         api_key=api_key or None,
-        any_host=host is not None,
+        any_host=not is_loopback(host or LOOPBACK),
         max_body_bytes=int(max_body_mb * (1 << 20)),
         max_tokens=max_tokens,
         max_queue=max_queue,
@@ -81,6 +85,7 @@ def serve(
         media_folders=media_folders(allowed_local_media_path or []),
     )
     model_names(paths, name or [])
+    require_template(chat_template)
     settings = layout_of_ranks(engine_settings(set_ or []))
     # Before models are loaded, which may take minutes.
     listening = listen(host or LOOPBACK, port) if read_environment().rank == 0 else None

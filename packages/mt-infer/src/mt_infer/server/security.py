@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Mapping
+from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,15 @@ from mt_infer.server.options import ServerOptions
 OPEN_PATHS = ("/", "/health")
 """Without an API key: the page, which has a field for it, and what a load balancer reads."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+"""The usual names of this machine."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address or name."""
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class RequestChecks:
@@ -42,10 +52,10 @@ class RequestChecks:
         """A web page can give a name of its own this machine's address, and would reach a server on loopback."""
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if not self.options.any_host and name.lower() not in LOOPBACK:
+        if not self.options.any_host and not is_loopback(name):
             raise ApiError(
                 f"the request is for the host {host[:100]!r}; this server answers to {', '.join(LOOPBACK)} only, "
-                "unless it is started with --host",
+                "unless it is started with the --host of a network",
                 status=403,
                 code="wrong_host",
             )

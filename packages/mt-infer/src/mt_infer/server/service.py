@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -51,15 +51,14 @@ class Service:
         """
         count = len(prompts) * sampling.n
         places = len(prompts) * max(sampling.sequences, sampling.num_beams)
-        self._check_room(places)
-        clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
         events: asyncio.Queue[Event] = asyncio.Queue()
         outcome = "cancelled"
         generator, loop = model.require_generator(), asyncio.get_running_loop()
         requests = [
             Request(generator, ids, sampling, inputs or {}, place, events, loop) for place, ids in enumerate(prompts)
         ]
-        with self._submitted(requests, places):
+        with self._queued(places), self._submitted(requests):
+            clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
             try:
                 async for place, event in self._until_finished(events, count):
                     if event.token is not None:
@@ -73,18 +72,38 @@ class Service:
                 clock.end(outcome)
 
     @contextmanager
-    def _submitted(self, requests: Sequence[Request], places: int) -> Iterator[None]:
-        """While it is open the engine has the requests, which take `places` of the queue; then those that still run are
-        cancelled."""
-        self._open += places
+    def _submitted(self, requests: Sequence[Request]) -> Iterator[None]:
+        """While it is open the engine has the requests; then those that still run are cancelled."""
         for request in requests:
             self.engine.submit(request)
         try:
             yield
         finally:
-            self._open -= places
             for request in requests:
                 self.engine.cancel(request)
+
+    @contextmanager
+    def _queued(self, places: int) -> Iterator[None]:
+        """Takes so many places of the queue while it is open. Raises ApiError where they are not free."""
+        self._check_room(places)
+        self._open += places
+        try:
+            yield
+        finally:
+            self._open -= places
+
+    @asynccontextmanager
+    async def limited(self, places: int) -> AsyncGenerator[None, None]:
+        """For what is no generation: so many places of the queue while it is open, for as long as a request may take.
+
+        Raises ApiError where they are not free, and when time is up.
+        """
+        with self._queued(places):
+            try:
+                async with asyncio.timeout(self.options.request_seconds):
+                    yield
+            except TimeoutError:
+                raise self._late() from None
 
     async def _until_finished(
         self, events: asyncio.Queue[Event], count: int

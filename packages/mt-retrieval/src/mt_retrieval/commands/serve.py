@@ -34,6 +34,7 @@ def serve(
         raise PluginError(f'mt retrieve serve needs {listed(missing)}; pip install "mt-retrieval[server]"')
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import address_of, listen, run_app
+    from mt_infer.server.security import is_loopback
     from mt_retrieval.retriever import Retriever
     from mt_retrieval.server import create_app
 
@@ -41,7 +42,7 @@ def serve(
     retriever = Retriever.open(
         index, checkpoint=checkpoint, evidence=evidence, device=device, search_parameters=search_parameters
     )
-    app = create_app(retriever, ServerOptions(api_key=api_key or None, any_host=host is not None))
+    app = create_app(retriever, ServerOptions(api_key=api_key or None, any_host=not is_loopback(host or LOOPBACK)))
 
     def announce() -> None:
         typer.echo(f"serving {len(retriever.index):,} passages at {address_of(listening)} (POST /search)")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from mt_infer.requests import LogProbs
+from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.token_texts import TokenTexts
 
 Piece = dict[str, Any]
@@ -25,6 +27,14 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def finite(value: float) -> float:
+    """A log-probability as JSON has it. Raises ApiError for one that no distribution has."""
+    if math.isnan(value):
+        raise ApiError(
+            "the model gives a log-probability that is not a number: its weights are damaged, or its training has "
+            "diverged; serve another checkpoint",
+            status=500,
+            code="not_finite",
+        )
     return max(value, LOWEST)
 
 

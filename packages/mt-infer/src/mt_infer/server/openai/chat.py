@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from mt_data.datasets.images.tiles import Grid
-from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint
+from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
 from mt_infer.prompts import ImageViews, image_data, views_of
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
@@ -32,12 +32,12 @@ from mt_infer.text import TextEvent
 
 
 class Function(Body):
-    """parameters: a JSON schema."""
+    """parameters: a JSON schema. strict: the arguments of calls match it."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -65,7 +65,8 @@ class ChatBody(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: an answer has one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names for the chat template, such as enable_thinking."""
 
@@ -81,14 +82,20 @@ class ChatBody(SamplingFields):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
+        """As templates write them."""
         if self.tools is None or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+
+    @property
+    def offered_functions(self) -> list[dict[str, Any]]:
+        is_offered = self.tools is not None and self.tool_choice != "none"
+        return [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()] if is_offered else []
 
     @property
     def required_functions(self) -> list[dict[str, Any]]:
         """Those of which the answer has to be a call. Raises ApiError for a name that no tool has."""
-        functions = [tool["function"] for tool in self.offered_tools or ()]
+        functions = self.offered_functions
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             named = [function for function in functions if function["name"] == name]
@@ -171,19 +178,29 @@ def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequ
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stop=chat.stop,
         stop_token_ids=() if body.ignore_eos else chat.stop_token_ids,
-        **_required_call(model, body),
+        **_call_constraint(model, body),
     )
 
 
-def _required_call(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+def _call_constraint(model: ServedModel, body: ChatBody) -> dict[str, Any]:
     functions = body.required_functions
     if not functions:
-        return {}
+        return _strict_calls(model, body)
     if model.tool_calls is None:
         raise ApiError(f'tool_choice: the chat template of "{model.name}" has no tool calls', param="tool_choice")
     if constraint(body):
         raise ApiError("tool_choice says what the answer is; leave out response_format", param="tool_choice")
     return call_constraint(model.tool_calls, functions)
+
+
+def _strict_calls(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+    """Where the answer may be a call, and some function is strict."""
+    functions = body.offered_functions
+    if model.tool_calls is None or not any(function.get("strict") for function in functions):
+        return {}
+    if constraint(body):
+        raise ApiError("tools with strict=true constrain the answer; leave out response_format", param="tools")
+    return offered_constraint(model.tool_calls, functions)
 
 
 class Choice:
@@ -193,6 +210,7 @@ class Choice:
         self.index = index
         form = job.model.tool_calls if job.body.offered_tools else None
         self._parser = ToolCallParser(form) if form else None
+        self._most_calls = 1 if job.body.parallel_tool_calls is False else None
         self._texts = TokenTexts(job.model) if job.body.logprobs else None
         self.calls: list[Piece] = []
 
@@ -203,7 +221,7 @@ class Choice:
         if event.finish is not None and self._parser is not None:
             rest, calls = self._parser.finish()
             content += rest
-            self.calls = [_described(call) for call in calls]
+            self.calls = [_described(call) for call in calls[: self._most_calls]]
             finish = "tool_calls" if calls else finish
         return content, self._logprobs(event), finish
 

@@ -20,6 +20,7 @@ from mt_infer.text import Prompt
 
 MOST_INPUTS = 2048
 BATCH = 32
+"""Inputs that are computed at a time, and take one place of the queue."""
 Inputs = (
     Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
     | Annotated[list[Ids], Field(min_length=1, max_length=MOST_INPUTS)]
@@ -59,9 +60,10 @@ async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
     texts = await asyncio.to_thread(lambda: [embedder.tokens(text) for text in body.inputs()])
     side: InputType = body.input_type or "document"
     vectors: list[list[float]] = []
-    for start in range(0, len(texts), BATCH):
-        part = texts[start : start + BATCH]
-        vectors += await service.engine.call(partial(embedder.embed, part, side))
+    parts = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+    async with service.limited(len(parts)):
+        for part in parts:
+            vectors += await service.engine.call(partial(embedder.embed, part, side))
     count = sum(map(len, texts))
     service.metrics.prompt_tokens.labels(model.name).inc(count)
     service.metrics.requests.labels(model.name, "finished").inc()
