@@ -161,6 +161,9 @@ class ScriptedGenerator:
         self._open[self._count] = 0
         return self._count
 
+    def compile_constraint(self, sampling: SamplingParameters) -> None:
+        pass
+
     def cancel(self, request: int) -> None:
         if self._open.pop(request, None) is not None:
             self.cancelled.append(request)

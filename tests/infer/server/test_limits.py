@@ -29,6 +29,7 @@ from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.ending import AnsweredWhenCancelled
 from mt_infer.server.errors import ApiError
@@ -114,6 +115,23 @@ def test_embeddings_have_the_same_limits() -> None:
         assert (status, answer["error"]["code"]) == (504, "timeout")
         goes_on.set()
         assert served.service._open == 0
+
+
+def test_a_constraint_is_compiled_outside_the_thread_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_in = []
+
+    def compiled(self: Constraints, name: str, text: str, real: Any = Constraints._compile) -> Any:
+        compiled_in.append(threading.current_thread().name)
+        return real(self, name, text)
+
+    monkeypatch.setattr(Constraints, "_compile", compiled)
+    with live([language_model("alpha", 1)]) as served:
+        body = {"prompt": "x", "guided_choice": ["yes"], "max_tokens": 4}
+        assert served.call("/v1/completions", body)[1]["choices"][0]["text"] == "yes"
+        status, answer = served.call("/v1/completions", {**body, "guided_choice": None, "guided_regex": "("})
+        assert (status, "regex is not valid" in answer["error"]["message"]) == (400, True)
+    assert compiled_in
+    assert "mt-engine" not in compiled_in
 
 
 def test_a_model_that_has_diverged_is_an_error_in_words() -> None:

@@ -164,6 +164,13 @@ class TextGenerator:
             self._best[request] = best
         return request
 
+    def compile_constraint(self, sampling: SamplingParameters) -> None:
+        """Of a request to come, which takes seconds for a large one; from any thread. `submit` has it compiled then.
+
+        Raises ConfigError for a constraint that is not valid.
+        """
+        self.engine.engine.new_sequences.constraints.matcher(sampling)
+
     def step(self) -> list[TextEvent]:
         """What one forward pass brings; of a request for the best of several sequences, all with its end."""
         events = [text for event in self.engine.step() if (text := self._text(event)) is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +18,7 @@ from mt_infer.server.errors import ApiError
 from mt_infer.server.metrics import RequestClock, ServerMetrics
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel, ServedModels
-from mt_infer.text import TextEvent
+from mt_infer.text import TextEvent, TextGenerator
 
 TIMEOUT = "timeout"
 CLIENT_CLOSED = 499
@@ -49,16 +49,30 @@ class Service:
 
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
+        generator = model.require_generator()
+        with self._queued(len(prompts) * max(sampling.sequences, sampling.num_beams)):
+            if sampling.constraint is not None:
+                # Not in the thread of the engines, where all streams would wait for it.
+                await asyncio.to_thread(generator.compile_constraint, sampling)
+            async with aclosing(self._events(model.name, generator, prompts, sampling, inputs or {})) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(
+        self,
+        name: str,
+        generator: TextGenerator,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParameters,
+        inputs: Mapping[str, Tensor],
+    ) -> AsyncGenerator[tuple[int, TextEvent], None]:
+        """Of the engine, timed for the metrics."""
         count = len(prompts) * sampling.n
-        places = len(prompts) * max(sampling.sequences, sampling.num_beams)
         events: asyncio.Queue[Event] = asyncio.Queue()
-        outcome = "cancelled"
-        generator, loop = model.require_generator(), asyncio.get_running_loop()
-        requests = [
-            Request(generator, ids, sampling, inputs or {}, place, events, loop) for place, ids in enumerate(prompts)
-        ]
-        with self._queued(places), self._submitted(requests):
-            clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
+        outcome, loop = "cancelled", asyncio.get_running_loop()
+        requests = [Request(generator, ids, sampling, inputs, place, events, loop) for place, ids in enumerate(prompts)]
+        clock = RequestClock(self.metrics, name, sum(map(len, prompts)))
+        with self._submitted(requests):
             try:
                 async for place, event in self._until_finished(events, count):
                     if event.token is not None:
