@@ -15,16 +15,21 @@ import openai
 import pytest
 import torch
 from tests.infer.server.served import (
+    INFERENCE,
+    LLAMA,
     Live,
     encoder,
     generator,
     language_model,
     live,
+    model_of,
     scripted_model,
     until,
 )
 
+from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
@@ -37,6 +42,7 @@ from mt_infer.server.loading import model_names
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import listen
 from mt_infer.server.served_model import ServedModel
+from mt_infer.text import TextGenerator
 
 SAMPLING = SamplingParameters(temperature=0.0, max_tokens=4)
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -132,6 +138,25 @@ def test_a_constraint_is_compiled_outside_the_thread_of_the_engines(monkeypatch:
         assert (status, "regex is not valid" in answer["error"]["message"]) == (400, True)
     assert compiled_in
     assert "mt-engine" not in compiled_in
+
+
+def test_metrics_of_the_prefix_cache_and_of_speculation() -> None:
+    inference = {**INFERENCE, "cache_block_size": 4, "speculative_method": "ngram"}
+    config = config_from_dict({"model": LLAMA, "inference": inference}, load_plugins())
+    model, ctx = model_of(config, 1)
+    own = TextGenerator.of_model(model, ByteLevelTokenizer(), config, ctx)
+    with live([ServedModel("alpha", 0, own)]) as served:
+        for _ in range(2):
+            body = {"prompt": "abcabcabcabc", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+            assert served.call("/v1/completions", body)[0] == 200
+        _, metrics = served.call("/metrics")
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("mt_"))
+    found = {name.removesuffix('_total{model="alpha",replica="0"}'): float(value) for name, value in values.items()}
+    # 12 tokens twice; the last position is computed anew, and so is its block.
+    assert found["mt_prefix_cache_queried_tokens"] == 24
+    assert found["mt_prefix_cache_hit_tokens"] == 8
+    assert found["mt_speculation_drafted_tokens"] == own.engine.engine.speculation.drafted > 0
+    assert found["mt_speculation_accepted_tokens"] == own.engine.engine.speculation.accepted
 
 
 def test_a_model_that_has_diverged_is_an_error_in_words() -> None:

@@ -49,6 +49,40 @@ def test_prompts_of_every_form_are_completed(client: openai.OpenAI, alpha) -> No
         assert {one.finish_reason for one in done.choices} == {"length"}
 
 
+LETTERS = {"banned_token_ids": list(range(0, 256, 2)), "bad_words": ["a", "c"], "forced_tokens": [101, 103]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (LETTERS, {**LETTERS, "bad_words": None, "bad_words_ids": [[97], [32, 97], [99], [32, 99]]}),
+        ({"top_p": 0.9, "top_p_decay": 0.9, "top_p_bound": 0.1}, {}),
+        ({"typical_p": 0.3}, {}),
+        ({"n": 3, "use_beam_search": True, "length_penalty": 2.0, "early_stopping": True}, {"num_beams": 3}),
+    ],
+)
+def test_fields_of_other_servers_are_the_engines(client: openai.OpenAI, alpha, fields, expected) -> None:
+    done = client.completions.create(model="alpha", prompt=PROMPT, max_tokens=6, seed=4, extra_body=fields)
+    given = {**fields, **expected, "max_tokens": 6, "seed": 4}
+    engines = {name: value for name, value in given.items() if value is not None and name != "use_beam_search"}
+    (several,) = alpha.generate([PROMPT], SamplingParameters(**engines))
+    assert [choice.text for choice in done.choices] == [one.text for one in several]
+
+
+def test_log_probabilities_of_prompts_in_vllms_form(client: openai.OpenAI, alpha) -> None:
+    done = client.completions.create(model="alpha", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2})
+    first, *rows = done.choices[0].model_extra["prompt_logprobs"]
+    ids = list(PROMPT.encode())
+    assert first is None
+    own = [row[str(token)]["logprob"] for row, token in zip(rows, ids[1:], strict=True)]
+    assert own == pytest.approx(alpha.score([PROMPT])[0], abs=1e-5)
+    assert all(sorted(entry["rank"] or 0 for entry in row.values())[-2:] == [1, 2] for row in rows)
+    assert [row[str(token)]["decoded_token"] for row, token in zip(rows, ids[1:], strict=True)] == list(PROMPT[1:])
+    asked = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    chat = client.chat.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+    assert [len(row or ()) for row in chat.model_extra["prompt_logprobs"]] == [0] + [1] * (chat.usage.prompt_tokens - 1)
+
+
 def test_a_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
     asked = {"model": "alpha", "prompt": [PROMPT, "A"], "n": 2, "seed": 5, "max_tokens": 9, "logprobs": 1}
     whole = client.completions.create(**asked)

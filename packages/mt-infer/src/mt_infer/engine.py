@@ -128,6 +128,10 @@ class InferenceEngine:
             self.scheduler.preemptions,
             self.manager.used_blocks,
             sum(pool.count for pool in self.manager.pools),
+            self.scheduler.queried_tokens,
+            self.scheduler.cached_tokens,
+            self.speculation.drafted,
+            self.speculation.accepted,
         )
 
     @torch.inference_mode()

@@ -28,6 +28,8 @@ class Scheduler:
         self.running: list[RunningSequence] = []
         self.waiting: deque[RunningSequence] = deque()
         self.preemptions = 0
+        self.queried_tokens = self.cached_tokens = 0
+        """Of admitted sequences: those that were looked up among prefixes, and those that were found."""
         self._preempted: set[RunningSequence] = set()
         """In the present schedule."""
 
@@ -112,6 +114,9 @@ class Scheduler:
             for sequence in sequences:
                 self.manager.release(sequence)
             return []
+        if self.manager.share_prefixes:
+            self.queried_tokens += sum(len(sequence.tokens) for sequence in sequences)
+            self.cached_tokens += sum(sequence.cached for sequence in sequences)
         return sequences
 
     @property

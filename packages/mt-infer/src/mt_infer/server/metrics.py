@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mt_infer.server.served_model import ServedModels
@@ -66,28 +66,36 @@ class RequestClock:
 
 
 class EngineGauges(Collector):
-    """What the schedulers and caches of all replicas hold at the moment."""
+    """What the schedulers and caches of all replicas hold at the moment, and have counted."""
 
     def __init__(self, models: ServedModels) -> None:
         self.models = models
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        for name, doc, value in GAUGES:
-            gauge = GaugeMetricFamily(name, doc, labels=["model", "replica"])
-            for model in self.models.by_name.values():
-                if model.generator is not None:
-                    for replica, statistics in enumerate(model.generator.engine.statistics):
-                        gauge.add_metric([model.name, str(replica)], value(statistics))
-            yield gauge
+    def collect(self) -> Iterable[Metric]:
+        for family, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, doc, value in rows:
+                metric = family(name, doc, labels=["model", "replica"])
+                for model in self.models.by_name.values():
+                    if model.generator is not None:
+                        for replica, statistics in enumerate(model.generator.engine.statistics):
+                            metric.add_metric([model.name, str(replica)], value(statistics))
+                yield metric
 
 
 def used_ratio(statistics: EngineStatistics) -> float:
     return statistics.used_blocks / max(statistics.blocks, 1)
 
 
-GAUGES: Sequence[tuple[str, str, Callable[[EngineStatistics], float]]] = (
+Rows = Sequence[tuple[str, str, Callable[[EngineStatistics], float]]]
+GAUGES: Rows = (
     ("mt_sequences_running", "Sequences that are computed", attrgetter("running")),
     ("mt_sequences_waiting", "Sequences that wait for memory", attrgetter("waiting")),
     ("mt_cache_used_ratio", "Blocks of the cache that sequences use", used_ratio),
     ("mt_preemptions", "Sequences that gave up their memory", attrgetter("preemptions")),
+)
+COUNTERS: Rows = (
+    ("mt_prefix_cache_queried_tokens", "Tokens that were looked up in the prefix cache", attrgetter("queried_tokens")),
+    ("mt_prefix_cache_hit_tokens", "Tokens that were found there", attrgetter("cached_tokens")),
+    ("mt_speculation_drafted_tokens", "Tokens that were guessed", attrgetter("drafted_tokens")),
+    ("mt_speculation_accepted_tokens", "Guessed tokens that were right", attrgetter("accepted_tokens")),
 )

@@ -64,6 +64,31 @@ class CompletionLogProbs:
         return top
 
 
+def prompt_rows(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[LogProbs | None] | None, count: int
+) -> list[Piece | None]:
+    """prompt_logprobs as vLLM has them: of each token of the prompt {id: {logprob, rank, decoded_token}}, of itself and
+    of `count` likeliest ones; None for the first. rank: None for a token that is not among the likeliest."""
+    rows: list[Piece | None] = []
+    for token, found in zip(tokens, logprobs or [None] * len(tokens), strict=True):
+        rows.append(None if found is None else _ranked(texts, token, found, count))
+        texts.advance(token)
+    return rows
+
+
+def _ranked(texts: TokenTexts, token: int, found: LogProbs, count: int) -> Piece:
+    shown: dict[int, tuple[float, int | None]] = {
+        other: (value, rank)
+        for rank, (other, value) in enumerate(found.top, start=1)
+        if rank <= count or other == token
+    }
+    shown.setdefault(token, (found.token, None))
+    return {
+        str(other): {"logprob": finite(value), "rank": rank, "decoded_token": texts.text(other)}
+        for other, (value, rank) in shown.items()
+    }
+
+
 def chat_logprob(texts: TokenTexts, token: int, found: LogProbs) -> Piece:
     """An entry of choices[].logprobs.content."""
     top = [_chat_entry(texts, other, value) for other, value in found.top]

@@ -17,10 +17,11 @@ from torch import Tensor
 from mt_data.datasets.images.tiles import Grid
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
 from mt_infer.prompts import ImageViews, image_data, views_of
+from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
-from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, usage
+from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
 from mt_infer.server.openai.images import read_image_urls
 from mt_infer.server.openai.messages import Messages, for_template, image_urls
@@ -245,12 +246,14 @@ async def _whole(service: Service, job: Job) -> Response:
     logprobs: list[list[Piece]] = [[] for _ in choices]
     finishes: list[str | None] = [None] * len(choices)
     generated = 0
+    prompt_logprobs: Sequence[LogProbs | None] | None = None
     async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
         async for _, event in events:
             content, entries, finish = choices[event.index].add(event)
             contents[event.index] += content
             logprobs[event.index] += entries
             finishes[event.index] = finish
+            prompt_logprobs = event.prompt_logprobs or prompt_logprobs
             generated += event.token is not None
     described = [
         {
@@ -261,7 +264,10 @@ async def _whole(service: Service, job: Job) -> Response:
         }
         for choice, content, entries, finish in zip(choices, contents, logprobs, finishes, strict=True)
     ]
-    return JSONResponse({**job.head, "choices": described, "usage": usage(len(job.prompt), generated)})
+    more: Piece = {}
+    if (count := job.body.prompt_logprobs) is not None:
+        more["prompt_logprobs"] = prompt_rows(TokenTexts(job.model), job.prompt, prompt_logprobs, count)
+    return JSONResponse({**job.head, "choices": described, "usage": usage(len(job.prompt), generated), **more})
 
 
 def _message(choice: Choice, content: str) -> Piece:

@@ -14,11 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.server.errors import ApiError
 from mt_infer.server.event_stream import EventStream
-from mt_infer.server.openai.answers import CompletionLogProbs, Piece, envelope, usage
+from mt_infer.server.openai.answers import CompletionLogProbs, Piece, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Count, Ids, SamplingFields
-from mt_infer.server.openai.sampling import sampling_of, tokens_to_generate
+from mt_infer.server.openai.sampling import refuse_encoder, sampling_of, tokens_to_generate
 from mt_infer.server.openai.token_texts import TokenTexts, token_texts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service, until_disconnect
@@ -104,8 +103,8 @@ async def create_completion(service: Service, body: CompletionBody, http: HttpRe
 def _sampling(
     service: Service, model: ServedModel, body: CompletionBody, prompts: Sequence[Sequence[int]]
 ) -> SamplingParameters:
-    if body.scores_prompt and model.require_generator().prompts.has_encoder:
-        raise ApiError("echo: this model reads the prompt with an encoder, which gives it no probability", param="echo")
+    if body.scores_prompt:
+        refuse_encoder(model, "echo")
     max_tokens = tokens_to_generate(body.max_tokens, DEFAULT_TOKENS, prompts, model, service.options)
     # Programs that score a text request one token more, and read the rows before it: it has to be there.
     ignore_eod = bool(body.ignore_eos) or (body.scores_prompt and max_tokens == 1)
@@ -114,10 +113,16 @@ def _sampling(
         model,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.scores_prompt else None,
+        prompt_logprobs=_prompt_logprobs(body),
         ignore_eod=ignore_eod,
         best_of=body.best_of,
     )
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """The most that is reported in either form."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.scores_prompt else None]
+    return max((count for count in wanted if count is not None), default=None)
 
 
 # -- in one piece -------------------------------------------------------------------------------------
@@ -142,7 +147,11 @@ def _choice(job: Job, number: int, done: Completion) -> Piece:
         if job.body.scores_prompt:
             tokens, found = [*job.prompts[place], *tokens], [*(done.prompt_logprobs or ()), *found]
         rows = logprobs.rows(tokens, found)
-    return choice_piece(number, job.echoed(place) + done.text, rows, done.finish)
+    piece = choice_piece(number, job.echoed(place) + done.text, rows, done.finish)
+    count = job.body.prompt_logprobs
+    if count is not None:
+        piece["prompt_logprobs"] = prompt_rows(TokenTexts(job.model), job.prompts[place], done.prompt_logprobs, count)
+    return piece
 
 
 def choice_piece(index: int, text: str, logprobs: Any, finish: str | None) -> Piece:

@@ -89,6 +89,22 @@ class SamplingFields(RequestBody):
     guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
     """In Lark's form."""
     guided_choice: Annotated[list[Stop], Field(min_length=1, max_length=1000)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p_decay: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p_bound: Annotated[float, Field(ge=0, le=1)] | None = None
+    """This and the one before are Megatron's: top_p is multiplied after each token, down to a bound."""
+    bad_words: Annotated[list[Stop], Field(max_length=1000)] | None = None
+    """Texts that the answer does not have, as vLLM encodes them: with a space before them, and without."""
+    banned_token_ids: Annotated[list[TokenId], Field(max_length=10_000)] | None = None
+    forced_tokens: Annotated[list[TokenId], Field(max_length=10_000)] | None = None
+    """Ids that the answer begins with."""
+    use_beam_search: bool | None = None
+    """With n beams, of which all are returned."""
+    length_penalty: Annotated[float, Field(ge=-30, le=30)] | None = None
+    """Of a beam's score; with early_stopping, as transformers has it."""
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Likeliest tokens to report beside each token of the prompt. In vLLM's form; not in a stream."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -102,6 +118,16 @@ class SamplingFields(RequestBody):
     def _options_of_a_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is for answers in one piece; leave out stream")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_beams(self) -> SamplingFields:
+        if self.use_beam_search and (self.n or 1) < 2:
+            raise ValueError("use_beam_search searches with n beams; give n=2 or more")
+        if not self.use_beam_search and (self.length_penalty, self.early_stopping) != (None, None):
+            raise ValueError("length_penalty and early_stopping are for use_beam_search=true")
         return self
 
     @property

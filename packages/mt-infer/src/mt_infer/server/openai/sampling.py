@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mt_data.datasets.text_files import bare_encoder
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.fields import SamplingFields
@@ -16,6 +17,9 @@ ANY_OBJECT = {"type": "object"}
 
 def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, **others: Any) -> SamplingParameters:
     """others: further SamplingParameters, which the endpoints name differently. Raises ApiError, ConfigError."""
+    if fields.prompt_logprobs is not None:
+        refuse_encoder(model, "prompt_logprobs")
+    others.setdefault("prompt_logprobs", fields.prompt_logprobs)
     others["stop"] = (*fields.stops, *others.get("stop", ()))
     others["stop_token_ids"] = (*(fields.stop_token_ids or ()), *others.get("stop_token_ids", ()))
     top_k = fields.top_k
@@ -32,8 +36,25 @@ def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, 
         seed=fields.seed,
         n=fields.n,
         min_tokens=fields.min_tokens,
+        typical_p=fields.typical_p,
+        top_p_decay=fields.top_p_decay,
+        top_p_bound=fields.top_p_bound,
+        banned_token_ids=fields.banned_token_ids,
+        bad_words_ids=bad_words_ids(fields.bad_words or (), model),
+        forced_tokens=fields.forced_tokens,
+        num_beams=fields.n if fields.use_beam_search else None,
+        length_penalty=fields.length_penalty,
+        early_stopping=fields.early_stopping,
         **{"ignore_eod": fields.ignore_eos, **constraint(fields), **others},
     )
+
+
+def refuse_encoder(model: ServedModel, field: str) -> None:
+    """For a field that is about probabilities of the prompt."""
+    if model.require_generator().prompts.has_encoder:
+        raise ApiError(
+            f"{field}: this model reads the prompt with an encoder, which gives it no probability", param=field
+        )
 
 
 def given_parameters(**values: Any) -> SamplingParameters:
@@ -57,6 +78,13 @@ def constraint(fields: SamplingFields) -> dict[str, Any]:
         schema = form.json_schema.json_schema if form.json_schema is not None else None
         return {"json_schema": schema or ANY_OBJECT}
     return asked
+
+
+def bad_words_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """The ids of each word at the beginning of a text, and within one."""
+    encode = bare_encoder(model.tokenizer)
+    found = [tuple(encode(text)) for word in words for text in (word, f" {word.lstrip()}")]
+    return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
 def logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
