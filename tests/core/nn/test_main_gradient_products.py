@@ -35,7 +35,7 @@ from mt_moe.experts.loop import loop_product
 
 IN, OUT, ROWS_OF_X = 32, 48, 12
 UNEVEN, EVEN, IDLE = (5, 0, 6, 1), (3, 3, 3, 3), (0, 0, 12, 0)
-PADDED = 48
+PADDED = 56
 IDS = VocabRange(0, 45)
 
 

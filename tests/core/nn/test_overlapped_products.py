@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn import linear
+from mt_core.nn.embedding import VocabRange, aligned_pitch
 from mt_core.nn.layout import initialize, normal
-from mt_core.parallel.context import AxisSizes, build_parallel_context
+from mt_core.parallel.context import Axis, AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train.build import build_context, require_peer_access
@@ -63,6 +64,16 @@ def test_overlapped_products_are_the_plain_ones() -> None:
         assert counts == {"gathers": 2, "scatters": 1}
         assert len(found) == 6
         assert max(found) < 1e-12
+
+
+def test_ranks_without_padding_multiply_as_those_with_it() -> None:
+    """One of two ranks has the padding of a vocabulary of 45. A distance of rows of its own may not change which
+    collectives it calls."""
+    with_padding, without = VocabRange(24, 45), VocabRange(0, 24)
+    for overlap in (False, True):
+        ctx = ParallelContext(tp=Axis(size=2), sequence_parallel=True, tp_comm_overlap=overlap)
+        assert aligned_pitch(24, without, ctx) is None
+        assert aligned_pitch(24, with_padding, ctx) == (None if overlap else 24)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ fp64, over odd sizes, one row and none."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -218,32 +219,32 @@ def test_rotary_of_qkv_in_one_pass() -> None:
 
 
 def normed_parts(
-    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, zero_centered: bool
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    q = 0.75 * rms_norm(q.flatten(2, 3), q_weight, 1e-5, zero_centered)
-    return *rotary(q, rms_norm(k.squeeze(3), k_weight, 1e-5, zero_centered), cos, sin, interleaved), v.squeeze(3)
+    q = 0.75 * rms_norm(q.flatten(2, 3), q_weight, *options)
+    return *rotary(q, rms_norm(k.squeeze(3), k_weight, *options), cos, sin, interleaved), v.squeeze(3)
 
 
 def normed_in_one_pass(
-    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, zero_centered: bool
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, q_weight: Tensor, k_weight: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fused("rotary")(qkv, cos, sin, interleaved, HeadNorms(q_weight, k_weight, 0.75, 1e-5, zero_centered))
+    return fused("rotary")(qkv, cos, sin, interleaved, HeadNorms(q_weight, k_weight, 0.75, *options))
 
 
 def check_normed_rotary_of_qkv(rank: int, world: int) -> None:
     from mt_core.nn.kernels.triton_kernels import rotary_of_qkv
 
     rotary_of_qkv._PROGRAMS_PER_MULTIPROCESSOR = 1  # 4 programs in all: fewer than tokens
-    for dtype, (groups, per_group, head_dim, half, batch) in (
-        (torch.float32, (1, 17, 10, 3, 1)),
-        (torch.bfloat16, (2, 2, 8, 4, 2)),
+    for dtype, eps, (groups, per_group, head_dim, half, batch) in (
+        (torch.float32, 0.0, (1, 17, 10, 3, 1)),
+        (torch.bfloat16, 1e-2, (2, 2, 8, 4, 2)),
     ):
         qkv = random(2, 3, groups, per_group + 2, head_dim, dtype=dtype)
         q_weight, k_weight = (random(head_dim, dtype=dtype, seed=i) for i in (1, 2))
         angles = random(batch, 3, 1, half).detach()
         for interleaved in (False, True):
-            given = qkv, angles.cos(), angles.sin(), interleaved, q_weight, k_weight, interleaved
+            given = qkv, angles.cos(), angles.sin(), interleaved, q_weight, k_weight, eps, interleaved
             assert_agrees(normed_in_one_pass, normed_parts, *given)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -89,10 +90,20 @@ class VocabParallelOutput(LinearModule):
 def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
     """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it.
 
-    On a GPU the result has room for them between its rows in memory: rows of 50,257 numbers would not be aligned.
+    Trained on a GPU the result has room for them between its rows in memory: rows of 50,257 numbers would not be
+    aligned.
     """
-    pitch = len(weight) if weight.is_cuda and len(weight) > len(own) > 0 else None
+    pitch = aligned_pitch(len(weight), own, ctx) if weight.is_cuda and torch.is_grad_enabled() else None
     return column_parallel_linear(x, without_padding(weight, own), None, ctx, pitch)
+
+
+def aligned_pitch(rows: int, own: VocabRange, ctx: ParallelContext) -> int | None:
+    """Of the logits of this rank's ids, from a weight of so many rows with padding; None: one row follows the other.
+
+    Ranks without padding have none, so that this may not decide which collectives a rank calls.
+    """
+    overlaps = ctx.tp.size > 1 and ctx.sequence_parallel and ctx.tp_comm_overlap
+    return None if overlaps or not 0 < len(own) < rows else rows
 
 
 def without_padding(weight: Tensor, own: VocabRange) -> Tensor:

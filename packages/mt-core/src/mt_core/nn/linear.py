@@ -124,7 +124,8 @@ def column_parallel_linear(
 ) -> Tensor:
     """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed.
 
-    pitch: numbers from one row of the result to the next in memory, as of `linear`; not with a bias.
+    pitch: numbers from one row of the result to the next in memory, as of `linear`; not with a bias, nor where
+    products overlap with gathers.
     """
     if ctx.tp.size == 1:
         return linear(x, weight, bias, pitch)
@@ -136,7 +137,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None = N
     """x W^T + b on one rank: x [..., in], W [out, in]. The gradient of W goes to its main gradient if it has one.
 
     pitch: numbers from one row of the result to the next in memory, `out` or more; not with a bias. Products write
-    rows that are not aligned slowly.
+    rows that are not aligned slowly. With a pitch or a main gradient the result can be differentiated once.
     """
     main = main_gradient_of(weight)
     if pitch is None and (main is None or not torch.is_grad_enabled()):
@@ -191,8 +192,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
-        if overlap and pitch is None:
+        if overlap:
             assert axis.group is not None
+            assert pitch is None
             _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
             return out if bias is None else out + bias
         whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x

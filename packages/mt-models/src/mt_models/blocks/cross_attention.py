@@ -74,10 +74,6 @@ class ScaledQueryAttention(SelfAttention):
         super().__init__(config, core, ctx)
         self.query_scale = query_scale
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return q * self.query_scale, k, v
-
 
 class CrossAttentionLayer(TransformerLayer):
     """x + attention(norm(x)), x + cross_attention(norm(x), memory), x + feed_forward(norm(x)): [B, S, H]."""

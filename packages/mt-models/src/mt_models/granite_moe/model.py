@@ -39,9 +39,6 @@ class GraniteAttention(SelfAttention):
         # The core divides by sqrt(head size).
         self.query_scale = (config.attention_multiplier or config.head_dim**-0.5) * math.sqrt(config.head_dim)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q * self.query_scale, k
-
 
 class GraniteLayer(TransformerLayer):
     """Both branches are multiplied by residual_multiplier."""
