@@ -71,7 +71,7 @@ def test_ranks_without_padding_multiply_as_those_with_it() -> None:
     collectives it calls."""
     with_padding, without = VocabRange(24, 45), VocabRange(0, 24)
     for overlap in (False, True):
-        ctx = ParallelContext(tp=Axis(size=2), sequence_parallel=True, tp_comm_overlap=overlap)
+        ctx = ParallelContext(axes={"tp": Axis(size=2)}, sequence_parallel=True, tp_comm_overlap=overlap)
         assert aligned_pitch(24, without, ctx) is None
         assert aligned_pitch(24, with_padding, ctx) == (None if overlap else 24)
 
