@@ -163,6 +163,7 @@ def test_a_dispatcher_that_cannot_overlap_says_so() -> None:
         ({}, 1, None),
         ({"moe_expert_capacity_factor": 1.0}, 1, None),
         ({"moe_router_random_seed": 3}, 1, "chooses experts through the host"),
+        ({"moe_input_jitter_eps": 0.1}, 1, "moe_input_jitter_eps is seeded by the host"),
         ({}, 2, "alltoall reads how many rows other ranks send"),
         (PADDED, 2, "moe_dispatcher_options.static_shape=true"),
         ({"moe_dispatcher_options": {"static_shape": True}}, 2, None),
