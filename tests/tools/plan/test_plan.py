@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins
 from mt_core.specs import SampleField
 from mt_tools.plan.activations import StageCost
-from mt_tools.plan.layout_search import QuickPlanner, search
+from mt_tools.plan.layout_search import QuickPlanner, search, weights_gib
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, get_machine
@@ -233,6 +234,27 @@ def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
     assert found.too_large
     assert all(candidate.plan.memory_gib <= tight for candidate in found.candidates)
     assert any("does not fit" in reason for reason in found.refused)  # 8 ranks for 4 heads
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": {"dtype": "bf16", "accumulate_allreduce_grads_in_fp32": False}},
+        {"precision": {"dtype": "bf16"}, "optimizer": {"optimizer": "sgd"}},
+        {"precision": {"dtype": "bf16"}, "optimizer": {"optimizer": "lion"}},
+        {"optimizer": {"exp_avg_dtype": "bf16"}},
+        {"precision": {"dtype": "bf16"}},
+        {},
+    ],
+    ids=str,
+)
+def test_what_a_search_prunes_has_no_room_for_its_weights(keys: dict[str, Any]) -> None:
+    """The bound is the weights' memory of the plan, but for padding and step counts."""
+    planner = QuickPlanner(built(tree({**LLAMA}, **keys), 1), load_plugins(), get_machine("h100"))
+    parallel = {PP: 1, TP: 1, "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1}
+    config = built(tree({**LLAMA}, **keys, parallel={"use_distributed_optimizer": True}), 4)
+    planned = planner.plan(config, 4).largest.weights.total / GIB
+    assert 0.95 * planned < weights_gib(planner, {"parallel": parallel}, 4) <= planned
 
 
 def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:
