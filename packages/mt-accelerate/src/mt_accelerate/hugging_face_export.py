@@ -19,7 +19,8 @@ def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) 
     """Write what `from_pretrained` loads: whole weights, in the precision of training. Every rank writes its shards
     beside the folder; the first one converts and removes them. Collective. Raises ConfigError and CheckpointError."""
     options = ConvertOptions(
-        dtype=engine.config.precision.dtype, max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)")
+        dtype=engine.config.precision.dtype,
+        max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"),
     )
     shards = folder.with_name(f".{folder.name}.shards")
     checkpoint = engine.save_state(shards, with_optimizer=False)

@@ -53,8 +53,8 @@ class ConfiguredKernels(Kernels):
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
         """Of rotary, which frees its input unless it normalizes heads, of weighted activations, and of FP8 casts that
-        compute an activation, for which those of plain torch stand. The sum of a norm is planned apart: the same tensors
-        are saved."""
+        compute an activation, in place of which those of plain torch run. The sum of a norm is planned apart: the same
+        tensors are saved."""
         found = FUSED.get(kernel)
         if (kernel, joined) == ("fp8_cast", "activation"):
             found = self.pick(kernel)

@@ -165,9 +165,9 @@ def expert_choices(planner: QuickPlanner, stage: int, tp: int) -> Iterator[tuple
 
 
 def bytes_of_parameter(planner: QuickPlanner) -> tuple[float, float]:
-    """(bytes of a parameter on every rank that has it: weight and gradient; bytes that are sharded over data-parallel
-    ranks: master weight, its gradient in fp32 where the other one is not, and optimizer state). At least: where matrices and vectors have states of two sizes, the
-    smaller."""
+    """Bytes of a parameter: (weight and gradient, on every rank that has it; master weight, its gradient in fp32 where
+    the other one is not, and optimizer state, which data-parallel ranks shard). Where matrices and vectors have states
+    of two sizes, with the smaller."""
     precision = planner.config.precision
     weight = DTYPES[precision.dtype].itemsize
     gradient = FP32 if precision.accumulate_allreduce_grads_in_fp32 else weight
