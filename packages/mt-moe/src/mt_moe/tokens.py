@@ -63,7 +63,7 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
 
 
 def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """The rows of the tokens that this rank routes, of those [B x S, ...] that it has; not differentiable over ranks."""
+    """Of the tokens [B x S, ...] that this rank has, those that it routes; not differentiable over ranks."""
     if ctx.tp.size == 1 or ctx.sequence_parallel:
         return tokens
     first, _, own = _slice_of_rank(len(tokens), ctx.tp)
