@@ -118,11 +118,12 @@ def train(family: str, fields: Mapping[str, Any], world: int, folder: str) -> di
             outputs = model(**batch)
             accelerator.backward(outputs.loss)
             assert not accelerator.optimizer_step_was_skipped
-            norms.append(accelerator.clip_grad_norm_(None, 1.0).item())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             losses.append(outputs.loss.item())
+    reduced(accelerator)
     model.eval()
     batch, second = islice(loader, 2)
     assert torch.equal(next(iter(accelerator.skip_first_batches(loader, 1)))["input_ids"], second["input_ids"])
@@ -347,6 +348,21 @@ def own_batches(fields: Mapping[str, Any], world: int, family: str = "gpt2") -> 
     functions = {"custom_get_batch_function": get_batch, "custom_loss_function": loss_of}
     _, model, _, loader, _ = start(family, fields, world, **functions)
     return [model(**batch).loss.item() for batch, _ in zip(loader, range(STEPS), strict=False)]
+
+
+def reduced(accelerator: Any) -> None:
+    """Sums, means and paddings over data-parallel ranks."""
+    import torch
+
+    rows = accelerator.gather(torch.tensor([1.0 + accelerator.process_index]))
+    own = {"value": torch.tensor([1.0 + accelerator.process_index])}
+    assert torch.equal(accelerator.reduce(own)["value"], rows.sum()[None])
+    assert torch.equal(accelerator.reduce(own, "mean", 2.0)["value"], 2 * rows.mean()[None])
+    longest = int(rows.max())
+    ragged = torch.ones(1, int(own["value"]))
+    padded = accelerator.pad_across_processes(ragged, dim=1, pad_index=-1, pad_first=True)
+    assert padded.shape == (1, longest)
+    assert padded.sum() == 2 * ragged.numel() - longest
 
 
 def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:

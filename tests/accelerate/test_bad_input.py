@@ -117,6 +117,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "nothing prepared": (clip_otherwise, ConfigError, "gradient_clipping"),
     "padding before text": (left_padded, DataError, "on the right"),
     "field of a batch": (unread_batch, DataError, "does not take token_type_ids"),
+    "weights on one process": (lambda: prepare()[0].save_pretrained("x"), ConfigError, "accelerator.save_model(model,"),
+    "whole state": (lambda: Accelerator(cpu=True).get_state_dict(None), ConfigError, "save_model(model, DIR)"),
+    "pickled weights": (
+        lambda: Accelerator(cpu=True).save_model(None, "x", safe_serialization=False),
+        ConfigError,
+        "would write a pickle",
+    ),
+    "object without a state": (
+        lambda: Accelerator(cpu=True).register_for_checkpointing(3),
+        ConfigError,
+        "int: an object has to have state_dict()",
+    ),
+    "reduction": (lambda: Accelerator(cpu=True).reduce(torch.ones(1), "max"), ConfigError, "sum, mean or none"),
     "machines": (
         lambda: launch_command({"num_processes": 3, "num_machines": 2}, None, []),
         ConfigError,

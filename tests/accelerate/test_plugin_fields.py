@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.accelerate.programs import build, samples, torch_batch
 from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.preparation import data_section
@@ -207,6 +208,26 @@ def test_losses_of_other_means() -> None:
         assert model(input_ids=ends).loss.item() == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ConfigError, match="causal language models"):
         prepared(family="bert", eod_mask_loss=True)
+
+
+def test_a_saved_model_is_that_of_transformers(tmp_path: Path) -> None:
+    """Its logits are those of the prepared model; what was registered goes along with the state."""
+    batch = torch_batch("gpt2", slice(0, ROWS // 2))
+    accelerator, model = prepared(return_logits=True)
+    counter = torch.nn.BatchNorm1d(2)
+    accelerator.register_for_checkpointing(counter)
+    counter.running_mean += 3.0
+    model(**batch)
+    accelerator.save_state(str(tmp_path / "state"))
+    counter.running_mean.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert counter.running_mean.tolist() == [3.0, 3.0]
+    accelerator.save_model(model, str(tmp_path / "model"))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    model.eval()
+    with torch.no_grad():
+        saved = GPT2LMHeadModel.from_pretrained(tmp_path / "model").eval()(batch["input_ids"]).logits
+        torch.testing.assert_close(model(**batch).logits[..., : saved.shape[-1]], saved, atol=2e-5, rtol=1e-4)
 
 
 def test_states_without_the_optimizer(tmp_path: Path) -> None:

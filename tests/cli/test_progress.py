@@ -17,13 +17,13 @@ from mt_core.train.log_lines import log_lines
 METRICS = {"loss": 10.8251, "grad_norm": 123.456, "learning_rate": 6e-4, "tokens_per_second": 1_234_567.0}
 
 
-def line_at(width: int, last: int = 500_000) -> str:
+def line_at(width: int, last: int = 500_000, metrics: dict[str, float] = METRICS) -> str:
     """The line of a long run as a terminal of this width shows it."""
     quiet = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     progress = LiveProgress(quiet, log_lines(LoggingConfig()))
     run: Any = SimpleNamespace(last_iteration=last, state=SimpleNamespace(iteration=123_456))
     progress.on_train_start(run)
-    progress.on_step_end(run, METRICS)
+    progress.on_step_end(run, metrics)
     progress.close()
     shown = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with shown.capture() as capture:
@@ -44,8 +44,10 @@ def test_it_is_one_line_with_step_loss_and_time(width: int) -> None:
 
 
 def test_wider_lines_show_more() -> None:
+    of_samples = {name: value for name, value in METRICS.items() if name != "tokens_per_second"}
     assert "tokens/s" not in line_at(40)
     assert "1,234,567 tokens/s" in line_at(60)
+    assert "29 samples/s" in line_at(60, metrics={**of_samples, "samples_per_second": 29.0})
     eighty = line_at(80)
     assert "1,234,567 tokens/s" in eighty
     assert "grad norm 123.46" in eighty

@@ -110,6 +110,17 @@ def test_experts_have_to_divide_over_their_ranks(host, monkeypatch) -> None:
         load(host, "num_experts=4, moe_ffn_hidden_size=6", "parallel.expert_tensor_parallel_size=4")
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_static_shapes_need_equally_many_tokens_on_every_rank(host, monkeypatch, dispatcher) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    moe = f'num_experts=4, moe_token_dispatcher_type="{dispatcher}", moe_dispatcher_options={{static_shape=true}}'
+    tensor, experts = "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2"
+    sizes = [tensor, experts, "parallel.expert_tensor_parallel_size=1", "train.micro_batch_size=1"]
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2 does not divide the 33 .*leave static_shape"):
+        load(host, moe, *sizes, "data.seq_length=33")
+    load(host, moe, *sizes, "data.seq_length=33", "train.micro_batch_size=2", "train.global_batch_size=2")
+
+
 def test_a_dispatcher_that_nobody_registers_is_named(host) -> None:
     with pytest.raises(PluginError, match=r"moe_token_dispatcher_type.*alltoal.*did you mean \"alltoall\""):
         build(host, 'num_experts=4, moe_token_dispatcher_type="alltoal"')
@@ -152,6 +163,7 @@ def test_a_dispatcher_that_cannot_overlap_says_so() -> None:
         ({}, 1, None),
         ({"moe_expert_capacity_factor": 1.0}, 1, None),
         ({"moe_router_random_seed": 3}, 1, "chooses experts through the host"),
+        ({"moe_input_jitter_eps": 0.1}, 1, "moe_input_jitter_eps is seeded by the host"),
         ({}, 2, "alltoall reads how many rows other ranks send"),
         (PADDED, 2, "moe_dispatcher_options.static_shape=true"),
         ({"moe_dispatcher_options": {"static_shape": True}}, 2, None),

@@ -11,6 +11,8 @@ import torch
 from tests.moe.moe_cases import Shape, build_layer, fp64, options, tokens_of
 from torch import Tensor
 
+from mt_core.nn.context_parallel.zigzag import shard_sequence
+from mt_core.nn.dropout import AtSample, DropoutStreams, use_streams
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
@@ -62,7 +64,8 @@ def step(layer: MoeLayer, x: Tensor, ctx: ParallelContext) -> dict[str, Any]:
     for number in range(ctx.dp.rank, MICRO_BATCHES, ctx.dp.size):
         rows = slice(number * BATCH, (number + 1) * BATCH)
         own, wanted = (cut(v[rows], ctx) for v in (x, target))
-        out = layer(own)
+        with AtSample(number * BATCH):
+            out = layer(own)
         (out * wanted).sum().backward()
         outputs.append((number, out.detach()))
     return {"outputs": outputs, "x": x.grad}
@@ -70,7 +73,7 @@ def step(layer: MoeLayer, x: Tensor, ctx: ParallelContext) -> dict[str, Any]:
 
 def cut(x: Tensor, ctx: ParallelContext) -> Tensor:
     """This rank's positions of a micro-batch."""
-    x = x.chunk(ctx.cp.size, 1)[ctx.cp.rank]
+    x = shard_sequence(x, 1, ctx.cp)
     return x.chunk(ctx.tp.size, 1)[ctx.tp.rank] if ctx.sequence_parallel else x
 
 
@@ -95,6 +98,8 @@ def differences(ctx: ParallelContext, problem: Problem) -> dict[str, float]:
     config = options(**{**FULL, **problem.keys})
     x = tokens_of(MICRO_BATCHES * BATCH, problem.length)
     layer, reference = (build_layer(config, context, problem.shape) for context in (ctx, alone))
+    for module in (layer, reference):
+        use_streams(module, DropoutStreams(5))
     mine, theirs = step(layer, x, ctx), step(reference, x, alone)
     found = {}
     for number, out in mine["outputs"]:
@@ -201,7 +206,7 @@ def test_other_options_too() -> None:
     keys: list[dict[str, Any]] = [
         {"moe_latent_size": 4, "moe_shared_expert_overlap": True},
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
-        {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 3},
+        {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 3, "moe_input_jitter_eps": 0.3},
         SINKHORN,
     ]
     layouts = [(AxisSizes(tp=2, ep=2), True), (AxisSizes(tp=2, cp=2, ep=2), False)]

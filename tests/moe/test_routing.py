@@ -167,11 +167,11 @@ def test_the_router_computes_in_its_own_number_format(asked, params, logits) -> 
 
 def test_jitter_multiplies_the_input_in_training_only() -> None:
     router = router_of(options(moe_input_jitter_eps=0.1))
-    x = torch.ones(200, HIDDEN, dtype=torch.float64)
-    noisy = router._jitter(x)
+    share = share_tokens(torch.ones(1, 200, HIDDEN, dtype=torch.float64), fp64())
+    noisy = router.jitter(share)
     assert 0.9 <= noisy.min() < 0.92
     assert 1.08 < noisy.max() <= 1.1
-    assert router.eval()._jitter(x) is x
+    assert router.eval().jitter(share) is share.tokens
 
 
 def test_forced_balance_and_random_experts_ignore_the_scores() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tests.retrieval.conftest import Trained, training_config
 from tests.retrieval.corpus import PASSAGES, TRAINED, World
 
 from mt_core.config.loading import load_config
+from mt_core.data.building import counts_tokens
 from mt_core.errors import ConfigError, DataError, TrainingError
+from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
@@ -37,6 +40,12 @@ def dataset(world: World, split="train", **keys):
     )
     tokenizer = build_bert_wordpiece(BertWordPieceConfig(vocab_file=str(world.folder / "vocab.txt")))
     return build_dpr(config, tokenizer, SplitRequest(split, 2 * TRAINED, 16, 3)), tokenizer
+
+
+@pytest.mark.parametrize(("dataset_type", "tokens"), [("dpr", False), ("ict", False), ("mock", True)])
+def test_the_speed_of_pairs_is_not_in_tokens(dataset_type: str, tokens: bool) -> None:
+    config: Any = SimpleNamespace(data=SimpleNamespace(dataset_type=dataset_type))
+    assert counts_tokens(config, load_plugins()) is tokens
 
 
 def passage_ids(world: World, tokenizer, number: int) -> list[int]:

@@ -217,13 +217,24 @@ def test_the_loss_scale_cancels(model) -> None:
         torch.testing.assert_close(mine, reference, atol=1e-7, rtol=1e-5)
 
 
+class EndedSteps(nn.Module):
+    """Counts the ends of steps."""
+
+    count = 0
+
+    def after_step(self) -> None:
+        self.count += 1
+
+
 def test_an_overflow_skips_the_step_and_halves_the_scale(model) -> None:
+    model.counter = EndedSteps()
     step, _ = build(model, scale=2.0**127, dynamic=True)
     while step(batches(), 0.0).updated:  # gradients below 1 leave room; a larger loss takes it
         step.scaler.scale *= 16.0
     before = [p.clone() for p in model.parameters()]
-    scale = step.scaler.scale
+    scale, ended = step.scaler.scale, model.counter.count
     outcome = step(batches(), 0.1)
     assert not outcome.updated
+    assert model.counter.count == ended + 1, "what layers counted in a skipped step is not of the next one"
     assert step.scaler.scale == scale / 2
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

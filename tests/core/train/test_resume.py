@@ -23,7 +23,7 @@ VARIANTS = {
     "fp16": ["precision.dtype=fp16", "precision.initial_loss_scale=1e30", "precision.hysteresis=1"],
     "sgd": ["optimizer.optimizer=sgd", "optimizer.lr=0.1"],
     "WSD": ["lr_schedule.lr_decay_style=WSD", "lr_schedule.lr_wsd_decay_iters=3"],
-    "random numbers outside of dropout": ["model.moe={num_experts=4, moe_router_topk=2, moe_input_jitter_eps=0.3}"],
+    "noise on the input of a router": ["model.moe={num_experts=4, moe_router_topk=2, moe_input_jitter_eps=0.3}"],
     "packed documents": ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true"],
 }
 

@@ -6,8 +6,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,18 +20,19 @@ from cases import EXPERTS, LLAMA, MODEL, PP, TP, built, planned, tree
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.optim.newton_schulz import orthogonalize
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins
 from mt_core.specs import SampleField
 from mt_tools.plan.activations import StageCost
-from mt_tools.plan.layout_search import QuickPlanner, search
+from mt_tools.plan.layout_search import QuickPlanner, search, weights_gib
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import GIB, get_machine
 from mt_tools.plan.stages import empty_batch
 from mt_tools.plan.timing import Clock
-from mt_tools.plan.weights import WeightCost
+from mt_tools.plan.weights import WeightCost, newton_schulz_bytes
 
 GPT3 = Path(__file__).parents[3] / "examples" / "gpt3-175b.toml"
 
@@ -233,6 +238,79 @@ def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
     assert found.too_large
     assert all(candidate.plan.memory_gib <= tight for candidate in found.candidates)
     assert any("does not fit" in reason for reason in found.refused)  # 8 ranks for 4 heads
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_of_hidden", "bytes_of_inner"),
+    [(None, 2, 2 * 2 + 2), ("tensorwise", 1, 2 * 2 + 1), ("delayed", 1, 2 * 2 + 1), ("blockwise", 2, 2 * 2)],
+)
+def test_a_feed_forward_in_fp8_keeps_fewer_bytes(recipe: str | None, bytes_of_hidden: int, bytes_of_inner: int) -> None:
+    """The input, the gate and the up-projection, and what the second product takes: in 16 bits, in FP8, or by blocks
+    computed again."""
+    hidden, inner, tokens = 128, 256, 2 * 32
+    fp8 = {} if recipe is None else {"fp8_format": "hybrid", "fp8_recipe": recipe, "fp8_min_features": 1}
+    values = tree({**LLAMA, "hidden_size": hidden, "ffn_hidden_size": inner}, precision={"dtype": "bf16", **fp8})
+    values["train"]["device"] = "cuda"
+    config = built(values, 1)
+    planner = Planner(config, load_plugins(), get_machine("h100"))
+    plan = planner.plan(config, 1)
+    kept = plan.largest.activations["feed_forward"] / LLAMA["num_layers"]  # type: ignore[operator]
+    assert kept == pytest.approx(tokens * (hidden * bytes_of_hidden + inner * bytes_of_inner), rel=2e-4)
+    assert plan.flops_per_token > 6 * 4 * (3 * hidden**2 + 3 * hidden * inner)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": {"dtype": "bf16", "accumulate_allreduce_grads_in_fp32": False}},
+        {"precision": {"dtype": "bf16"}, "optimizer": {"optimizer": "sgd"}},
+        {"precision": {"dtype": "bf16"}, "optimizer": {"optimizer": "lion"}},
+        {"optimizer": {"exp_avg_dtype": "bf16"}},
+        {"precision": {"dtype": "bf16"}},
+        {},
+    ],
+    ids=str,
+)
+def test_what_a_search_prunes_has_no_room_for_its_weights(keys: dict[str, Any]) -> None:
+    """The bound is the weights' memory of the plan, but for padding and step counts."""
+    planner = QuickPlanner(built(tree({**LLAMA}, **keys), 1), load_plugins(), get_machine("h100"))
+    parallel = {PP: 1, TP: 1, "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1}
+    config = built(tree({**LLAMA}, **keys, parallel={"use_distributed_optimizer": True}), 4)
+    planned = planner.plan(config, 4).largest.weights.total / GIB
+    assert 0.95 * planned < weights_gib(planner, {"parallel": parallel}, 4) <= planned
+
+
+class LargestLive(TorchDispatchMode):
+    """Bytes of the storages that operators made and that lived at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._made = 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        self._made[StorageWeakRef(storage)] = storage.nbytes()
+        del storage
+        self._made = {reference: size for reference, size in self._made.items() if not reference.expired()}
+        self.bytes = max(self.bytes, sum(self._made.values()))
+        return out
+
+
+@pytest.mark.parametrize("shape", [(128, 512), (512, 128), (128, 128)])
+def test_an_update_of_muon_takes_the_memory_of_its_largest_matrix(shape: tuple[int, int]) -> None:
+    with LargestLive() as largest:
+        orthogonalize(torch.ones(shape) + 0.0, 2, "simple")
+    assert newton_schulz_bytes(*shape) == pytest.approx(largest.bytes, rel=0.01)
+
+
+def test_memory_of_muons_update_is_planned_where_activations_are_smaller() -> None:
+    values = tree({**LLAMA, "hidden_size": 128}, optimizer={"optimizer": "muon"})
+    values["data"]["seq_length"], values["train"]["micro_batch_size"] = 8, 1
+    config = built(values, 1)
+    rank = Planner(config, load_plugins(), get_machine("h100")).plan(config, 1).largest
+    inner = config.model.ffn_size
+    assert rank.total - rank.weights.total == newton_schulz_bytes(2 * inner, 128) > rank.activation_bytes
 
 
 def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:

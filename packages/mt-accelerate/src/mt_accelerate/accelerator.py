@@ -13,15 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
-from mt_accelerate.data_parallel import CONTEXT
+from mt_accelerate.data_parallel import (
+    CONTEXT,
+    is_first_rank,
+    on_tensors,
+    pad_across_data_parallel_group,
+    reduce_across_data_parallel_group,
+)
 from mt_accelerate.dataset_iterators import dataset_iterators
 from mt_accelerate.distributed_type import DistributedType
+from mt_accelerate.hugging_face_export import export
 from mt_accelerate.megatron_engine import MegatronEngine
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.preparation import build_engine
 from mt_accelerate.prepared import Prepared
 from mt_accelerate.project import ProjectConfiguration
+from mt_accelerate.registered_states import load_states, require_states, save_states
 from mt_accelerate.schedulers import MegatronLMSchedulerWrapper
 from mt_accelerate.state import start_processes
 from mt_accelerate.tracking import GeneralTracker, build_tracker, chosen_trackers
@@ -68,6 +76,7 @@ class Accelerator:
         self.gradient_accumulation_steps = 1
         self._model: MegatronEngine | None = None
         self._loaders: list[DataParallelLoader] = []
+        self._registered: list[Any] = []
 
     @property
     def project_dir(self) -> str | None:
@@ -192,11 +201,16 @@ class Accelerator:
 
     def gather(self, tensor: Any) -> Any:
         """[rows, ...] -> those of all data-parallel ranks, on every rank; a scalar counts as a row."""
-        if isinstance(tensor, Mapping):
-            return {name: self.gather(value) for name, value in tensor.items()}
-        if isinstance(tensor, list | tuple):
-            return type(tensor)(self.gather(value) for value in tensor)
-        return self._prepared.engine.gather(tensor[None] if tensor.ndim == 0 else tensor)
+        engine = self._prepared.engine
+        return on_tensors(lambda one: engine.gather(one[None] if one.ndim == 0 else one), tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean (reduction="mean") over all data-parallel ranks, on every rank, times scale."""
+        return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Filled up with pad_index along dim to the largest size of all data-parallel ranks, so that `gather` can."""
+        return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
     def gather_for_metrics(self, tensor: Any) -> Any:
         """As `gather`, without the samples that fill up the last batch of a loader. Rows are in the ranks' order."""
@@ -219,11 +233,37 @@ class Accelerator:
     def save_state(self, output_dir: str) -> str:
         """Weights, optimizer, counters and random streams: a run directory, for every command of mt. Collective."""
         self._prepared.save_checkpoint(output_dir)
+        if is_first_rank():
+            save_states(self._registered, output_dir)
+        wait_for_all()
         return output_dir
 
     def load_state(self, input_dir: str) -> None:
         """What `save_state` wrote, under any layout. Collective."""
         self._prepared.load_checkpoint(input_dir)
+        load_states(self._registered, input_dir)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with state_dict and load_state_dict that `save_state` writes (the first rank's) and `load_state`
+        reads. Raises ConfigError for others."""
+        require_states(objects)
+        self._registered += objects
+
+    def save_model(
+        self, model: Any, save_directory: str, max_shard_size: str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """The whole weights as safetensors, with the config.json: what `from_pretrained` loads. Collective. Raises
+        ConfigError for safe_serialization=False, and for a model without a name map."""
+        if not safe_serialization:
+            raise ConfigError("save_model(safe_serialization=False) would write a pickle; leave it out")
+        export(self._prepared.engine, Path(save_directory), max_shard_size, self._host)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """Raises ConfigError: no process has all weights."""
+        raise ConfigError(
+            "get_state_dict: no process has all weights; save_model(model, DIR), called by all processes, writes them, "
+            "and AutoModel.from_pretrained(DIR).state_dict() reads them"
+        )
 
     def skip_first_batches(self, loader: DataParallelLoader, num_batches: int = 0) -> SkippedLoader:
         return SkippedLoader(loader, num_batches)

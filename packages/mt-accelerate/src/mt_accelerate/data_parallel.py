@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_core.errors import ConfigError
 from mt_core.parallel.collectives import all_gather, all_reduce
 from mt_core.parallel.context import ParallelContext
 
@@ -29,6 +30,41 @@ def gather_across_data_parallel_groups(tensor: Tensor) -> Tensor:
     value, dp = tensor.detach(), _context().dp
     rows = value[None] if value.ndim == 0 else value
     return all_gather(rows, 0, dp) if dp.size > 1 else rows
+
+
+def reduce_across_data_parallel_group(tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+    """The sum or the mean over the data-parallel ranks, times scale, as a new tensor; none: the tensor times scale.
+    Raises ConfigError for another reduction."""
+    if reduction not in ("sum", "mean", "none"):
+        raise ConfigError(f'reduce(reduction="{reduction}"): it can be sum, mean or none')
+    value, dp = tensor.detach().clone(), _context().dp
+    if dp.size > 1 and reduction != "none":
+        value = all_reduce(value, dp)
+    return value * (scale / dp.size if reduction == "mean" else scale) if (reduction, scale) != ("sum", 1.0) else value
+
+
+def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
+    """Filled up with pad_index along dim to the largest size of all data-parallel ranks."""
+    dp = _context().dp
+    if dp.size == 1 or not -tensor.ndim <= dim < tensor.ndim:
+        return tensor
+    size = tensor.shape[dim]
+    missing = int(all_gather(torch.tensor([size], device=tensor.device), 0, dp).max()) - size
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    padding = tensor.new_full(shape, pad_index)
+    return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
+
+
+def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The function of every tensor in nested mappings, lists and tuples."""
+    if isinstance(value, Mapping):
+        return {name: on_tensors(function, one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_tensors(function, one) for one in value)
+    return function(value)
 
 
 def is_first_rank() -> bool:

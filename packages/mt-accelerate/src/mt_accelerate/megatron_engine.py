@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_accelerate.batches import ToFields, fields_for
 from mt_accelerate.data_parallel import from_first_rank, is_first_rank
@@ -96,6 +96,25 @@ class MegatronEngine:
     def consumed_samples(self) -> int:
         """Of training, over all ranks."""
         return self.engine.state.consumed_samples
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Of this rank: shards, of its pipeline stage."""
+        return self.engine.model.parameters(recurse)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with mt's names."""
+        return self.engine.model.named_parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of this rank, with mt's names. `Accelerator.save_model` writes the whole ones."""
+        return self.engine.model.state_dict()
+
+    def save_pretrained(self, save_directory: str, **options: Any) -> None:
+        """Raises ConfigError: programs call it on one process, and every process has a part of the weights."""
+        raise ConfigError(
+            f"save_pretrained({save_directory!r}): every process has a part of the weights; let all processes call "
+            "accelerator.save_model(model, DIR), whose folder from_pretrained loads"
+        )
 
     def train(self, mode: bool = True) -> MegatronEngine:
         """Calls train from here on; shows what the evaluation before found."""

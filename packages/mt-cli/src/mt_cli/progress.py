@@ -16,7 +16,7 @@ from rich.progress import (
 
 from mt_core.config.schema import Config
 from mt_core.train.callbacks import Callback, Metrics, Run
-from mt_core.train.log_lines import LogLines, log_lines, stamped
+from mt_core.train.log_lines import LogLines, log_lines, speed, stamped
 from mt_core.train.state import TrainResult
 
 
@@ -56,12 +56,12 @@ BAR = 12
 
 def live_columns(width: int, last_iteration: int) -> list[ProgressColumn]:
     """What fits on one line of `width` characters: the step, the loss and the time left always, then by importance
-    tokens/s, the gradient norm, the learning rate and a bar."""
+    the speed, the gradient norm, the learning rate and a bar."""
     steps = 2 * len(str(last_iteration)) + 1
     room = width - steps - len(" loss 00.000 00:00:00")
     shown: dict[str, ProgressColumn] = {}
     for name, cost, column in (
-        ("rate", len(" 9,999,999 tokens/s"), TextColumn("{task.fields[rate]} tokens/s")),
+        ("rate", len(" 9,999,999 tokens/s"), TextColumn("{task.fields[rate]}")),
         ("grad_norm", len(" grad norm 999.99"), TextColumn("grad norm {task.fields[grad_norm]}")),
         ("learning_rate", len(" lr 1.0e-04"), TextColumn("lr {task.fields[learning_rate]}")),
         ("bar", 1 + BAR, BarColumn(bar_width=None)),
@@ -78,7 +78,7 @@ def live_columns(width: int, last_iteration: int) -> list[ProgressColumn]:
 
 
 class LiveProgress(PlainProgress):
-    """One line that moves: step, loss, gradient norm, learning rate, tokens/s, time left."""
+    """One line that moves: step, loss, gradient norm, learning rate, speed, time left."""
 
     def __init__(self, console: Console, lines: LogLines) -> None:
         super().__init__(console, lines)
@@ -98,7 +98,7 @@ class LiveProgress(PlainProgress):
             loss=f"{metrics['loss']:.3f}",
             grad_norm=f"{metrics['grad_norm']:.2f}",
             learning_rate=f"{metrics['learning_rate']:.1e}",
-            rate=f"{metrics['tokens_per_second']:,.0f}",
+            rate=speed(metrics),
         )
 
     def on_log(self, run: Run, metrics: Metrics) -> None:

@@ -46,6 +46,27 @@ def check_dispatcher(moe: MoeConfig, config: Config, host: PluginHost) -> None:
         check_flex(moe, options)
     if isinstance(options, ExchangeConfig):
         check_rank_capacity(moe, options, config)
+        check_static_shape(options, config)
+
+
+def check_static_shape(options: ExchangeConfig, config: Config) -> None:
+    """Ranks that communicate have equally many tokens. Without sequence parallelism tensor-parallel ranks have slices
+    of one micro-batch."""
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    communicates = parallel.expert_model_parallel_size > 1 or expert_tp > 1
+    if not options.static_shape or not communicates or parallel.sequence_parallel:
+        return
+    tokens = config.train.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    if tokens % tp:
+        raise ConfigError(
+            f"{OPTIONS}.static_shape=true needs equally many tokens on every rank, and "
+            f"parallel.tensor_model_parallel_size={tp} does not divide the {tokens} of a micro-batch "
+            f"(train.micro_batch_size={config.train.micro_batch_size}, data.seq_length={config.data.seq_length}, "
+            f"parallel.context_parallel_size={parallel.context_parallel_size}); change one of them, or leave "
+            "static_shape out"
+        )
 
 
 def check_rank_capacity(moe: MoeConfig, options: ExchangeConfig, config: Config) -> None:

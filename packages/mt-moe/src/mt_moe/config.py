@@ -60,7 +60,8 @@ class MoeConfig(Section):
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Number format of the logits and of all that follows from them."""
     moe_input_jitter_eps: PositiveFloat | None = None
-    """In training the router's input is multiplied by noise in [1 - eps, 1 + eps]."""
+    """In training the router's input is multiplied by noise in [1 - eps, 1 + eps], the same in every
+    layout."""
     moe_router_force_load_balancing: bool = False
     """For benchmarks: experts are dealt out in turn, whatever their scores."""
     moe_router_random_seed: NonNegativeInt | None = None

@@ -182,6 +182,11 @@ def capture_objection(
         return host_wait
     if config.uses_sinkhorn or config.moe_router_random_seed is not None:
         return "model.moe chooses experts through the host (sinkhorn, moe_router_random_seed); choose by scores alone"
+    if config.moe_input_jitter_eps is not None:
+        return (
+            "model.moe.moe_input_jitter_eps is seeded by the host at each layer and micro-batch, a graph would draw "
+            "the same noise each time; leave it out"
+        )
     communicates = ctx.ep.size > 1 or ctx.axis("etp").size > 1
     if communicates and not getattr(dispatcher, "static_shape", False):
         return (

@@ -56,11 +56,18 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
     if ctx.sequence_parallel:
         total *= ctx.tp.size
     elif ctx.tp.size > 1:
-        first, size, own = _slice_of_rank(len(tokens), ctx.tp)
+        _, size, own = _slice_of_rank(len(tokens), ctx.tp)
         tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:own]
-        sequence = sequence[first : first + own]
     axes = tuple(axis for axis in (ctx.tp, ctx.cp) if axis.size > 1)
-    return TokenShare(tokens, sequence, batch, total, axes)
+    return TokenShare(tokens, own_tokens(sequence, ctx), batch, total, axes)
+
+
+def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    """Of the tokens [B x S, ...] that this rank has, those that it routes; not differentiable over ranks."""
+    if ctx.tp.size == 1 or ctx.sequence_parallel:
+        return tokens
+    first, _, own = _slice_of_rank(len(tokens), ctx.tp)
+    return tokens[first : first + own]
 
 
 def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:

@@ -86,3 +86,9 @@ def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> 
         f"data.dataset_type={config.data.dataset_type} gives no {' and '.join(missing)}, which "
         f"model.family={config.model.family} takes{others}"
     )
+
+
+def counts_tokens(config: Config, host: PluginHost) -> bool:
+    """Whether the losses of a sample are those of its tokens: of a pair or a text to classify there is one."""
+    sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
+    return all(field.shape != "[]" for field in sample if field.name == "loss_mask")

@@ -82,7 +82,11 @@ class AuxiliaryLoss(nn.Module):
 
 @runtime_checkable
 class PostStepHook(Protocol):
-    """A module with state that changes after each optimizer step, on all ranks together (a balancing bias)."""
+    """A module with state of a step (counts, a balancing bias), changed at its end on all ranks together.
+
+    Also at the end of a step whose update is skipped: it counts nothing of the step before, and on a GPU the host does
+    not read whether it was.
+    """
 
     def after_step(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Dropout with the same mask in every parallel layout.
+"""Dropout, and other noise, with the same values in every parallel layout.
 
 Before each use torch's own generator is seeded by (run's seed, first sample of the micro-batch, the module's place in
 the model). So what is dropped depends neither on which rank has the samples or layers, nor on what was drawn before.
@@ -56,15 +56,15 @@ class DropoutStreams:
             torch.cuda.manual_seed(seed)
 
 
-class Dropout(nn.Module):
-    """Zeroes each element with probability `rate` in training, and scales the rest by 1 / (1 - rate).
+class SampleNoise(nn.Module):
+    """A place of a model that draws random numbers for the positions of sequences.
 
     Until `use_streams` gives it streams, it draws from torch's generator as it finds it.
     """
 
-    def __init__(self, rate: float, ctx: ParallelContext) -> None:
+    def __init__(self, ctx: ParallelContext) -> None:
         super().__init__()
-        self.rate, self.ctx = rate, ctx
+        self.ctx = ctx
         self.streams: DropoutStreams | None = None
         self.site = ""
 
@@ -73,12 +73,32 @@ class Dropout(nn.Module):
         """Whether ranks have different positions of one sequence here."""
         return self.ctx.cp.size > 1 or self.ctx.sequence_parallel
 
+    def seed(self) -> None:
+        """Seed the stream of this module."""
+        if self.streams is not None:
+            self.streams.begin(self.site)
+
+    def own_positions(self, whole: Tensor) -> Tensor:
+        """[B, S of the whole sequence, ...] -> this rank's positions."""
+        own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
+        if not self.ctx.sequence_parallel:
+            return own
+        # A copy: autograd keeps it, and would keep what the whole sequence drew with a view.
+        return own.chunk(self.ctx.tp.size, SEQUENCE_DIM)[self.ctx.tp.rank].clone()
+
+
+class Dropout(SampleNoise):
+    """Zeroes each element with probability `rate` in training, and scales the rest by 1 / (1 - rate)."""
+
+    def __init__(self, rate: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.rate = rate
+
     def begin(self) -> float:
         """Seed the stream of this module; returns the rate, 0 in evaluation. For kernels with built-in dropout."""
         if not self.training or self.rate == 0.0:
             return 0.0
-        if self.streams is not None:
-            self.streams.begin(self.site)
+        self.seed()
         return self.rate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,16 +106,13 @@ class Dropout(nn.Module):
         rate = self.begin()
         if rate == 0.0 or self.streams is None or not self.divides_positions:
             return F.dropout(x, rate, rate > 0.0)
-        return x * self._own_positions(x, 1.0 - rate) / (1.0 - rate)
+        return x * self._kept(x, 1.0 - rate) / (1.0 - rate)
 
-    def _own_positions(self, x: Tensor, keep: float) -> Tensor:
+    def _kept(self, x: Tensor, keep: float) -> Tensor:
         """This rank's part of what is kept of the whole sequence: bool, as x."""
-        tp = self.ctx.tp if self.ctx.sequence_parallel else None
-        length = x.shape[SEQUENCE_DIM] * self.ctx.cp.size * (tp.size if tp else 1)
-        whole = torch.empty((x.shape[0], length, *x.shape[2:]), dtype=torch.bool, device=x.device).bernoulli_(keep)
-        own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
-        # A copy: autograd keeps it, and would keep what the whole sequence drew with a view.
-        return own.chunk(tp.size, SEQUENCE_DIM)[tp.rank].clone() if tp else own
+        ranks = self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+        shape = (x.shape[0], x.shape[SEQUENCE_DIM] * ranks, *x.shape[2:])
+        return self.own_positions(torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(keep))
 
 
 class AttentionDropout(Dropout):
@@ -109,7 +126,7 @@ class AttentionDropout(Dropout):
 
 
 def use_streams(model: nn.Module, streams: DropoutStreams) -> None:
-    """Give every Dropout of a model the streams and its canonical name."""
+    """Give every place of a model that draws the streams and its canonical name."""
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, SampleNoise):
             module.streams, module.site = streams, name

@@ -70,7 +70,7 @@ class Callback:
 
     def on_step_end(self, run: Run, metrics: Metrics) -> None:
         """After each optimizer step: iteration, consumed_samples, global_batch_size, loss, grad_norm, learning_rate,
-        loss_scale, iteration_time (seconds), tokens_per_second, and what layers add."""
+        loss_scale, iteration_time (seconds), tokens_per_second or samples_per_second, and what layers add."""
 
     def on_log(self, run: Run, metrics: Metrics) -> None:
         """Every logging.log_interval steps: the same with loss and times averaged since the last time, without

@@ -181,12 +181,14 @@ class OptimizerStep:
         if self.deferred:
             self._scale_gradients_or_skip(device_clip_factor(loss, norm, self.clip_grad))
             self._update(learning_rate)
-            return pending
-        outcome = pending.result()
-        self.scaler.update(overflowed=not outcome.updated)
-        if outcome.updated:
-            self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
-            self._update(learning_rate)
+        else:
+            outcome = pending.result()
+            self.scaler.update(overflowed=not outcome.updated)
+            if outcome.updated:
+                self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
+                self._update(learning_rate)
+        for module in self.updated_after:
+            module.after_step()
         return pending
 
     def global_tokens(self, counted: float) -> float | Tensor:
@@ -228,8 +230,6 @@ class OptimizerStep:
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.weights.copy_to_model()
-        for module in self.updated_after:
-            module.after_step()
 
 
 def _divided(total: Tensor, tokens: float | Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mt_core.data.building import counts_tokens
 from mt_core.nn.auxiliary import ReportsMetrics
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.device_peaks import peak_tflops
@@ -48,6 +49,7 @@ class StepMetrics:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._peak = peak_tflops(engine.device, engine.config.logging)
+        self._counts_tokens = counts_tokens(engine.config, engine.host)
         self._window = LogWindow()
 
     def of_step(self, record: StepRecord, outcome: StepOutcome, ended: float) -> MetricValues:
@@ -64,7 +66,7 @@ class StepMetrics:
             "loss_scale": self.engine.scaler.scale,
             "skipped_iterations": self.engine.state.skipped_iterations,
             "iteration_time": seconds,
-            "tokens_per_second": outcome.tokens / seconds,
+            **self._speed(outcome.tokens, record.num_samples, seconds),
             **outcome.auxiliary,
         }
         if outcome.zeros_in_grad is not None:
@@ -92,9 +94,15 @@ class StepMetrics:
             "loss": window.loss / max(window.updates, 1),
             "skipped_since_log": window.steps - window.updates,
             "iteration_time": seconds / window.steps,
-            "tokens_per_second": window.tokens / seconds,
+            **self._speed(window.tokens, window.samples, seconds),
             **self._throughput(window.samples / seconds),
         }
+
+    def _speed(self, tokens: float, samples: int, seconds: float) -> MetricValues:
+        """Of samples where a loss is of a whole sample: what its mask counts are no tokens."""
+        if self._counts_tokens:
+            return {"tokens_per_second": tokens / seconds}
+        return {"samples_per_second": samples / seconds}
 
     def _throughput(self, samples_per_second: float) -> MetricValues:
         """tflops: of one device, recomputation not counted. mfu: its fraction of the peak."""

@@ -16,6 +16,7 @@ from mt_moe.permutation import count_occurrences
 from mt_moe.routing.balance import BalanceLosses, Scored
 from mt_moe.routing.capacity import expert_capacity, keep_within
 from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
+from mt_moe.routing.jitter import InputJitter
 from mt_moe.routing.load import Load, LoadCounter, on_backward
 from mt_moe.routing.result import Routing
 from mt_moe.routing.scores import distribution, expert_weights
@@ -59,6 +60,7 @@ class Router(LayoutModule):
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
         self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
         self.register_buffer("faults", torch.zeros((), device=ctx.device), persistent=False)
+        self.jitter = InputJitter(config.moe_input_jitter_eps, ctx)
         self.losses = BalanceLosses(config, layer, ctx)
         self.counter = LoadCounter(experts, ctx)
         self.load: Load | None = None
@@ -66,7 +68,7 @@ class Router(LayoutModule):
 
     def forward(self, share: TokenShare) -> Routing:
         """Raises TrainingError for non-finite logits on a CPU; on a GPU sets a flag without synchronizing."""
-        logits = self.logits(share.tokens)
+        logits = self.logits(self.jitter(share))
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
         counts = count_occurrences(experts, self.config.num_experts) if self.training else None
@@ -82,7 +84,7 @@ class Router(LayoutModule):
         """[T, H] -> [T, E] in moe_router_dtype"""
         dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(self._jitter(tokens).to(dtype), self.weight.to(dtype), bias)
+        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
         self.faults += 0.0 * logits.detach().sum()
         if logits.device.type == "cpu":  # on a GPU this would synchronize; the step's check of the flag reports it
             require_finite(logits, self.name)
@@ -135,12 +137,6 @@ class Router(LayoutModule):
         assert self.expert_bias is not None
         direction = (tokens.mean() - tokens).sign().to(self.expert_bias)
         self.expert_bias += self.config.moe_router_bias_update_rate * direction
-
-    def _jitter(self, tokens: Tensor) -> Tensor:
-        epsilon = self.config.moe_input_jitter_eps
-        if epsilon is None or not self.training:
-            return tokens
-        return tokens * torch.empty_like(tokens).uniform_(1.0 - epsilon, 1.0 + epsilon)
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
         config = self.config

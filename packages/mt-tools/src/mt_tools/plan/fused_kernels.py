@@ -52,9 +52,12 @@ class ConfiguredKernels(Kernels):
     def pick_fused(
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
-        """Of rotary, which frees its input unless it normalizes heads, and of weighted activations. The sum of a norm
-        is planned apart: the same tensors are saved."""
+        """Of rotary, which frees its input unless it normalizes heads, of weighted activations, and of FP8 casts that
+        compute an activation, in place of which those of plain torch run. The sum of a norm is planned apart: the same
+        tensors are saved."""
         found = FUSED.get(kernel)
+        if (kernel, joined) == ("fp8_cast", "activation"):
+            found = self.pick(kernel)
         kernels = (kernel,) if joined is None else (kernel, joined)
         return found if all(self._is_fused(each, width) for each in kernels) else None
 

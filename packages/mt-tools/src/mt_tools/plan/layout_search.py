@@ -12,12 +12,14 @@ from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.schedule_tables import ScheduleTable
+from mt_core.train.build import DTYPES, keeps_remainders
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import GIB
 from mt_tools.plan.routing import Assignment, assign_round_robin
 from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
+from mt_tools.plan.weights import FP32
 
 MICRO_BATCHES = (1, 2, 4)
 SIMULATED_ROUNDS = 4
@@ -162,14 +164,26 @@ def expert_choices(planner: QuickPlanner, stage: int, tp: int) -> Iterator[tuple
         yield from ((ep, etp) for ep in dict.fromkeys((*inside[-2:], *legal[-1:])))
 
 
+def bytes_of_parameter(planner: QuickPlanner) -> tuple[float, float]:
+    """Bytes of a parameter: (weight and gradient, on every rank that has it; master weight, its gradient in fp32 where
+    the other one is not, and optimizer state, which data-parallel ranks shard). Where matrices and vectors have states
+    of two sizes, with the smaller."""
+    precision = planner.config.precision
+    weight = DTYPES[precision.dtype].itemsize
+    gradient = FP32 if precision.accumulate_allreduce_grads_in_fp32 else weight
+    has_main = weight < FP32 and not keeps_remainders(planner.config)
+    main = (FP32 + (FP32 if gradient < FP32 else 0)) if has_main else 0
+    return weight + gradient, main + min(planner.state.of_element.values())
+
+
 def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
-    """Of an average rank: 6 + 12/d bytes per parameter (8 + 8/d in fp32), d ranks sharding the optimizer state."""
+    """Of weights, gradients and optimizer state of an average rank, without padding."""
     parallel, parameters = choice["parallel"], planner.parameters
-    fixed, shared = (8, 8) if planner.config.precision.dtype == "fp32" else (6, 12)
+    fixed, sharded = bytes_of_parameter(planner)
     stage = world // parallel["pipeline_model_parallel_size"]
 
     def gibibytes(count: float, shards: int) -> float:
-        return count * stage / world / shards * (fixed + shared * shards / stage)
+        return count * stage / world / shards * (fixed + sharded * shards / stage)
 
     tensor = parallel["tensor_model_parallel_size"]
     expert_tensor = parallel["expert_tensor_parallel_size"] or tensor

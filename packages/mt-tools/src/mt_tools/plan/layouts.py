@@ -354,6 +354,7 @@ class Planner:
         cost = weights[rank]
         flow = (passing + sends + cost.micro_batch) * passes + cost.step
         largest = max((size / by_stage_calls for size, by_stage_calls in _sizes(passing)), default=0.0)
+        recomputed = max((again[number] for number in own[rank]), default=0.0)
         boundary = max((by_stage[number].sent for number in own[rank]), default=0.0) if len(stages) > 1 else 0.0
         return RankPlan(
             (rank,),
@@ -362,8 +363,9 @@ class Planner:
             cost,
             dict(kept),
             sum(in_flight.values()),
-            max((again[number] for number in own[rank]), default=0.0),
-            cost.buffers + largest + 2 * boundary,
+            recomputed,
+            # The update's memory is needed after the last backward pass, in place of activations.
+            max(cost.buffers + largest + 2 * boundary, cost.update - kept.total() - recomputed),
             flow,
         )
 

@@ -15,6 +15,8 @@ from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import use_streams
+from mt_core.nn.fp8.options import SLOWER_UP_TO
+from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.linear_loss import Unprojected
@@ -186,7 +188,18 @@ def build_on_meta(
     chosen = ConfiguredKernels(config, ctx)
     model = build(config.model, PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels))
     use_kernels(model.modules(), chosen)
+    use_fp8(model, with_planned_fp8(config), ctx, chosen)
     return model
+
+
+def with_planned_fp8(config: Config) -> Config:
+    """FP8 of the planned device, by products that run anywhere: the same tensors are saved and sent."""
+    automatic = SLOWER_UP_TO + 1 if config.train.device != "cpu" else 1
+    portable = {
+        "fp8_implementation": "emulated",
+        "fp8_min_features": config.precision.fp8_min_features or automatic,
+    }
+    return config.model_copy(update={"precision": config.precision.model_copy(update=portable)})
 
 
 def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:

@@ -14,8 +14,10 @@ from mt_core.config.schema import Config
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.buckets import Bucket
+from mt_core.optim.configs import MuonConfig
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.master_weights import MasterWeights, trained_parameters
+from mt_core.optim.muon import is_matrix
 from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
 from mt_core.optim.state_bytes import StateBytes
 from mt_core.parallel.context import ParallelContext
@@ -40,6 +42,8 @@ class WeightCost:
     buffers: float = 0.0
     updated: float = 0.0
     """Elements that this rank's optimizer updates."""
+    update: float = 0.0
+    """Bytes that the optimizer's update needs besides, when no activations are kept."""
     step: Flow = field(default_factory=Flow)
     """Messages of a step that do not depend on the number of micro-batches."""
     collected_first: float = 1.0
@@ -50,6 +54,28 @@ class WeightCost:
     @property
     def total(self) -> float:
         return self.weights + self.gradients + self.main_weights + self.optimizer_state
+
+
+def newton_schulz_bytes(rows: int, columns: int) -> int:
+    """What Muon holds while it orthogonalizes a matrix in fp32: the matrix and up to four of its size, and products of
+    its shorter side."""
+    matrix, gram = rows * columns, min(rows, columns) ** 2
+    return FP32 * max(5 * matrix + gram, 3 * matrix + 4 * gram)
+
+
+def update_bytes(config: Config, model: nn.Module) -> float:
+    """Of the largest matrix that Muon orthogonalizes on one rank, whole whatever the layout, or those of the experts of
+    a rank together; 0 for other optimizers."""
+    if not isinstance(config.optimizer, MuonConfig):
+        return 0.0
+    matrices = {name: layout for name, layout in parameter_layouts(model).items() if is_matrix(name, layout)}
+    return max(
+        (
+            model.get_parameter(name).shape[:-2].numel() * newton_schulz_bytes(*layout.shape[-2:])
+            for name, layout in matrices.items()
+        ),
+        default=0.0,
+    )
 
 
 def weight_cost(
@@ -81,6 +107,7 @@ def weight_cost(
         ),
         buffers=buffers,
         updated=sum(parameter.numel() for parameter in named.values()),
+        update=update_bytes(config, model),
         step=ledger.take(),
         collected_first=_share_waited_for(weights),
     )
@@ -184,6 +211,7 @@ def _fully_sharded_cost(
         optimizer_state=optimizer_state,
         buffers=float(collected * compute + (whole * FP32 if passes > 1 else 0)),
         updated=own,
+        update=update_bytes(config, model),
         step=ledger.take() + _sums_of_copies(model, layouts, ctx, copies, own_share=whole / own),
         micro_batch=again.take(),
     )

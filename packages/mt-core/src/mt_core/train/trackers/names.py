@@ -22,6 +22,7 @@ OF_LOG: Mapping[str, str] = {
     "tflops": "throughput",
     "mfu": "mfu",
     "tokens_per_second": "tokens-per-second",
+    "samples_per_second": "samples-per-second",
     "memory_reserved": "mem-reserved-bytes",
     "memory_allocated": "mem-allocated-bytes",
     "max_memory_allocated": "mem-max-allocated-bytes",

@@ -1,0 +1,36 @@
+"""`Accelerator.save_model`: the weights of a prepared model in Hugging Face's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_ckpt.convert.engine import convert
+from mt_ckpt.sizes import parse_bytes
+from mt_core.errors import MtError
+from mt_core.parallel.context import wait_for_all
+from mt_core.paths import remove_tree
+from mt_core.plugins import PluginHost
+from mt_core.specs import ConvertOptions
+from mt_core.train import Engine
+
+
+def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) -> None:
+    """Write what `from_pretrained` loads: whole weights, in the precision of training. Every rank writes its shards
+    beside the folder; the first one converts and removes them. Collective. Raises ConfigError and CheckpointError."""
+    options = ConvertOptions(
+        dtype=engine.config.precision.dtype,
+        max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"),
+    )
+    shards = folder.with_name(f".{folder.name}.shards")
+    checkpoint = engine.save_state(shards, with_optimizer=False)
+    error: MtError | None = None
+    if is_first_rank():
+        try:
+            convert(checkpoint, folder, saver="hf", options=options, host=host)
+        except MtError as caught:
+            error = caught
+        remove_tree(shards)
+    wait_for_all()
+    if (failed := from_first_rank(error)) is not None:
+        raise failed
