@@ -17,7 +17,7 @@ Run = tuple[int, Hashable]
 
 
 class InTurn:
-    """What `function(rank, world, case)` returns on the first rank. Runs of different lists have different processes."""
+    """What `function(rank, world, case)` returns on the first rank. Each list has processes of its own."""
 
     def __init__(self, function: Callable[..., Any], *lists: Iterable[Run]) -> None:
         self.function = function

@@ -13,7 +13,6 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,9 @@ from torch import Tensor
 from mt_core.config.loading import load_config
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_tools.verify.run_record import record_run
+from mt_core.train import Trainer
+from mt_core.train.checkpoint.state import MODEL
+from mt_core.train.checkpoint.write_plan import collect
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -119,39 +120,56 @@ def label_of(model: Model) -> str:
     return "experts" if model else "dense"
 
 
+QUICK = {"tp2-sp-zero2", "ep2-fsdp2"}
+
+
 def same_pairs() -> Iterator[object]:
-    quick = {"tp2-sp-zero2", "ep2-fsdp2"}
     for model, layouts in BY_NAME.items():
         for name, layout in layouts.items():
-            marks = () if name in quick else EXHAUSTIVE
+            marks = () if name in QUICK else EXHAUSTIVE
             yield pytest.param(model, layout, marks=marks, id=f"{label_of(model)}-{name}")
 
 
-def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
-    """Train until `steps` steps are done, from the run's checkpoint if it has one; returns the first rank's weights."""
+@dataclass(frozen=True)
+class Training:
+    """Until `steps` steps are done, from the checkpoint of run_dir if it has one."""
+
+    model: Model
+    layout: Layout
+    steps: int
+    run_dir: Path | None = None
+
+
+def train(rank: int, world: int, training: Training) -> dict[str, Tensor]:
+    """The first rank's weights, if all steps are done."""
     torch.set_num_threads(1)
     host = load_plugins()
-    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings], host=host)
-    record = record_run(config, steps, host=host, run_dir=run_dir)
-    return record.weights if rank == 0 else {}
+    settings = [*SETTINGS, *settings_of(training.model, training.layout), f"train.exit_iteration={training.steps}"]
+    config = load_config(preset="gpt-tiny", overrides=settings, host=host)
+    trainer = Trainer(config, host=host, run_dir=training.run_dir)
+    assert trainer.train().state.iteration == training.steps
+    if training.steps < 2 * STEPS:
+        return {}
+    weights = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
+    return {name: tensor for name, tensor in collect(weights, trainer.ctx) if rank == 0}
 
 
-def train_in_turn(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
-    return [train(rank, world, *arguments) for arguments in runs]
+def train_in_turn(rank: int, world: int, trainings: Sequence[Training]) -> list[dict[str, Tensor]]:
+    return [train(rank, world, training) for training in trainings]
 
 
-def weights_of(model: Model, layouts: Sequence[Layout], steps: int, run_dirs: Sequence[Path | None]) -> list[Weights]:
-    """The weights after a run under each layout. Those on as many ranks have the same processes, one after another."""
-    found: dict[int, Weights] = {}
-    for world in {layout.world for layout in layouts}:
-        numbers = [number for number, layout in enumerate(layouts) if layout.world == world]
-        runs = [(settings_of(model, layouts[number]), steps, run_dirs[number]) for number in numbers]
-        found |= zip(numbers, run_ranks(world, train_in_turn, runs, timeout=400)[0], strict=True)
-    return [found[number] for number in range(len(layouts))]
+def weights_of(trainings: Sequence[Training]) -> dict[Training, Weights]:
+    """Those on as many ranks have the same processes, one after another."""
+    found: dict[Training, Weights] = {}
+    for world in {training.layout.world for training in trainings}:
+        alike = [training for training in trainings if training.layout.world == world]
+        found |= zip(alike, run_ranks(world, train_in_turn, alike, timeout=400)[0], strict=True)
+    return found
 
 
 def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
-    keys = ["train.micro_batch_size", *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
+    changed = ["train.micro_batch_size", "train.exit_iteration"]
+    keys = [*changed, *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
     # Two samples at once halve what a layout communicates. Losses of balance are those of a micro-batch, and four
     # replicas have one sample each.
     at_once = 1 if model or FSDP in layout.keys else 2
@@ -159,17 +177,50 @@ def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
     return (*model, *(f"parallel.{key}" for key in layout.keys), samples, f"checkpoint.accept_changes={keys!r}")
 
 
-def weights_after(model: Model, layout: Layout, steps: int, run_dir: Path | None = None) -> Weights:
-    return weights_of(model, [layout], steps, [run_dir])[0]
+def weights_after(training: Training) -> Weights:
+    return weights_of([training])[training]
 
 
 ALL_KEYS = sorted({key for layouts in BY_NAME.values() for layout in layouts.values() for key in layout.keys})
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The weights after all steps: in one go, and by the layouts before and after the checkpoint half-way."""
+
+    whole: Mapping[tuple[Model, Layout], Weights]
+    resumed: Mapping[tuple[Model, Pair], Weights]
+
+
+@cache
+def default_runs() -> Runs:
+    """Those around the rings, and those that go on under the same layout: first halves and whole runs on as many ranks
+    in the same processes, and the other halves in new ones."""
+    pairs = [(model, pair) for model in BY_NAME for pair in [*ring(model), *((one, one) for one in quick(model))]]
+    whole = [Training(model, one, 2 * STEPS) for model in BY_NAME for one in [BY_NAME[model]["one"], *quick(model)]]
+    with TemporaryDirectory(prefix="mt-resharding-") as folder:
+        run_dirs = [Path(folder, str(number)) for number in range(len(pairs))]
+        halves = [Training(model, first, STEPS, run) for (model, (first, _)), run in zip(pairs, run_dirs, strict=True)]
+        found = weights_of([*halves, *whole])
+        others = [
+            Training(model, second, 2 * STEPS, run) for (model, (_, second)), run in zip(pairs, run_dirs, strict=True)
+        ]
+        resumed = weights_of(others)
+    return Runs(
+        {(training.model, training.layout): found[training] for training in whole},
+        dict(zip(pairs, [resumed[training] for training in others], strict=True)),
+    )
+
+
+def quick(model: Model) -> list[Layout]:
+    return [layout for name, layout in BY_NAME[model].items() if name in QUICK]
+
+
 @cache
 def whole_run(model: Model, layout: Layout) -> Weights:
     """The weights after all steps in one go."""
-    return weights_after(model, layout, 2 * STEPS)
+    by_default = layout.world == 1 or layout.name in QUICK
+    return default_runs().whole[model, layout] if by_default else weights_after(Training(model, layout, 2 * STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +231,7 @@ def saved_under() -> Iterator[object]:
         @cache
         def save(model: Model, layout: Layout) -> Path:
             path = Path(folder) / f"{len(model)}-{layout.name}"
-            weights_after(model, layout, STEPS, path)
+            weights_after(Training(model, layout, STEPS, path))
             return path
 
         yield save
@@ -189,17 +240,13 @@ def saved_under() -> Iterator[object]:
 def go_on(run: Path, model: Model, layout: Layout, folder: Path) -> Weights:
     """The other half, on a copy of the run."""
     shutil.copytree(run, folder / "run")
-    return weights_after(model, layout, 2 * STEPS, folder / "run")
+    return weights_after(Training(model, layout, 2 * STEPS, folder / "run"))
 
 
 @pytest.mark.parametrize("model", BY_NAME, ids=label_of)
-def test_runs_resharded_around_a_ring_are_the_unresharded_one(model: Model, tmp_path: Path) -> None:
-    pairs = ring(model)
-    firsts, seconds = zip(*pairs, strict=True)
-    run_dirs = [tmp_path / f"{first}-to-{second}" for first, second in pairs]
-    weights_of(model, firsts, STEPS, run_dirs)
-    for (first, second), found in zip(pairs, weights_of(model, seconds, 2 * STEPS, run_dirs), strict=True):
-        require_unresharded(found, model, f"{first} to {second}")
+def test_runs_resharded_around_a_ring_are_the_unresharded_one(model: Model) -> None:
+    for first, second in ring(model):
+        require_unresharded(default_runs().resumed[model, (first, second)], model, f"{first} to {second}")
 
 
 @pytest.mark.exhaustive
@@ -219,7 +266,11 @@ def require_unresharded(found: Weights, model: Model, label: str) -> None:
 
 @pytest.mark.parametrize(("model", "layout"), list(same_pairs()))
 def test_the_same_layout_goes_on_bit_for_bit(model, layout, saved_under, tmp_path: Path) -> None:
-    found, reference = go_on(saved_under(model, layout), model, layout, tmp_path), whole_run(model, layout)
+    reference = whole_run(model, layout)
+    if layout.name in QUICK:
+        found = default_runs().resumed[model, (layout, layout)]
+    else:
+        found = go_on(saved_under(model, layout), model, layout, tmp_path)
     assert found.keys() == reference.keys()
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
 
