@@ -17,7 +17,7 @@ Run = tuple[int, Hashable]
 
 
 class InTurn:
-    """What `function(rank, world, case)` returns on the first rank. Each list has processes of its own."""
+    """What `function(rank, world, case)` returns, computed once. Each list has processes of its own."""
 
     def __init__(self, function: Callable[..., Any], *lists: Iterable[Run]) -> None:
         self.function = function
@@ -25,19 +25,23 @@ class InTurn:
         self.results_of_group = cache(self._results_of_group)
 
     def result(self, world: int, case: Hashable) -> Any:
+        """Of the first rank."""
+        return self.of_ranks(world, case)[0]
+
+    def of_ranks(self, world: int, case: Hashable) -> list[Any]:
         """From the processes of its group, or from its own if it is in no list or if one of the group fails: no failure
         hides another."""
         run = world, case
         results = self.results_of_group(self.group_of[run]) if run in self.group_of else {}
-        return results[run] if results else run_ranks(world, self.function, case)[0]
+        return results[run] if results else run_ranks(world, self.function, case)
 
-    def _results_of_group(self, group: Sequence[Run]) -> dict[Run, Any]:
+    def _results_of_group(self, group: Sequence[Run]) -> dict[Run, list[Any]]:
         cases = [case for _, case in group]
         try:
-            results = run_ranks(group[0][0], one_after_another, self.function, cases, timeout=SECONDS)[0]
+            of_ranks = run_ranks(group[0][0], one_after_another, self.function, cases, timeout=SECONDS)
         except (RankFailureError, TimeoutError):
             return {}
-        return dict(zip(group, results, strict=True))
+        return {run: list(results) for run, *results in zip(group, *of_ranks, strict=True)}
 
 
 def groups(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:
