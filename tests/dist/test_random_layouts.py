@@ -216,8 +216,8 @@ def run(rank: int, keys: Mapping[str, Any]) -> RunRecord | None:
 
 
 DRAWN = [
-    [*map(draw, DEFAULT_DRAWS), *map(draw_moe, DEFAULT_MOE_DRAWS)],
-    [*map(draw, MORE_DRAWS), *map(draw_moe, MORE_MOE_DRAWS)],
+    *([draw(number) for number in numbers] for numbers in (DEFAULT_DRAWS, MORE_DRAWS)),
+    *([draw_moe(number) for number in numbers] for numbers in (DEFAULT_MOE_DRAWS, MORE_MOE_DRAWS)),
 ]
 DIVIDED = InTurn(run_divided, *([(one.world, one) for one in drawn] for drawn in DRAWN))
 ALONE = InTurn(run_alone, *([(1, one) for one in drawn] for drawn in DRAWN))

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from tests.covering import EXHAUSTIVE
 from torch import Tensor
 
 from mt_core.config.loading import load_config
@@ -124,10 +123,11 @@ QUICK = {"tp2-sp-zero2", "ep2-fsdp2"}
 
 
 def same_pairs() -> Iterator[object]:
+    """Those that the test of the rings has not."""
     for model, layouts in BY_NAME.items():
         for name, layout in layouts.items():
-            marks = () if name in QUICK else EXHAUSTIVE
-            yield pytest.param(model, layout, marks=marks, id=f"{label_of(model)}-{name}")
+            if name not in QUICK:
+                yield pytest.param(model, layout, id=f"{label_of(model)}-{name}")
 
 
 @dataclass(frozen=True)
@@ -188,26 +188,23 @@ ALL_KEYS = sorted({key for layouts in BY_NAME.values() for layout in layouts.val
 class Runs:
     """The weights after all steps: in one go, and by the layouts before and after the checkpoint half-way."""
 
-    whole: Mapping[tuple[Model, Layout], Weights]
-    resumed: Mapping[tuple[Model, Pair], Weights]
+    whole: Mapping[Layout, Weights]
+    resumed: Mapping[Pair, Weights]
 
 
 @cache
-def default_runs() -> Runs:
-    """Those around the rings, and those that go on under the same layout: first halves and whole runs on as many ranks
+def default_runs(model: Model) -> Runs:
+    """Those around the ring, and those that go on under the same layout: first halves and whole runs on as many ranks
     in the same processes, and the other halves in new ones."""
-    pairs = [(model, pair) for model in BY_NAME for pair in [*ring(model), *((one, one) for one in quick(model))]]
-    whole = [Training(model, one, 2 * STEPS) for model in BY_NAME for one in [BY_NAME[model]["one"], *quick(model)]]
+    pairs = [*ring(model), *((layout, layout) for layout in quick(model))]
+    whole = [Training(model, layout, 2 * STEPS) for layout in (BY_NAME[model]["one"], *quick(model))]
     with TemporaryDirectory(prefix="mt-resharding-") as folder:
-        run_dirs = [Path(folder, str(number)) for number in range(len(pairs))]
-        halves = [Training(model, first, STEPS, run) for (model, (first, _)), run in zip(pairs, run_dirs, strict=True)]
-        found = weights_of([*halves, *whole])
-        others = [
-            Training(model, second, 2 * STEPS, run) for (model, (_, second)), run in zip(pairs, run_dirs, strict=True)
-        ]
+        numbered = [(Path(folder, str(number)), *pair) for number, pair in enumerate(pairs)]
+        found = weights_of([*(Training(model, first, STEPS, run) for run, first, _ in numbered), *whole])
+        others = [Training(model, second, 2 * STEPS, run) for run, _, second in numbered]
         resumed = weights_of(others)
     return Runs(
-        {(training.model, training.layout): found[training] for training in whole},
+        {training.layout: found[training] for training in whole},
         dict(zip(pairs, [resumed[training] for training in others], strict=True)),
     )
 
@@ -220,7 +217,7 @@ def quick(model: Model) -> list[Layout]:
 def whole_run(model: Model, layout: Layout) -> Weights:
     """The weights after all steps in one go."""
     by_default = layout.world == 1 or layout.name in QUICK
-    return default_runs().whole[model, layout] if by_default else weights_after(Training(model, layout, 2 * STEPS))
+    return default_runs(model).whole[layout] if by_default else weights_after(Training(model, layout, 2 * STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +242,12 @@ def go_on(run: Path, model: Model, layout: Layout, folder: Path) -> Weights:
 
 @pytest.mark.parametrize("model", BY_NAME, ids=label_of)
 def test_runs_resharded_around_a_ring_are_the_unresharded_one(model: Model) -> None:
-    for first, second in ring(model):
-        require_unresharded(default_runs().resumed[model, (first, second)], model, f"{first} to {second}")
+    """And those that go on under the same layout, to the last bit."""
+    for (first, second), found in default_runs(model).resumed.items():
+        if first == second:
+            require_same_bits(found, whole_run(model, first), str(first))
+        else:
+            require_unresharded(found, model, f"{first} to {second}")
 
 
 @pytest.mark.exhaustive
@@ -264,15 +265,16 @@ def require_unresharded(found: Weights, model: Model, label: str) -> None:
         assert off < TOLERANCE, f"{label}: {name} differs by {off:.1e}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "layout"), list(same_pairs()))
 def test_the_same_layout_goes_on_bit_for_bit(model, layout, saved_under, tmp_path: Path) -> None:
-    reference = whole_run(model, layout)
-    if layout.name in QUICK:
-        found = default_runs().resumed[model, (layout, layout)]
-    else:
-        found = go_on(saved_under(model, layout), model, layout, tmp_path)
-    assert found.keys() == reference.keys()
-    assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
+    found = go_on(saved_under(model, layout), model, layout, tmp_path)
+    require_same_bits(found, whole_run(model, layout), str(layout))
+
+
+def require_same_bits(found: Weights, reference: Weights, label: str) -> None:
+    assert found.keys() == reference.keys(), label
+    assert [name for name in reference if not torch.equal(found[name], reference[name])] == [], label
 
 
 def test_a_ring_saves_and_loads_every_layout() -> None:
