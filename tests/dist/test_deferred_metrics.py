@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step
+from tests.dist.in_turn import InTurn
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError, TrainingError
@@ -95,11 +96,13 @@ def late_and_at_once(rank: int, world: int, more: tuple[str, ...]) -> tuple[list
     return deferred, at_once, [name for name in after if not torch.equal(after[name], after_deferred[name])]
 
 
+BOTH = InTurn(late_and_at_once, LAYOUTS.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
-    world, more = LAYOUTS[name]
-    ranks = run_ranks(world, late_and_at_once, more)
+    ranks = BOTH.of_ranks(*LAYOUTS[name])
     for deferred, at_once, different in ranks:
         assert [step["iteration"] for step in deferred] == [1, 2, 3]
         assert deferred == at_once
@@ -127,18 +130,24 @@ def test_the_losses_of_layers_are_those_of_one_process() -> None:
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def waits(rank: int, world: int, deferred: bool, more: tuple[str, ...]) -> int:
+def waits(rank: int, world: int, case: tuple[bool, tuple[str, ...]]) -> int:
+    deferred, more = case
     deferred_metrics = "always" if deferred else "never"
     return spy_on_step(Trainer(config(f"train.deferred_metrics={deferred_metrics}", *more))).waits
 
 
-@pytest.mark.parametrize("more", [(), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN])
-def test_a_steady_step_of_two_ranks_waits_for_nothing(more) -> None:
-    assert run_ranks(2, waits, True, more) == [0, 0]
+DEFERRED = [(True, more) for more in ((), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN)]
+AT_ONCE = (False, ())
+WAITS = InTurn(waits, [(2, case) for case in (*DEFERRED, AT_ONCE)])
+
+
+@pytest.mark.parametrize("case", DEFERRED)
+def test_a_steady_step_of_two_ranks_waits_for_nothing(case) -> None:
+    assert WAITS.of_ranks(2, case) == [0, 0]
 
 
 def test_a_step_of_two_ranks_whose_metrics_are_read_at_once_waits() -> None:
-    assert min(run_ranks(2, waits, False, ())) >= 1
+    assert min(WAITS.of_ranks(2, AT_ONCE)) >= 1
 
 
 def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, bool]:
@@ -179,7 +188,10 @@ def refused(rank: int, world: int) -> str:
 
 def test_a_step_whose_schedule_is_traced_is_refused() -> None:
     for words in run_ranks(2, refused):
-        assert "train.deferred_metrics=always is not possible: logging.trace_schedule=trace.json measures one step" in words
+        assert (
+            "train.deferred_metrics=always is not possible: logging.trace_schedule=trace.json measures one step"
+            in words
+        )
 
 
 class Stops(Callback):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from operator import itemgetter
 
 import pytest
 import torch
 from tests.covering import EXHAUSTIVE, uncovered_pairs
+from tests.dist.in_turn import InTurn
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -72,7 +73,7 @@ def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
 
 @cache
 def one_process(model: tuple[str, ...]) -> RunRecord:
-    return run_ranks(1, run, model)[0]
+    return ALONE.result(1, model)
 
 
 def of_one_process(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -192,6 +193,15 @@ MORE_LAYOUTS: list[Layout] = [
     (4, (*DROPOUT, TP2, SP, PP2)),
 ]
 """Keys that also meet, two by two, in LAYOUTS."""
+LAYOUTS.sort(key=itemgetter(0))  # neighbours run in the same processes
+
+
+def keys_of(world: int, layout: tuple[str, ...]) -> tuple[str, ...]:
+    return (*small_enough(world, layout), *layout)
+
+
+DIVIDED = InTurn(run, *([(one[0], keys_of(*one)) for one in layouts] for layouts in (LAYOUTS, MORE_LAYOUTS)))
+ALONE = InTurn(run, *([(1, of_one_process(keys_of(*one))) for one in layouts] for layouts in (LAYOUTS, MORE_LAYOUTS)))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +214,8 @@ MORE_LAYOUTS: list[Layout] = [
     ),
 )
 def test_a_layout_computes_what_one_process_computes(world, layout) -> None:
-    keys = (*small_enough(world, layout), *layout)
-    require_equal(run_ranks(world, run, keys)[0], one_process(of_one_process(keys)))
+    keys = keys_of(world, layout)
+    require_equal(DIVIDED.result(world, keys), one_process(of_one_process(keys)))
 
 
 def test_every_two_keys_meet_in_a_layout_that_runs_by_default() -> None:

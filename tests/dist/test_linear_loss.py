@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.linear_loss import build_linear_cross_entropy, build_linear_cross_entropy_sum
+from mt_core.nn.linear_loss import build_linear_cross_entropy
 from mt_core.parallel.context import ParallelContext
-from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
@@ -46,27 +44,27 @@ def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-@cache
-def with_logits(model: tuple[str, ...]) -> RunRecord:
-    """One process that holds all logits."""
-    return run_ranks(1, run, model)[0]
+CASES = [
+    ("linear_cross_entropy", (TP2,), ()),
+    ("linear_cross_entropy", (TP2, SP), (UNTIED,)),
+    ("linear_cross_entropy_sum", (TP2, SP), ()),
+    ("linear_cross_entropy", (PP2,), ()),
+    ("linear_cross_entropy_sum", (PP2,), (UNTIED,)),
+    ("linear_cross_entropy", (PP2, ZBV), (UNTIED,)),
+    ("linear_cross_entropy", (CP2,), ()),
+]
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout", "model"),
-    [
-        ("linear_cross_entropy", (TP2,), ()),
-        ("linear_cross_entropy", (TP2, SP), (UNTIED,)),
-        ("linear_cross_entropy_sum", (TP2, SP), ()),
-        ("linear_cross_entropy", (PP2,), ()),
-        ("linear_cross_entropy_sum", (PP2,), (UNTIED,)),
-        ("linear_cross_entropy", (PP2, ZBV), (UNTIED,)),
-        ("linear_cross_entropy", (CP2,), ()),
-    ],
-)
+def without_logits(loss: str, layout: tuple[str, ...], model: tuple[str, ...]) -> tuple[str, ...]:
+    return (*model, *layout, f"train.loss={loss}")
+
+
+RUNS = InTurn(run, [(2, without_logits(*case)) for case in CASES], [(1, model) for *_, model in CASES])
+
+
+@pytest.mark.parametrize(("loss", "layout", "model"), CASES)
 def test_layouts_compute_what_one_process_with_logits_does(loss, layout, model) -> None:
-    reference = with_logits(model)
-    found = run_ranks(2, run, (*model, *layout, f"train.loss={loss}"))[0]
+    reference, found = RUNS.result(1, model), RUNS.result(2, without_logits(loss, layout, model))
     assert found.losses == pytest.approx(reference.losses, rel=1e-5)
     assert found.norms == pytest.approx(reference.norms, rel=1e-4)
     assert found.evaluation == pytest.approx(reference.evaluation, rel=1e-5)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 from torch import Tensor
 
@@ -47,33 +48,32 @@ def run(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-@cache
-def one_process(options: tuple[str, ...]) -> RunRecord:
-    return run_ranks(1, run, options)[0]
-
-
-def too_large(world: int, options: tuple[str, ...], layout: tuple[str, ...]) -> list[str]:
-    found = run_ranks(world, run, (*options, *layout))[0]
-    return [str(difference) for difference in compare(found, one_process(options)) if difference.too_large]
-
-
-@pytest.mark.parametrize(
-    ("world", "options", "layout"),
-    [
-        (2, (*MUON, *WHOLE_QKV), (TP2,)),
-        (4, (*MUON, *ONE_GROUP), (TP4,)),
-        (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
-        (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
-        (4, MUON, (FSDP, INSTANCES)),
-        (4, MUON, (CP2, ZERO)),
-        (8, MUON, (PP2, TP2, SP, ZERO)),
-        (4, DECOUPLED, (TP2, ZERO)),
-        (4, DECOUPLED, (PP2, FSDP)),
-    ],
-    ids=joined,
+CASES = [
+    (2, (*MUON, *WHOLE_QKV), (TP2,)),
+    (4, (*MUON, *ONE_GROUP), (TP4,)),
+    (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
+    (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
+    (4, MUON, (FSDP, INSTANCES)),
+    (4, MUON, (CP2, ZERO)),
+    (8, MUON, (PP2, TP2, SP, ZERO)),
+    (4, DECOUPLED, (TP2, ZERO)),
+    (4, DECOUPLED, (PP2, FSDP)),
+]
+RUNS = InTurn(
+    run,
+    [(world, (*options, *layout)) for world, options, layout in CASES],
+    [(1, options) for _, options, _ in CASES],
 )
+
+
+def one_process(options: tuple[str, ...]) -> RunRecord:
+    return RUNS.result(1, options)
+
+
+@pytest.mark.parametrize(("world", "options", "layout"), CASES, ids=joined)
 def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
-    assert too_large(world, options, layout) == []
+    found = RUNS.result(world, (*options, *layout))
+    assert [str(difference) for difference in compare(found, one_process(options)) if difference.too_large] == []
 
 
 def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tests.covering import EXHAUSTIVE
+from tests.dist.in_turn import InTurn
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -61,6 +61,9 @@ class Draw:
     def __str__(self) -> str:
         keys = [f"{key}={value}" for key, value in {**self.model, **self.layout}.items()]
         return f"on {self.world} ranks:\n  " + "\n  ".join(keys)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
 
 def draw(number: int) -> Draw:
@@ -198,10 +201,26 @@ def loaded(keys: Mapping[str, Any], host: PluginHost) -> LoadedConfig:
     return load_config(overrides=[f"{key}={value}" for key, value in {**COMMON, **keys}.items()], host=host)
 
 
-def run(rank: int, world: int, keys: Mapping[str, Any]) -> RunRecord | None:
+def run_divided(rank: int, world: int, drawn: Draw) -> RunRecord | None:
+    return run(rank, {**drawn.model, **drawn.layout})
+
+
+def run_alone(rank: int, world: int, drawn: Draw) -> RunRecord | None:
+    return run(rank, drawn.model)
+
+
+def run(rank: int, keys: Mapping[str, Any]) -> RunRecord | None:
     host = load_plugins()
     record = record_run(loaded(keys, host), host=host)
     return record if rank == 0 else None
+
+
+DRAWN = [
+    *([draw(number) for number in numbers] for numbers in (DEFAULT_DRAWS, MORE_DRAWS)),
+    *([draw_moe(number) for number in numbers] for numbers in (DEFAULT_MOE_DRAWS, MORE_MOE_DRAWS)),
+]
+DIVIDED = InTurn(run_divided, *([(one.world, one) for one in drawn] for drawn in DRAWN))
+ALONE = InTurn(run_alone, *([(1, one) for one in drawn] for drawn in DRAWN))
 
 
 @pytest.mark.parametrize(
@@ -224,8 +243,7 @@ def test_a_random_layout_of_experts_computes_what_one_process_computes(number: i
 
 def require_equal(number: int, drawn: Draw) -> None:
     print(f"draw {number}", drawn)
-    (reference,) = run_ranks(1, run, drawn.model)
-    found = run_ranks(drawn.world, run, {**drawn.model, **drawn.layout})[0]
+    reference, found = ALONE.result(1, drawn), DIVIDED.result(drawn.world, drawn)
     assert found.evaluation == pytest.approx(reference.evaluation, rel=1e-5)
     different = [str(difference) for difference in compare(found, reference) if difference.too_large]
     assert not different, f"draw {number} {drawn}\ndiffers in " + "; ".join(different)

@@ -13,17 +13,17 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
-from tests.covering import EXHAUSTIVE
 from torch import Tensor
 
 from mt_core.config.loading import load_config
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_tools.verify.run_record import record_run
+from mt_core.train import Trainer
+from mt_core.train.checkpoint.state import MODEL
+from mt_core.train.checkpoint.write_plan import collect
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -119,39 +119,57 @@ def label_of(model: Model) -> str:
     return "experts" if model else "dense"
 
 
+QUICK = {"tp2-sp-zero2", "ep2-fsdp2"}
+
+
 def same_pairs() -> Iterator[object]:
-    quick = {"tp2-sp-zero2", "ep2-fsdp2"}
+    """Those that the test of the rings has not."""
     for model, layouts in BY_NAME.items():
         for name, layout in layouts.items():
-            marks = () if name in quick else EXHAUSTIVE
-            yield pytest.param(model, layout, marks=marks, id=f"{label_of(model)}-{name}")
+            if name not in QUICK:
+                yield pytest.param(model, layout, id=f"{label_of(model)}-{name}")
 
 
-def train(rank: int, world: int, settings: tuple[str, ...], steps: int, run_dir: Path | None) -> dict[str, Tensor]:
-    """Train until `steps` steps are done, from the run's checkpoint if it has one; returns the first rank's weights."""
+@dataclass(frozen=True)
+class Training:
+    """Until `steps` steps are done, from the checkpoint of run_dir if it has one."""
+
+    model: Model
+    layout: Layout
+    steps: int
+    run_dir: Path | None = None
+
+
+def train(rank: int, world: int, training: Training) -> dict[str, Tensor]:
+    """The first rank's weights, if all steps are done."""
     torch.set_num_threads(1)
     host = load_plugins()
-    config = load_config(preset="gpt-tiny", overrides=[*SETTINGS, *settings], host=host)
-    record = record_run(config, steps, host=host, run_dir=run_dir)
-    return record.weights if rank == 0 else {}
+    settings = [*SETTINGS, *settings_of(training.model, training.layout), f"train.exit_iteration={training.steps}"]
+    config = load_config(preset="gpt-tiny", overrides=settings, host=host)
+    trainer = Trainer(config, host=host, run_dir=training.run_dir)
+    assert trainer.train().state.iteration == training.steps
+    if training.steps < 2 * STEPS:
+        return {}
+    weights = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
+    return {name: tensor for name, tensor in collect(weights, trainer.ctx) if rank == 0}
 
 
-def train_in_turn(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
-    return [train(rank, world, *arguments) for arguments in runs]
+def train_in_turn(rank: int, world: int, trainings: Sequence[Training]) -> list[dict[str, Tensor]]:
+    return [train(rank, world, training) for training in trainings]
 
 
-def weights_of(model: Model, layouts: Sequence[Layout], steps: int, run_dirs: Sequence[Path | None]) -> list[Weights]:
-    """The weights after a run under each layout. Those on as many ranks have the same processes, one after another."""
-    found: dict[int, Weights] = {}
-    for world in {layout.world for layout in layouts}:
-        numbers = [number for number, layout in enumerate(layouts) if layout.world == world]
-        runs = [(settings_of(model, layouts[number]), steps, run_dirs[number]) for number in numbers]
-        found |= zip(numbers, run_ranks(world, train_in_turn, runs, timeout=400)[0], strict=True)
-    return [found[number] for number in range(len(layouts))]
+def weights_of(trainings: Sequence[Training]) -> dict[Training, Weights]:
+    """Those on as many ranks have the same processes, one after another."""
+    found: dict[Training, Weights] = {}
+    for world in {training.layout.world for training in trainings}:
+        alike = [training for training in trainings if training.layout.world == world]
+        found |= zip(alike, run_ranks(world, train_in_turn, alike, timeout=400)[0], strict=True)
+    return found
 
 
 def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
-    keys = ["train.micro_batch_size", *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
+    changed = ["train.micro_batch_size", "train.exit_iteration"]
+    keys = [*changed, *(f"parallel.{key.partition('=')[0]}" for key in ALL_KEYS)]
     # Two samples at once halve what a layout communicates. Losses of balance are those of a micro-batch, and four
     # replicas have one sample each.
     at_once = 1 if model or FSDP in layout.keys else 2
@@ -159,17 +177,47 @@ def settings_of(model: Model, layout: Layout) -> tuple[str, ...]:
     return (*model, *(f"parallel.{key}" for key in layout.keys), samples, f"checkpoint.accept_changes={keys!r}")
 
 
-def weights_after(model: Model, layout: Layout, steps: int, run_dir: Path | None = None) -> Weights:
-    return weights_of(model, [layout], steps, [run_dir])[0]
+def weights_after(training: Training) -> Weights:
+    return weights_of([training])[training]
 
 
 ALL_KEYS = sorted({key for layouts in BY_NAME.values() for layout in layouts.values() for key in layout.keys})
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The weights after all steps: in one go, and by the layouts before and after the checkpoint half-way."""
+
+    whole: Mapping[Layout, Weights]
+    resumed: Mapping[Pair, Weights]
+
+
+@cache
+def default_runs(model: Model) -> Runs:
+    """Those around the ring, and those that go on under the same layout: first halves and whole runs on as many ranks
+    in the same processes, and the other halves in new ones."""
+    pairs = [*ring(model), *((layout, layout) for layout in quick(model))]
+    whole = [Training(model, layout, 2 * STEPS) for layout in (BY_NAME[model]["one"], *quick(model))]
+    with TemporaryDirectory(prefix="mt-resharding-") as folder:
+        numbered = [(Path(folder, str(number)), *pair) for number, pair in enumerate(pairs)]
+        found = weights_of([*(Training(model, first, STEPS, run) for run, first, _ in numbered), *whole])
+        others = [Training(model, second, 2 * STEPS, run) for run, _, second in numbered]
+        resumed = weights_of(others)
+    return Runs(
+        {training.layout: found[training] for training in whole},
+        dict(zip(pairs, [resumed[training] for training in others], strict=True)),
+    )
+
+
+def quick(model: Model) -> list[Layout]:
+    return [layout for name, layout in BY_NAME[model].items() if name in QUICK]
+
+
 @cache
 def whole_run(model: Model, layout: Layout) -> Weights:
     """The weights after all steps in one go."""
-    return weights_after(model, layout, 2 * STEPS)
+    by_default = layout.world == 1 or layout.name in QUICK
+    return default_runs(model).whole[layout] if by_default else weights_after(Training(model, layout, 2 * STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +228,7 @@ def saved_under() -> Iterator[object]:
         @cache
         def save(model: Model, layout: Layout) -> Path:
             path = Path(folder) / f"{len(model)}-{layout.name}"
-            weights_after(model, layout, STEPS, path)
+            weights_after(Training(model, layout, STEPS, path))
             return path
 
         yield save
@@ -189,17 +237,17 @@ def saved_under() -> Iterator[object]:
 def go_on(run: Path, model: Model, layout: Layout, folder: Path) -> Weights:
     """The other half, on a copy of the run."""
     shutil.copytree(run, folder / "run")
-    return weights_after(model, layout, 2 * STEPS, folder / "run")
+    return weights_after(Training(model, layout, 2 * STEPS, folder / "run"))
 
 
 @pytest.mark.parametrize("model", BY_NAME, ids=label_of)
-def test_runs_resharded_around_a_ring_are_the_unresharded_one(model: Model, tmp_path: Path) -> None:
-    pairs = ring(model)
-    firsts, seconds = zip(*pairs, strict=True)
-    run_dirs = [tmp_path / f"{first}-to-{second}" for first, second in pairs]
-    weights_of(model, firsts, STEPS, run_dirs)
-    for (first, second), found in zip(pairs, weights_of(model, seconds, 2 * STEPS, run_dirs), strict=True):
-        require_unresharded(found, model, f"{first} to {second}")
+def test_runs_resharded_around_a_ring_are_the_unresharded_one(model: Model) -> None:
+    """And those that go on under the same layout, to the last bit."""
+    for (first, second), found in default_runs(model).resumed.items():
+        if first == second:
+            require_same_bits(found, whole_run(model, first), str(first))
+        else:
+            require_unresharded(found, model, f"{first} to {second}")
 
 
 @pytest.mark.exhaustive
@@ -217,11 +265,16 @@ def require_unresharded(found: Weights, model: Model, label: str) -> None:
         assert off < TOLERANCE, f"{label}: {name} differs by {off:.1e}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "layout"), list(same_pairs()))
 def test_the_same_layout_goes_on_bit_for_bit(model, layout, saved_under, tmp_path: Path) -> None:
-    found, reference = go_on(saved_under(model, layout), model, layout, tmp_path), whole_run(model, layout)
-    assert found.keys() == reference.keys()
-    assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
+    found = go_on(saved_under(model, layout), model, layout, tmp_path)
+    require_same_bits(found, whole_run(model, layout), str(layout))
+
+
+def require_same_bits(found: Weights, reference: Weights, label: str) -> None:
+    assert found.keys() == reference.keys(), label
+    assert [name for name in reference if not torch.equal(found[name], reference[name])] == [], label
 
 
 def test_a_ring_saves_and_loads_every_layout() -> None:
