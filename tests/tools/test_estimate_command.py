@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 301, "n_positions": 64}
 LLAMA = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"intermediate_size": 80, "vocab_size": 301, "max_position_embeddings": 64}
 BERT = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80, "vocab_size": 301}
-MODELS: dict[str, Any] = {
-    "gpt2": (transformers.GPT2Config(**GPT2), transformers.GPT2LMHeadModel),
-    "llama": (transformers.LlamaConfig(**LLAMA), transformers.LlamaForCausalLM),
-    "tied llama": (transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True), transformers.LlamaForCausalLM),
-    "wide vocabulary": (transformers.LlamaConfig(**{**LLAMA, "vocab_size": 5001}), transformers.LlamaForCausalLM),
-    "mixtral": (transformers.MixtralConfig(**LLAMA, num_local_experts=4), transformers.MixtralForCausalLM),
-    "qwen3": (transformers.Qwen3Config(**LLAMA, head_dim=16), transformers.Qwen3ForCausalLM),
-    "bert": (transformers.BertConfig(**BERT), transformers.BertForPreTraining),
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt2": ("GPT2Config", GPT2, "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", LLAMA, "LlamaForCausalLM"),
+    "tied llama": ("LlamaConfig", {**LLAMA, "tie_word_embeddings": True}, "LlamaForCausalLM"),
+    "wide vocabulary": ("LlamaConfig", {**LLAMA, "vocab_size": 5001}, "LlamaForCausalLM"),
+    "mixtral": ("MixtralConfig", {**LLAMA, "num_local_experts": 4}, "MixtralForCausalLM"),
+    "qwen3": ("Qwen3Config", {**LLAMA, "head_dim": 16}, "Qwen3ForCausalLM"),
+    "bert": ("BertConfig", BERT, "BertForPreTraining"),
 }
+"""Name of transformers' configuration, its values, name of its model."""
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 
 
@@ -47,10 +47,12 @@ def counted(config: Any, kind: Any) -> tuple[int, int]:
 
 
 def written(folder: Path, name: str) -> tuple[Any, Any]:
-    config, kind = MODELS[name]
-    config.architectures = [kind.__name__]
+    import transformers
+
+    config_name, values, model_name = MODELS[name]
+    config = getattr(transformers, config_name)(**values, architectures=[model_name])
     config.save_pretrained(folder)
-    return config, kind
+    return config, getattr(transformers, model_name)
 
 
 @pytest.mark.parametrize("name", MODELS)

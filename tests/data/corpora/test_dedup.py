@@ -10,7 +10,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import datasketch
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -78,6 +77,8 @@ def test_clusters_are_the_components_of_candidate_pairs(tmp_path_factory: Any, v
 
 
 def test_candidates_are_those_of_datasketch() -> None:
+    import datasketch  # with scipy: 1 s in each worker that collects this module
+
     options = DedupOptions(threshold=0.6, ngram=2)
     signer, (bands, rows) = Signer(options), table_shape(options)
     texts = near_texts(random.Random(5), 40)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service
 from mt_infer.statistics import EngineStatistics
 from mt_infer.text import TextEvent, TextGenerator
+
+if TYPE_CHECKING:
+    import openai
 
 CONTEXT = 256
 VOCABULARY = 261
@@ -106,6 +109,12 @@ class Live:
     @property
     def used_blocks(self) -> int:
         return sum(one.engine.engine.manager.used_blocks for one in self.service.models.generators)
+
+
+def openai_client(served: Live, *, api_key: str = "none", timeout: float = 60) -> openai.OpenAI:
+    import openai  # 1 s in each worker that collects tests: imported where it is used
+
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=api_key, max_retries=0, timeout=timeout)
 
 
 def _json(body: bytes) -> Any:

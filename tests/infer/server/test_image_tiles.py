@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
 from PIL import Image
 from tests.data.images.marker_tokenizer import write_marker_tokenizer
 from tests.data.images.reference_processors import InternVLProcessor, idefics3_processor
-from tests.infer.server.served import chat_format, live
+from tests.infer.server.served import chat_format, live, openai_client
 from tests.models.vision_reference import randomize
 
 from mt_cli.main import run
@@ -104,7 +103,7 @@ def test_a_picture_is_continued_as_the_reference_does(family: str, picture: Path
     url = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "so?"}]
     with live([served], ServerOptions()) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        client = openai_client(server)
         answer = client.chat.completions.create(
             model=family, messages=[{"role": "user", "content": content}], max_tokens=TOKENS, temperature=0,
             extra_body={"ignore_eos": True},

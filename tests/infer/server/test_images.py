@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 import torch
 from PIL import Image
 from tests.infer.engines import randomize
-from tests.infer.server.served import INFERENCE, Live, chat_format, live, model_of, scripted_model
+from tests.infer.server.served import INFERENCE, Live, chat_format, live, model_of, openai_client, scripted_model
 
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import load_plugins
@@ -101,7 +100,7 @@ def expected(llava: TextGenerator, before: str, *pieces: np.ndarray | str) -> st
 def test_a_model_sees_the_images_of_a_conversation(served: Live, llava: TextGenerator, folder: Path) -> None:
     first, second = picture(1), picture(2)
     (folder / "it is.png").write_bytes(png(second))
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(served)
 
     def answer(*parts: dict, **asked: object) -> str:
         messages = [{"role": "user", "content": list(parts)}]

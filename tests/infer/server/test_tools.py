@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from tests.infer.server.served import chat_format, generator, live, scripted_model
+from tests.infer.server.served import chat_format, generator, live, openai_client, scripted_model
 
 from mt_core.errors import DataError
 from mt_data.datasets.sft.chat_templates import ChatTemplate
@@ -139,7 +138,7 @@ def test_the_form_of_calls_and_the_end_of_answers_are_the_templates(qwen: ChatFo
 
 def test_the_client_gets_tool_calls(qwen: ChatFormat) -> None:
     with live([scripted_model(TWO, chat=qwen, tool_calls="hermes")]) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(served)
         asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
         choice = client.chat.completions.create(**asked).choices[0]
         assert choice.finish_reason == "tool_calls"
@@ -199,7 +198,9 @@ def test_strict_tools_and_single_calls_as_the_client_sends_them(qwen: ChatFormat
             served.service.models.find(None).generator,
         )
         generator.submit = lambda prompt, sampling, inputs: seen.append(sampling) or submit(prompt, sampling, inputs)
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        import openai
+
+        client = openai_client(served)
         tool = openai.pydantic_function_tool(Weather, name="weather")
         asked = {"model": "scripted", "messages": [{"role": "user", "content": "?"}], "tools": [tool]}
         (call,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
@@ -218,7 +219,7 @@ def test_a_required_call_is_made_by_any_model(form: str) -> None:
     """Random weights, held to the form of a call."""
     chat = chat_format()
     with live([ServedModel("tiny", 0, generator(1), chat=chat, tool_calls=form)]) as served:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(served)
         parameters = {
             "type": "object",
             "properties": {"days": {"enum": [1, 2]}},
@@ -236,5 +237,7 @@ def test_a_required_call_is_made_by_any_model(form: str) -> None:
             assert call.function.name in ("f", "g") if choice == "required" else call.function.name == "g"
             assert json.loads(call.function.arguments)["days"] in (1, 2)
         missing = {"type": "function", "function": {"name": "h"}}
+        import openai
+
         with pytest.raises(openai.BadRequestError, match='no tool is named "h"'):
             client.chat.completions.create(**asked, tools=tools, tool_choice=missing)

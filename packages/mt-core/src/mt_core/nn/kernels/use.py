@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 from mt_core.config.schema import Config
 from mt_core.nn.kernels.choice import Kernels
@@ -13,7 +13,6 @@ from mt_core.parallel.context import ParallelContext
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@runtime_checkable
 class UsesKernels(Protocol):
     """A module, loss or optimizer that uses kernels with several implementations. The default is plain torch."""
 
@@ -31,5 +30,6 @@ def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
 def use_kernels(parts: Iterable[object], kernels: Kernels) -> None:
     """Call `use_kernels` of each part that has it."""
     for part in parts:
-        if isinstance(part, UsesKernels):
-            part.use_kernels(kernels)
+        # hasattr, since isinstance of a Protocol costs 30 us in Python 3.11, and some models have 10,000 modules.
+        if hasattr(part, "use_kernels"):
+            cast(UsesKernels, part).use_kernels(kernels)
