@@ -149,3 +149,21 @@ def split_backward(rank: int, world: int) -> int:
 
 def test_a_split_backward_pass_repeats_no_product() -> None:
     assert run_interpreted(split_backward) == [4]
+
+
+def repeated_backward(rank: int, world: int) -> None:
+    """Passes through one graph: for x with two gradients, then for a weight after a gradient changed in place."""
+    use_small_tiles()
+    x, first, second = torch.randn(3, 1, 5, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    module = feed_forward("tensorwise", "swiglu", joined=True)
+    weight = module.linear_fc1.weight
+    wanted = torch.autograd.grad(module(x.requires_grad_()), (x, weight), second)
+    out = module(x)
+    torch.autograd.grad(out, x, first, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(out, x, second, retain_graph=True)[0], wanted[0])
+    torch.autograd.grad(out, x, first, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(out, weight, first.copy_(second))[0], wanted[1])
+
+
+def test_passes_with_two_gradients_through_one_graph_share_no_product() -> None:
+    run_interpreted(repeated_backward)

@@ -8,12 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.activations import FUSED, is_gated
 from mt_core.nn.feed_forward import DenseFeedForward
 from mt_core.nn.fp8.activated import Activated
-from mt_core.nn.fp8.multiply import Fp8Multiply, LayerCall, backward_products, forward_product
+from mt_core.nn.fp8.multiply import Fp8Multiply, LayerCall, SavedProduct, backward_products, forward_product
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.activation import FusedActivation
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -53,29 +54,44 @@ class _Fp8FeedForward(torch.autograd.Function):
         out, saved2 = forward_product(activated, inner.shape, weight2, second, ctx.needs_input_grad[2])
         ctx.save_for_backward(inner, *saved1, *saved2)
         ctx.first, ctx.second, ctx.name, ctx.shape = first, second, name, x.shape
-        ctx.inner_gradient = None
+        ctx.first_half = None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inner, kept1, *rest = ctx.saved_tensors
-        saved1, (kept2, *saved2) = rest[:3], rest[3:]
-        rows = inner.flatten(0, -2)
+        inner, *saved = ctx.saved_tensors
+        saved1, saved2 = SavedProduct(*saved[:4]), SavedProduct(*saved[4:])
+        rows, grad = inner.flatten(0, -2), grads[0]
+        if saved2.scale is None:  # a scale of the whole matrix belongs to its cast, which was kept
+            saved2 = saved2._replace(kept=Activated(rows, ctx.name))
         wants_x, wants_first, wants_second = gradients_wanted(ctx, 3)
-        # A scale of the whole matrix belongs to its cast, which was kept.
-        kept = Activated(rows, ctx.name) if saved2[0] is None else kept2
-        dinner = ctx.inner_gradient
-        wanted = (dinner is None and (wants_x or wants_first), wants_second)
-        computed, dweight2 = backward_products(grads[0].flatten(0, -2), inner.shape, kept, saved2, ctx.second, wanted)
+        needs_dinner = wants_x or wants_first
+        dinner = ctx.first_half.inner_gradient(grad) if ctx.first_half is not None else None
+        wanted = (needs_dinner and dinner is None, wants_second)
+        computed, dweight2 = backward_products(grad.flatten(0, -2), inner.shape, saved2, ctx.second, wanted)
         dinner = computed if dinner is None else dinner
-        # The half of a split backward pass that is for the weights does not repeat the product.
-        ctx.inner_gradient = dinner if wants_x and not wants_first else None
-        dx = dweight1 = None
-        if dinner is not None and (wants_x or wants_first):
+        dx = dweight1 = ctx.first_half = None
+        if dinner is not None and needs_dinner:
             gradient = Activated(rows, ctx.name, dinner.flatten(0, -2))
-            dx, dweight1 = backward_products(gradient, ctx.shape, kept1, saved1, ctx.first, (wants_x, wants_first))
+            dx, dweight1 = backward_products(gradient, ctx.shape, saved1, ctx.first, (wants_x, wants_first))
+            # The values of a tensor of inference mode, which has no version, may change unseen.
+            if ctx.needs_input_grad[1] and not wants_first and not grad.is_inference():
+                ctx.first_half = _FirstHalf(grad, dinner)
         return dx, dweight1, dweight2, None, None, None
+
+
+class _FirstHalf:
+    """The gradient of `inner` from the half of a split backward pass that is for x: the half for the weights, which is
+    given the same gradient of the output, does not repeat the product. It is freed with that gradient."""
+
+    def __init__(self, grad: Tensor, dinner: Tensor) -> None:
+        self._computed = WeakTensorKeyDictionary({grad: (grad._version, dinner)})
+
+    def inner_gradient(self, grad: Tensor) -> Tensor | None:
+        """None for another gradient of the output, or the same tensor with other values."""
+        found = self._computed.get(grad)
+        return found[1] if found is not None and found[0] == grad._version else None
 
 
 def join_activations(layer: nn.Module, kernels: Kernels) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,35 +109,40 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        kept, *saved = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
-        return *backward_products(grad, ctx.shape, kept, saved, ctx.call, gradients_wanted(ctx, 2)), None
+        saved, grad = SavedProduct(*ctx.saved_tensors), grads[0].flatten(0, -2)
+        return *backward_products(grad, ctx.shape, saved, ctx.call, gradients_wanted(ctx, 2)), None
 
 
-Saved = tuple[Tensor | None, ...]
-"""Of a product: what its input keeps, the input's scale, the weight and its scale."""
+class SavedProduct(NamedTuple):
+    """What the backward pass of a product needs. kept: its input, cast or not; weight: [out, in]. The scales belong to
+    whole matrices; None where the casts of the backward pass compute their own."""
+
+    kept: Matrix
+    scale: Tensor | None
+    weight: Tensor
+    weight_scale: Tensor | None
 
 
 def forward_product(
     x: Matrix, shape: torch.Size, weight: Tensor, call: LayerCall, wants_dweight: bool
-) -> tuple[Tensor, Saved]:
-    """x [rows, in], of a tensor of `shape` -> x W^T [..., out], and what its backward pass needs. Of an Activated that
-    is not cast for both products at once its own input is kept."""
+) -> tuple[Tensor, SavedProduct]:
+    """x [rows, in], of a tensor of `shape` -> x W^T [..., out], and what its backward pass needs: tensors alone. Of an
+    Activated that is not cast for both products at once its own input is kept."""
     # What is gathered again for the weight's gradient has to be kept by rows.
     is_both = call.layer.wgrad_in_fp8 and wants_dweight and not call.gathers
     inputs, weights = call.operand(x, "input", "both" if is_both else "columns"), call.operand(weight, "weight")
     a = inputs.along_columns(call.map_rows(shape))
     out = call.multiply(a, weights.along_columns(), weight.dtype if isinstance(x, Activated) else x.dtype, fast=True)
     kept = inputs.kept() if call.layer.wgrad_in_fp8 else x
-    saved = (kept.x if isinstance(kept, Activated) else kept, inputs.scale, weight, weights.scale)
+    saved = SavedProduct(kept.x if isinstance(kept, Activated) else kept, inputs.scale, weight, weights.scale)
     return out.view(*_gathered_shape(shape, call), len(weight)), saved
 
 
 def backward_products(
-    grad: Matrix, shape: torch.Size, kept: Matrix, saved: Sequence[Tensor], call: LayerCall, wanted: tuple[bool, ...]
+    grad: Matrix, shape: torch.Size, saved: SavedProduct, call: LayerCall, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad [rows, out] -> the gradients of x and of the weight. kept, saved: as forward_product gave them."""
-    scale, weight, weight_scale = saved
+    """grad [rows, out] -> the gradients of x and of the weight. saved: as forward_product gave it."""
+    kept, scale, weight, weight_scale = saved
     wants_dx, wants_dweight = wanted
     along_rows: Along = "both" if wants_dx else "rows"
     is_in_fp8 = wants_dweight and call.layer.wgrad_in_fp8
