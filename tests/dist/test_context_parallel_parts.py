@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from mt_core import _torch_compat
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, expand_groups
-from mt_core.parallel.context import Axis
-from mt_core.nn.context_parallel.core import check_dropout, check_inner_heads, context_parallel_attention
 from mt_core.nn.context_parallel.blocks import FLASH_CPU, MATH, Softmax
-from mt_core.nn.context_parallel.core import check_pattern
+from mt_core.nn.context_parallel.core import check_dropout, check_inner_heads, check_pattern, context_parallel_attention
 from mt_core.nn.context_parallel.hierarchical import check_hierarchy, hierarchical_members
 from mt_core.nn.context_parallel.masks import BlockMask
 from mt_core.nn.context_parallel.ulysses import group_repeats
 from mt_core.nn.context_parallel.zigzag import (
-    check_sequence_length,
     as_shards,
+    check_sequence_length,
     in_order,
     shard_positions,
     shard_sequence,
     visible_rows,
 )
+from mt_core.parallel.context import Axis
 
 
 def axis(rank: int, size: int) -> Axis:
@@ -196,9 +195,17 @@ def test_legal_values_pass() -> None:
 @pytest.mark.parametrize(
     ("check", "given_", "words"),
     [
-        (check_sequence_length, (60, 4), r"data.seq_length=60 .*2 x 4 equal chunks .*context_parallel_size=4.* are 56 or 64"),
+        (
+            check_sequence_length,
+            (60, 4),
+            r"data.seq_length=60 .*2 x 4 equal chunks .*context_parallel_size=4.* are 56 or 64",
+        ),
         (check_sequence_length, (3, 4), "nearest legal values of data.seq_length are 8$"),
-        (check_dropout, (0.1, 4), "model.attention_dropout=0.1 .*context_parallel_size=4: .*set model.attention_dropout to 0"),
+        (
+            check_dropout,
+            (0.1, 4),
+            "model.attention_dropout=0.1 .*context_parallel_size=4: .*set model.attention_dropout to 0",
+        ),
         (check_inner_heads, ((4,), 6), r'"a2a" divides the 6 .* over the 4 .* can be 1, 2, 3 or 6; .*"p2p"'),
         (check_hierarchy, ((4,), 4), r"sizes=\[4\]: .*can be \[1, 4\], \[2, 2\], \[4, 1\]"),
     ],

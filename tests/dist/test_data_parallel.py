@@ -93,7 +93,9 @@ def test_ranks_together_train_as_one_process(world) -> None:
 def test_with_16_bit_weights_too() -> None:
     first, second = run_ranks(2, curve, ("precision.dtype=bf16",))
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
-    assert [loss for loss, _ in first["steps"]] == pytest.approx([loss for loss, _ in curve_of_one_process()["steps"]], rel=0.01)
+    assert [loss for loss, _ in first["steps"]] == pytest.approx(
+        [loss for loss, _ in curve_of_one_process()["steps"]], rel=0.01
+    )
 
 
 def broken(rank: int, world: int, mutation: str) -> dict:

@@ -7,18 +7,31 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.dist.test_layouts import CP2, EP2, MOE, PP2, SP, TP2, ZERO, config, of_one_process, one_process, require_equal, run
+from tests.dist.test_layouts import (
+    CP2,
+    EP2,
+    MOE,
+    PP2,
+    SP,
+    TP2,
+    ZERO,
+    config,
+    of_one_process,
+    one_process,
+    require_equal,
+    run,
+)
 
+from mt_core.nn.context_parallel import zigzag
 from mt_core.optim import finalize_grads, param_and_grad_buffer
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.parallel import collectives
-from mt_core.nn.context_parallel import zigzag
 from mt_core.testing import run_ranks
-from mt_tools.verify.comparison import compare
-from mt_tools.verify.run_record import RunRecord, record_run
 from mt_moe.routing import load
 from mt_moe.routing.balance import AuxLoss, Scored
+from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
 
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
-from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

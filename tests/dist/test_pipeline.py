@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mt_tools.bench.pipeline import measured, stage_times
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
@@ -22,21 +21,22 @@ from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy, vocab_parallel_cross_entropy
-from mt_core.parallel.pipeline.stage import Stage
 from mt_core.optim.master_weights import Fp32MasterWeights
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
-from mt_core.parallel.pipeline.schedule_tables import Kind
 from mt_core.parallel.pipeline.partition import balanced_stages
 from mt_core.parallel.pipeline.pipeline import Pipeline
 from mt_core.parallel.pipeline.placement import stages_of_rank
+from mt_core.parallel.pipeline.schedule_tables import Kind
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, rank_actions
 from mt_core.parallel.pipeline.simulator import simulate
+from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import COMPUTATION, Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
+from mt_tools.bench.pipeline import measured, stage_times
 
 pytestmark = pytest.mark.dist
 

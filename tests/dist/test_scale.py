@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mt_core.launch.process_group import LAZY_GLOO
-from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
+from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
 from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.testing import run_ranks
 
@@ -67,7 +67,9 @@ def test_a_rank_of_16384_makes_only_groups_that_it_is_in(made: list[list[int]], 
         assert (axis.group is None) == (axis.size == 1)
 
 
-def test_weights_of_the_first_and_last_stage_are_summed_over_their_two_ranks(made: list[list[int]], monkeypatch) -> None:
+def test_weights_of_the_first_and_last_stage_are_summed_over_their_two_ranks(
+    made: list[list[int]], monkeypatch
+) -> None:
     monkeypatch.setattr(dist, "all_gather_object", tied_embedding)
     with fake_rank(WORLD - 1, WORLD):
         copies = find_tied_weights(["embedding"], build_parallel_context(SIZES))

@@ -185,14 +185,14 @@ def test_small_updates_are_not_lost_in_16_bits(model, dtype) -> None:
     step, weights = build(model)
     assert isinstance(weights, Fp32MasterWeights)
     exact_step, _ = build(reference)
-    start = weights.copies["head.weight"].detach().clone()
+    start = weights.own["head.weight"].detach().clone()
     exact_start = reference.head.weight.detach().clone()
     for _ in range(50):
         step(batches(), 1e-4)
         exact_step(batches(), 1e-4)
-    moved, expected = weights.copies["head.weight"] - start, reference.head.weight - exact_start
+    moved, expected = weights.own["head.weight"] - start, reference.head.weight - exact_start
     torch.testing.assert_close(moved, expected, rtol=0.05, atol=0.02 * expected.abs().max().item())
-    assert torch.equal(model.head.weight, weights.copies["head.weight"].to(dtype))
+    assert torch.equal(model.head.weight, weights.own["head.weight"].to(dtype))
 
 
 def test_gradients_of_bf16_accumulate_in_fp32(model) -> None:
@@ -200,11 +200,11 @@ def test_gradients_of_bf16_accumulate_in_fp32(model) -> None:
     model.bfloat16()
     step, weights = build(model, lr=0.0)
     data = batches(1)
-    one = dict.fromkeys(weights.copies)
+    one = dict.fromkeys(weights.own)
     step(data, 0.0)
-    one = {name: copy_.grad.clone() for name, copy_ in weights.copies.items()}
+    one = {name: copy_.grad.clone() for name, copy_ in weights.own.items()}
     step(data * 256, 0.0)  # each micro-batch has 1/256 of the tokens, so the mean is the same gradient
-    for name, copy_ in weights.copies.items():
+    for name, copy_ in weights.own.items():
         assert copy_.grad.dtype == torch.float32
         torch.testing.assert_close(copy_.grad, one[name], rtol=2e-2, atol=1e-4)
 
