@@ -48,6 +48,10 @@ REFUSED = [
         "moe_dispatcher_options={static_shape = true, expert_rank_capacity_factor = 1.5}",
         r"expert_rank_capacity_factor would be ignored: .*; leave one of the two out",
     ),
+    (
+        "num_experts=4, moe_dispatcher_options={static_shape = true, expert_rank_capacity_factor = 1.5}",
+        r"expert_rank_capacity_factor would be ignored: .*expert_model_parallel_size=1",
+    ),
     ("num_expert=4", r"unknown key model\.moe\.num_expert \(from \[model\.moe\]\) \(did you mean \"num_experts\"\?\)"),
     ("", r"model\.moe\.num_experts is missing"),
     ("num_experts=4.5", r"model\.moe\.num_experts .*got 4\.5, expected an integer"),

@@ -83,6 +83,11 @@ def check_rank_capacity(moe: MoeConfig, options: ExchangeConfig, config: Config)
             f"{key} would be ignored: {PREFIX}.moe_pad_expert_input_to_capacity=true gives every expert equally many "
             "rows; leave one of the two out"
         )
+    if config.parallel.expert_model_parallel_size == 1:
+        raise ConfigError(
+            f"{key} would be ignored: with parallel.expert_model_parallel_size=1 a rank has the rows of all experts; "
+            "leave it out, or divide the experts"
+        )
     if config.precision.dtype == "fp16":
         raise ConfigError(
             f"{key} is not possible with precision.dtype=fp16, whose loss scale skips steps that exceed it; use bf16"
