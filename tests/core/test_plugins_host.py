@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,42 @@ def test_plugins_are_found_that_are_installed_or_removed_while_the_process_runs(
         assert name in names()
     shutil.rmtree(tmp_path / "dist_late-1.2.3.dist-info")
     assert names() & {"late", "later"} == {"later"}
+
+
+def test_the_first_distribution_of_a_name_counts_with_or_without_plugins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for importlib.metadata, which takes Same_Name and same.name for one."""
+
+    def write(folder: str, name: str, entry_points: str) -> None:
+        info = tmp_path / folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+
+    write("near", "Same_Name", "[mt]\nsame = json\n")
+    write("near", "hidden", "[console_scripts]\nhidden = json:loads\n")
+    for name in ("same.name", "hidden", "other"):
+        write("far", name, f"[mt]\n{name[:4]} = os\n")
+    for folder in ("far", "near"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    names = {"same", "hidd", "othe"}
+    found = {plugin.name: plugin.module for plugin in load_plugins(allow=[], strict=False).plugins}
+    expected = {point.name: point.value for point in entry_points(group="mt") if point.name in names}
+    assert {name: found[name] for name in names & found.keys()} == expected == {"same": "json", "othe": "os"}
+
+
+def test_the_working_directory_on_the_path_is_the_present_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("")
+    for name in ("one", "two"):
+        info = tmp_path / name / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[mt]\nhere-{name} = json\n")
+        os.utime(tmp_path / name, ns=(0, 0))  # as after a copy that keeps times
+        monkeypatch.chdir(tmp_path / name)
+        found = {plugin.name for plugin in load_plugins(allow=[], strict=False).plugins}
+        assert {plugin for plugin in found if plugin.startswith("here-")} == {f"here-{name}"}
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mt_core.errors import ConfigError, DataError, TrainingError
+from mt_core.launch import process_group
 from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.monitor import late_ranks
 from mt_core.launch.phases import Phases, PhaseTimeouts, Position
@@ -198,6 +201,32 @@ def test_more_ranks_than_devices_is_an_error_before_any_work(monkeypatch) -> Non
         select_device(RankEnvironment(6, 8, 2, 4, "a", 1, "torchrun"), "cuda")
     with pytest.raises(ConfigError, match="device type 'abacus'; use cpu or cuda"):
         select_device(RankEnvironment(), "abacus")
+
+
+@pytest.mark.parametrize(("devices", "shared"), [("aa", True), ("ab", False)])
+def test_two_ranks_on_one_gpu_are_an_error_on_both(monkeypatch, devices, shared) -> None:
+    """As `CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` starts them: each sees one device, number 0."""
+    store, left = dist.HashStore(), list(devices)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv(process_group.LAZY_GLOO, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=left.pop()))
+    monkeypatch.setattr(process_group, "connect_store", lambda *_: store)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+
+    def join(rank: int) -> str:
+        try:
+            initialize(RankEnvironment(rank, 2, rank, 2, "a", 1, "torchrun"), "cuda")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as ranks:
+        said = list(ranks.map(join, range(2)))
+    for rank, message in enumerate(said):
+        words = f"number {rank} of 2 on .* start at most 1 ranks there, or look at CUDA_VISIBLE_DEVICES=0"
+        assert bool(re.search(words, message)) is shared, message
 
 
 def test_phases_know_their_limits_and_an_error_keeps_the_inner_one() -> None:

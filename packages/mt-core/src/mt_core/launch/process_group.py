@@ -30,15 +30,19 @@ def initialize(
     """Select this rank's device, wait for the other ranks, and create the default process group.
 
     device_type: `cpu` (gloo) or `cuda` (NCCL, and gloo for tensors on the CPU). Returns the store, or None for a
-    single process, which gets no group. Raises ConfigError when the device or the address is invalid,
-    TrainingError that names the ranks that did not arrive within `timeouts.init` seconds.
+    single process, which gets no group. Raises ConfigError when the device or the address is invalid or two ranks have
+    one GPU, TrainingError that names the ranks that did not arrive within `timeouts.init` seconds.
     """
     timeouts = timeouts or PhaseTimeouts()
     device = select_device(environment, device_type)
     if environment.world_size == 1:
         return None
     store = connect_store(environment, timeouts.init)
+    users = _users(environment, device)
+    store.add(users, 1)
     _meet(store, environment, timeouts.init)
+    if device.type == "cuda" and store.add(users, 0) > 1:
+        raise _too_few_devices(environment, torch.cuda.device_count())
     os.environ.setdefault(LAZY_GLOO, "1")
     dist.init_process_group(
         BACKENDS[device.type],
@@ -87,20 +91,31 @@ def local_device(environment: RankEnvironment, device_type: str) -> torch.device
     count = torch.cuda.device_count()
     index = 0 if count == 1 and _has_own_gpu(environment) else environment.local_rank
     if index >= count:
-        raise ConfigError(
-            f"rank {environment.rank} is number {environment.local_rank} of {environment.local_world_size} on "
-            f"{environment.host}, which has {count} CUDA devices; start at most {count} ranks there, "
-            f"or look at CUDA_VISIBLE_DEVICES={os.environ.get(VISIBLE_DEVICES, '(not set)')}"
-        )
+        raise _too_few_devices(environment, count)
     return torch.device("cuda", index)
 
 
+def _too_few_devices(environment: RankEnvironment, count: int) -> ConfigError:
+    return ConfigError(
+        f"rank {environment.rank} is number {environment.local_rank} of {environment.local_world_size} on "
+        f"{environment.host}, which has {count} CUDA devices; start at most {count} ranks there, "
+        f"or look at CUDA_VISIBLE_DEVICES={os.environ.get(VISIBLE_DEVICES, '(not set)')}"
+    )
+
+
 def _has_own_gpu(environment: RankEnvironment) -> bool:
-    """Whether the only GPU that this rank sees is its own: Slurm may bind one to each task, and the script that
-    torchrun starts may select one by CUDA_VISIBLE_DEVICES. `mt train --nproc` does neither."""
+    """Whether the only GPU that this rank sees may be its own: Slurm may bind one to each task, and the script that
+    torchrun starts may select one by CUDA_VISIBLE_DEVICES. `mt train --nproc` does neither. Whether another rank sees
+    the same GPU is known once all have arrived."""
     if environment.launcher == "slurm":
         return True
     return environment.launcher in ("torchrun", "variables") and VISIBLE_DEVICES in os.environ
+
+
+def _users(environment: RankEnvironment, device: torch.device) -> str:
+    """The key of the number of ranks that have this device. All ranks of a node have its CPU."""
+    unit = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
+    return f"users/{environment.host}/{unit}"
 
 
 def connect_store(environment: RankEnvironment, timeout: float) -> dist.Store:
