@@ -35,7 +35,7 @@ def models(
 
     host = host_of(context)
     names, problems = _chosen(name, host)
-    with without_garbage_collection():  # they would take two fifths of the time, and find nothing
+    with without_garbage_collection():  # collections would take a quarter of the command
         presets = [measured_preset(preset, host) for preset in names]
     if as_json:
         typer.echo(json.dumps({**_listing(host, presets), "problems": problems}, indent=2))
