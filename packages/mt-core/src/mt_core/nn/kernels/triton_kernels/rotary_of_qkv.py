@@ -165,8 +165,8 @@ def _norm_and_turn_backward(
         if REST > 0:
             rest = _load_rest(source + offset, valid, half, head_dim, REST)
             squares += tl.sum(rest * rest, 1)
-        # Heads that are none count 0 in the sums, with eps = 0 too.
-        inverse = (1.0 / tl.sqrt(tl.where(valid, squares / head_dim + eps, 1.0)))[:, None]
+        # A number that is not infinite where there is no head, whose part of the sums is 0, with eps = 0 too.
+        inverse = (1.0 / tl.sqrt(tl.maximum(squares / head_dim + eps, 1e-30)))[:, None]
         a, b = a * inverse, b * inverse
         sum_a += da * a
         sum_b += db * b
