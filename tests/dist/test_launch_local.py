@@ -43,7 +43,7 @@ with rank_session("cpu", run_dir=folder) as session:
             (folder / "failed-at").write_text(str(time.time()))
             raise ValueError("out of paper")
         dist.all_reduce(torch.ones(1000))
-        if step == 40:  # the position is told once a second
+        if step == 40:  # the position is written once a second
             (folder / f"told-{rank}").write_text(str(step))
         time.sleep(0.05)
 """
@@ -252,7 +252,7 @@ folder = Path(sys.argv[2])
 with rank_session("cpu") as session:
     rank = session.environment.rank
     session.phases.enter("data", step=3)
-    for _ in range(40):  # the position is told once a second; on a busy machine many short sleeps are longer, too
+    for _ in range(40):  # the position is written once a second; on a busy machine many short sleeps are longer, too
         time.sleep(0.05)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     time.sleep(1000 if sys.argv[1] == "sleep" else 0.2 * rank)
