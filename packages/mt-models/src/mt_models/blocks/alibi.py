@@ -13,6 +13,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
     closest = 2 ** math.floor(math.log2(num_heads))
     slopes = _geometric(closest)
     if closest < num_heads:
+        # 12 heads: the 8 slopes 2^-1, 2^-2, ... 2^-8 of 8 heads, and of those of 16 heads the first 4
+        # that are not among them: 2^-0.5, 2^-1.5, 2^-2.5, 2^-3.5.
         slopes += _geometric(2 * closest)[0::2][: num_heads - closest]
     return torch.tensor(slopes, dtype=torch.float32)
 

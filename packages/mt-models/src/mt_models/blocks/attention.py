@@ -79,10 +79,12 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.dropout = AttentionDropout(config.attention_dropout, ctx)
         self.rotary_interleaved = config.rotary_interleaved
+        # Replaced by `use_kernels`, which is called once the model is built and its device is known.
         self.turn: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
         self.split_and_turn: Callable[..., tuple[Tensor, ...]] | None = None
         self.rotary_features = rotary_features(config)
         self.tp = ctx.tp
+        # 1 unless tp exceeds the groups. tp = 8, 2 groups: 4 ranks share a group.
         self.ranks_per_group = max(ctx.tp.size // config.query_groups, 1)
         width = config.num_attention_heads * config.head_dim
         self.rows = width + 2 * config.query_groups * config.head_dim
@@ -123,6 +125,8 @@ class SelfAttention(nn.Module):
     def _turns_what_it_splits(self) -> bool:
         """Whether between the split of qkv and the positions nothing is computed but RMSNorms of heads, by a subclass
         either."""
+        # The fused kernel replaces project, normalize and turn in one. A family that overrides one of them (a
+        # softcap, wide norms, gates) would be computed without its override.
         own = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
         norms = (self.q_layernorm, self.k_layernorm)
         in_kernel = all(isinstance(norm, Norm) and norm.kernel_name == "rms_norm" for norm in norms)
@@ -133,11 +137,14 @@ class SelfAttention(nn.Module):
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
         if not isinstance(q_norm, Norm) or not isinstance(k_norm, Norm):
             return None
+        # eps and the zero-centered flag are options of the norm; both norms are built with the same.
         q_weight, *options = q_norm.operands()
         return HeadNorms(q_weight, k_norm.operands()[0], self.query_scale, *options)
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
+        # Keys are cached after rotation: their positions never change, and a decode step rotates the new key alone.
         q, k, v = self.project_and_turn(x, None if angles is None else angles.within(self.window))
+        # Layers of one model may differ in their window, so the pattern that all share gets this layer's here.
         within = pattern.within(self.window)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -151,6 +158,7 @@ class SelfAttention(nn.Module):
 
     def cached_state(self) -> PositionState:
         """Keys and values of this rank's groups."""
+        # With more ranks than groups every rank caches the one group that it shares.
         shape = (max(self.query_groups // self.tp.size, 1), self.head_dim)
         return PositionState((shape, shape), self.linear_qkv.weight.dtype, self.window, is_paged=True)
 
@@ -165,10 +173,12 @@ class SelfAttention(nn.Module):
     def project_and_turn(self, x: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, with the norms of heads and with positions."""
         if self.split_and_turn is not None and angles is not None:
+            # [B, S, G, N / G + 2, D]; the kernel splits, normalizes and rotates in one pass over memory.
             qkv, norms = self.groups_of_rows(x), self._head_norms()
             q, k, v = self.split_and_turn(qkv, angles.cos, angles.sin, self.rotary_interleaved, norms)
             return q, k, v
         q, k, v = self.project(x)
+        # Before the positions, as in Qwen3 and Gemma 3: norm and rotation do not commute where the norm has a weight.
         q, k = self.normalize(q, k)
         if angles is not None:
             q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
@@ -183,8 +193,10 @@ class SelfAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""
+        # q [B, S, G, N / G, D], k and v [B, S, G, 1, D]: views, in the grouped order of the rows.
         q, k, v = self.groups_of_rows(x).split((self.heads_per_group, 1, 1), dim=3)
         if self.ranks_per_group > 1:
+            # The ranks of a group have its keys and values alike, and each computes its part of the queries.
             q = q.chunk(self.ranks_per_group, 3)[self.tp.rank % self.ranks_per_group]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 

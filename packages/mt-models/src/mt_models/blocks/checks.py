@@ -14,6 +14,7 @@ def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int, h
     key = "parallel.tensor_model_parallel_size"
     must_divide(key, size, "the width of the feed-forward (model.ffn_hidden_size)", ffn_size)
     heads = heads or query_groups
+    # The second case is SelfAttention's ranks_per_group: tp a multiple of the groups, and a divisor of the query heads.
     if query_groups % size and (size % query_groups or heads % size):
         legal = [n for n in divisors(heads) if query_groups % n == 0 or n % query_groups == 0]
         raise ConfigError(

@@ -49,6 +49,8 @@ class CrossAttention(nn.Module):
             return self.core(q, k, v, pattern, self.dropout.begin())
 
         if cache is not None:
+            # The encoder's output does not change while the decoder generates:
+            # keys and values are computed once a sequence.
             out = cache.attend_memory(self, attend, (q,), self.keys_and_values)
         else:
             assert memory is not None
@@ -57,10 +59,12 @@ class CrossAttention(nn.Module):
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, H] -> [B, T, N, D] each, of this rank's heads"""
+        # [B, T, N 2 D] -> [B, T, N, 2, D]. By head, so that a shard of rows has both of each of its heads.
         k, v = self.linear_kv(memory).unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
         return k, v
 
     def cached_state(self) -> MemoryState:
+        # The heads of this rank, from the shard of the weight.
         shape = (self.linear_q.weight.shape[0] // self.head_dim, self.head_dim)
         return MemoryState((shape, shape), self.linear_kv.weight.dtype)
 

@@ -84,6 +84,7 @@ class CausalDecoder(Model):
         self.embedding: TokenEmbedding | None = None
         if environment.has_first:
             self.embedding = embedding(config, ctx)
+        # Pipeline stages with tied weights: gradients of the two copies are summed over their stages (TiedWeights).
         elif environment.has_last and tied:
             # The last stage's copy of the token embeddings, which are its LM head.
             self.embedding = TokenEmbedding(config, ctx)
@@ -118,6 +119,7 @@ class CausalDecoder(Model):
 
         project: False returns the input of the LM head (`Unprojected`), for a loss that does not materialize logits.
         """
+        # One code path: the whole model is a stage that is first and last.
         stage = whole(self.config.num_layers)
         return self.run_stage(stage, None, tokens, position_ids, segment_ids, project=project)
 
@@ -134,17 +136,20 @@ class CausalDecoder(Model):
     ) -> Any:
         """hidden [B, S, H] of the previous stage -> the next stage's input, or the logits. See Pipelined."""
         if position_ids is None:
+            # [1, S], which broadcasts over the batch
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if stage.first:
             assert self.embedding is not None
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None
+        # One object of each for all layers, so that a mask and cos and sin are computed once in a forward pass.
         pattern = self.pattern(segment_ids, tokens.device)
         angles = self.angles(position_ids, None if cache is None else cache.capacities)
         x = self.decoder(hidden, pattern, angles, cache, stage)
         if not stage.last:
             return x
         if cache is not None:
+            # Before the LM head: most positions of a prompt need no logits.
             x = cache.positions_for_logits(x)
         return self.logits(x) if project else self.unprojected(x)
 
@@ -172,6 +177,8 @@ class CausalDecoder(Model):
     @property
     def needs_logits(self) -> str | None:
         """Why a loss needs the logits; None if they are a plain matrix product."""
+        # A family that overrides `logits` (a softcap, a factor) would be trained without it by a loss that
+        # computes the product itself. Such a family gives its own reason here.
         is_product = type(self).logits is CausalDecoder.logits
         return None if is_product else f"{type(self).__name__} makes more of its logits than a product"
 
@@ -181,6 +188,7 @@ class CausalDecoder(Model):
             matrix: VocabParallelEmbedding | VocabParallelOutput = self.output_layer
         else:
             assert self.embedding is not None
+            # range: the ids of this rank without padding rows, so that no logits are computed for padding.
             matrix = self.embedding.word_embeddings
         return Unprojected(x, matrix.weight, matrix.range, matrix.ctx)
 

@@ -91,6 +91,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def ffn_size(self) -> int:
+        # 8/3: three matrices of this width have as many weights as the two of a plain feed-forward of 4 hidden_size.
         return self.ffn_hidden_size or max(self.hidden_size * 8 // 3 // 64 * 64, 64)
 
     @property
@@ -104,6 +105,8 @@ class DecoderConfig(ModelConfig):
     @property
     def max_sequence_length(self) -> int:
         """The longest sequence that the positions serve."""
+        # Published files state in max_position_embeddings the positions before
+        # scaling or those after it: the larger counts.
         original = self.original_max_position_embeddings or self.max_position_embeddings
         return max(self.max_position_embeddings, int(original * (self.rope_scaling_factor or 1.0)))
 
@@ -192,5 +195,6 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
         raise ConfigError(
             f"model.rope_beta_slow={model.rope_beta_slow} has to be below model.rope_beta_fast={model.rope_beta_fast}"
         )
+    # The base is raised to D / (D - 2).
     if model.rope_scaling_type == "dynamic" and model.head_dim < 4:
         raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")

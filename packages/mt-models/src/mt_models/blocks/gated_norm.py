@@ -24,6 +24,7 @@ class GatedRMSNorm(LayoutModule):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate [..., channels of this rank]"""
+        # [..., C] -> [..., groups of this rank, C / groups]. Whole groups: the mean square needs no all-reduce over tp.
         gated = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)

@@ -86,6 +86,8 @@ class LatentAttention(nn.Module):
         self.value, self.scale = config.v_head_dim, config.attention_scale
         hidden, heads, init = config.hidden_size, config.num_attention_heads, normal(config.init_method_std)
         self._declare_queries(config)
+        # Replicated, since every head needs the whole latent: the product is small, hidden x (C + R), and sharding it
+        # would cost an all-gather. on_sequence: with sequence parallelism each rank projects its own positions.
         self.linear_kv_down_proj = ReplicatedLinear(
             hidden, self.latent + self.rotated, ctx, init=init, bias=False, on_sequence=True
         )
@@ -105,6 +107,7 @@ class LatentAttention(nn.Module):
         self.linear_q_down_proj: nn.Module | None = None
         self.q_layernorm: nn.Module | None = None
         self.linear_q_up_proj: nn.Module | None = None
+        # DeepSeek-V2-Lite: queries without a latent.
         if rank is None:
             self.linear_q_proj = ColumnParallelLinear(hidden, width, ctx, bias=False, init=init)
             return
@@ -114,12 +117,16 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         assert angles is not None
+        # Training expands keys and values of every head (`heads`) and runs the
+        # backend's kernel. With a cache, see `_cached`.
         source = self.query_source(x)
         latents, positional = self.latents(x, angles)
         if cache is not None:
             out = self._cached(self.queries(source, angles), latents, positional, pattern, cache)
             return self.linear_proj(out.flatten(2))
 
+        # Per position the heads hold N (plain + rotated) and N (plain + rotated + value) numbers; what they are made
+        # from, the latents, C + R. `remade` lets backward compute the heads again rather than keep them.
         def heads() -> tuple[Tensor, Tensor, Tensor]:
             return self.queries(source, angles), *self.keys_and_values(self.linear_kv_up_proj(latents), positional)
 
@@ -143,7 +150,10 @@ class LatentAttention(nn.Module):
         assert up is not None
         rows: Tensor = up(source)
         plain, turned = rows.unflatten(-1, (-1, self.plain + self.rotated)).split((self.plain, self.rotated), -1)
+        # The rotated channels stand behind the plain ones in every head, as in keys_and_values.
         q = torch.cat((plain, rotate_pairs(turned, angles)), -1)
+        # The core divides by sqrt(plain + rotated). YaRN's further factor is put
+        # on the queries, in every form of attention.
         return q if self.scale == 1.0 else q * self.scale
 
     def latents(self, x: Tensor, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
@@ -159,6 +169,7 @@ class LatentAttention(nn.Module):
     def keys_and_values(self, rows: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """rows [B, T, heads x (plain + value)] -> [B, T, heads, plain + rotated] and [B, T, heads, value]"""
         plain, values = rows.unflatten(-1, (-1, self.plain + self.value)).split((self.plain, self.value), -1)
+        # positional [B, T, 1, R]: a view for all heads, of which cat makes copies. Backward sums over the heads.
         return torch.cat((plain, positional.expand(-1, -1, plain.shape[2], -1)), -1), values
 
     def expanded(self, q: Tensor, rows: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
@@ -174,19 +185,24 @@ class LatentAttention(nn.Module):
         plain, turned = self._absorbed_queries(q)
         # The core divides by the root of the size that it sees.
         correction = math.sqrt((self.latent + self.rotated) / (self.plain + self.rotated))
+        # One key-value group for all heads: keys [B, T, 1, C + R], values [B, T, 1, C].
         keys = torch.cat((latents.unsqueeze(2), positional), -1)
         query = torch.cat((plain, turned), -1) * correction
         return self._expanded_values(sdpa_attention(query, keys, latents.unsqueeze(2), pattern, 0.0))
 
     def paged(self, pages: Pages, q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
         """`absorbed` over all places of a paged cache: latents [places, C], positional [places, 1, R]"""
+        # [places, 1, C]. The same memory is key and value: the page has no second copy.
         values = latents.unsqueeze(1)
+        # No correction here: the scale is given, where the core derives it from the size of the queries.
         scores = PagedScores((self.plain + self.rotated) ** -0.5)
         return self._expanded_values(pages.attend(self._absorbed_queries(q), (values, positional), values, scores))
 
     def _absorbed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, N, plain + rotated] -> [B, S, N, C] for the latents, [B, S, N, R] for the rotated keys"""
         plain, turned = q.split((self.plain, self.rotated), -1)
+        # W_uk^T q: [B, S, N, plain] x [N, plain, C]. N C numbers for each
+        # query replace N plain for each cached position.
         return torch.einsum("bsnd,ndc->bsnc", plain, self._up_projections()[0]), turned
 
     def _expanded_values(self, found: Tensor) -> Tensor:
@@ -195,6 +211,7 @@ class LatentAttention(nn.Module):
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """From the latent to each head's key [N, plain, C] and value [N, value, C]"""
+        # [N (plain + value), C] -> [N, plain + value, C], of this rank's heads
         up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
         keys, values = up.split((self.plain, self.value), 1)
         return keys, values
@@ -204,9 +221,12 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """A new sequence expands its keys and values once; those that go on attend to the latents."""
         if self.ctx.sequence_parallel:
+            # The cache holds all positions on every rank of tp. In training ColumnParallelLinear gathers them instead.
             latents = gather_from(latents, SEQUENCE_DIM, self.ctx.tp)
 
         def attend(q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
+            # As many queries as keys: a new sequence. Expanded it has smaller heads, and the kernels of training. The
+            # absorbed form rounds differently, so that it is excluded where bits have to be those of the training pass.
             if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
                 return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
             return self.absorbed(q, latents, positional, pattern)

@@ -24,6 +24,7 @@ class LayerStack(nn.Module):
 
     def through(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage, each by `call`; default: all of them."""
+        # With interleaved stages a process holds the layers of several, of which one pass runs those of one.
         numbers = self.layers.numbers() if stage is None else stage.layers
         x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
         if self.final_layernorm is None or (stage is not None and not stage.last):

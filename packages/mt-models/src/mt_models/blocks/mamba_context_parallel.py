@@ -23,14 +23,20 @@ class ContextParallelScan:
 
     def __init__(self, scan: MambaScan, axis: Axis) -> None:
         self.scan, self.axis = scan, axis
+        # [CP, B, S / CP] of all ranks -> [B, CP, S / CP] -> [B, S]; in_order
+        # then undoes the zig-zag order of the chunks.
         self.gather_segments = SegmentGatherer(
             axis, lambda shards: in_order(shards.movedim(0, 1).flatten(1, 2), 1, axis.size)
         )
 
     def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
         """Inputs [B, S / CP, ...] of all heads of a tensor-parallel rank, and their weights -> [B, S / CP, H, P]"""
+        # A rank needs the b and c of its own heads. CP = 4 and G = 2: each group
+        # is repeated twice, so that 4 can be sharded.
         repeats = group_repeats(inputs.x.shape[2], inputs.b.shape[2], self.axis.size)
         b, c = (group.repeat_interleave(repeats, dim=2) for group in (inputs.b, inputs.c))
+        # One all-to-all for all four. dt gets a channel dimension of 1, since
+        # the exchange moves [B, S, heads, channels].
         x, b, c, dt = to_heads((inputs.x, b, c, inputs.dt[..., None]), self.axis)
         own = own_weights(weights, repeats, self.axis)
         y = self.scan(ScanInputs(x, b, c, dt.squeeze(-1)), own, self.gather_segments(segment_ids))
@@ -40,6 +46,7 @@ class ContextParallelScan:
 def own_weights(weights: ScanWeights, repeats: int, axis: Axis) -> ScanWeights:
     """The heads that this rank scans, and their groups."""
 
+    # Views of the parameters. Contiguous shares, in the order in which to_heads gives heads to ranks.
     def of_heads(x: Tensor) -> Tensor:
         return x.chunk(axis.size)[axis.rank]
 

@@ -37,6 +37,8 @@ class MambaMixer(LayoutModule):
         super().__init__(ctx)
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         heads, inner, bias = config.mamba_heads, config.mamba_inner_size, config.mamba_proj_bias
+        # B and C have one row for each group and state channel; z and x one
+        # for each head channel; dt one for each head.
         shared = config.mamba_num_groups * config.mamba_state_dim
         self.in_proj = PackedColumnParallelLinear(
             config.hidden_size,
@@ -56,14 +58,19 @@ class MambaMixer(LayoutModule):
         self.norm = GatedRMSNorm(inner, config.mamba_num_groups, config.norm_epsilon, ctx)
         self.out_proj = RowParallelLinear(inner, config.hidden_size, ctx, bias=bias, init=normal(output_init_std))
         self.scan = MambaScan(config.mamba_chunk_size, config.mamba_dt_lower_limit, config.mamba_dt_upper_limit)
+        # `_advance` calls `scan` itself: generation has whole sequences (mt_infer refuses context parallelism).
         self.scan_shards = ContextParallelScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
     def _declare_per_head(self, name: str, heads: int, init: Init) -> None:
+        # fp32: A_log and dt_bias enter the exponent of a decay that is applied at every position. They are
+        # a few numbers for each layer, so that this costs no memory.
         split = Split(dim=0, axis="tp")
         self.declare(name, ParameterLayout((heads,), init, (split,), dtype=torch.float32))
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """segment_ids [B, S]: the documents of a packed sequence; convolutions and state are reset between them."""
+        # z and x [B, S, H P], b and c [B, S, G N], dt [B, S, H], of this rank's groups. With sequence parallelism
+        # in_proj gathers S, since the recurrence reads positions in order, and out_proj scatters it.
         z, x, b, c, dt = self.in_proj(hidden)
         inputs = ScanInputs(self._heads(x), self._groups(b), self._groups(c), dt)
         if cache is None:
@@ -73,6 +80,7 @@ class MambaMixer(LayoutModule):
         return self.out_proj(self.norm(y.flatten(2), z))
 
     def _advance(self, inputs: ScanInputs, cache: Cache) -> Tensor:
+        # Made once and not inside `advance`, which the cache may call for each sequence.
         weights = self.scan_weights()
 
         def advance(inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -82,12 +90,15 @@ class MambaMixer(LayoutModule):
 
     def cached_state(self) -> SequenceState:
         """The last inputs of the convolutions of x, b and c, and the state of the recurrence. See ScanState."""
+        # Inputs of the convolution are activations in the dtype of the weights.
+        # The state sums over the whole sequence: fp32.
         kept, dtype = self.conv1d.weight.shape[-1] - 1, self.in_proj.weight.dtype
         convolutions = tuple(((kept, channels), dtype) for channels in self.conv1d.local_blocks)
         heads = self.A_log.shape[0]
         return SequenceState((*convolutions, ((heads, self.head_dim, self.state_dim), torch.float32)))
 
     def scan_weights(self) -> ScanWeights:
+        # [channels, 1, k] -> [channels, k] -> the blocks x, B, C
         weights = self.conv1d.blocks(self.conv1d.weight.squeeze(1))
         biases = None if self.conv1d.bias is None else self.conv1d.blocks(self.conv1d.bias)
         return ScanWeights(
@@ -102,6 +113,8 @@ class MambaMixer(LayoutModule):
         x, b, c = blocks
         return (
             x.unflatten(0, (-1, self.head_dim)),
+            # [H P, ...] -> [H, P, ...] and [G N, ...] -> [G, N, ...]:
+            # ContextParallelScan divides heads and groups over ranks.
             b.unflatten(0, (-1, self.state_dim)),
             c.unflatten(0, (-1, self.state_dim)),
         )
@@ -124,6 +137,7 @@ class ConvolutionWeights(LayoutModule):
     def __init__(self, blocks: tuple[int, int, int], taps: int, ctx: ParallelContext, *, bias: bool) -> None:
         super().__init__(ctx)
         self.local_blocks = [block // ctx.tp.size for block in blocks]
+        # torch's default for a depthwise Conv1d, whose fan-in is its taps, and which mamba_ssm leaves as it is.
         init = uniform(1.0 / math.sqrt(taps))
         self.declare("weight", packed_layout(blocks, (1, taps), init))
         self.declare("bias", packed_layout(blocks, (), init) if bias else None)
@@ -150,6 +164,8 @@ def time_step_bias(low: float, high: float, floor: float) -> Init:
     """Inverse softplus of time steps that are log-uniform from `low` to `high`."""
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        # softplus^-1(t) = log(exp(t) - 1) = t + log(1 - exp(-t)). The second form does not overflow, and expm1
+        # keeps the digits of small t, which are those here: 0.001 to 0.1.
         steps = tensor.uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
         tensor.copy_(steps + torch.log(-torch.expm1(-steps)))
 

@@ -69,6 +69,8 @@ class MambaScan:
         else:
             parts = [causal_conv_of_segments(*part, segment_ids) for part in _convolutions(inputs, weights)]
         x, b, c = _activated(parts, inputs)
+        # The chunked form depends on where a sequence's chunks begin, and a
+        # sequence that is decoded in parts has other chunks.
         if is_batch_invariant():
             dt, a = self.time_steps(inputs, weights), rates(weights)
             return recurrent_scan(x, dt, a, b, c, segment_ids=segment_ids)[0] + skipped(x, weights)
@@ -88,11 +90,15 @@ class MambaScan:
         parts = _convolutions(inputs, weights)
         pasts = before[:3]
         x, b, c = _activated([causal_conv(*part, past) for part, past in zip(parts, pasts, strict=True)], inputs)
+        # The last k - 1 inputs, before the convolution, are the past of the next call. With
+        # fewer than k - 1 new positions some of them are of the past before, so that they
+        # are cut from [past, new] and not from the new alone.
         last_x, last_b, last_c = (
             with_past(part[0], past.shape[1], past)[:, part[0].shape[1] :]
             for part, past in zip(parts, pasts, strict=True)
         )
         dt, a = self.time_steps(inputs, weights), rates(weights)
+        # A decode step has one position, for which the recurrence is less work than a chunk with its fp64 sums.
         if x.shape[1] == 1 or is_batch_invariant():
             y, state = recurrent_scan(x, dt, a, b, c, state=before.state)
         else:
@@ -101,12 +107,14 @@ class MambaScan:
 
     def time_steps(self, inputs: ScanInputs, weights: ScanWeights) -> Tensor:
         """[B, S, H] in fp32"""
+        # In fp32: dt is summed over positions in the exponent of the decay, where roundings of bf16 would add up.
         dt = F.softplus(inputs.dt.float() + weights.dt_bias)
         return dt.clamp(self.dt_lower_limit, self.dt_upper_limit)
 
 
 def rates(weights: ScanWeights) -> Tensor:
     """[H] in fp32, negative"""
+    # -exp keeps the rate negative for every value of the parameter: the state can only decay.
     return -weights.A_log.float().exp()
 
 
@@ -122,6 +130,7 @@ Convolution = tuple[Tensor, Tensor, Tensor | None]
 def _convolutions(inputs: ScanInputs, weights: ScanWeights) -> list[Convolution]:
     biases = weights.conv_bias or (None, None, None)
     return [
+        # [B, S, H, P] -> [B, S, H P] and [H, P, k] -> [H P, k]; of b and c G N channels. dt is not convolved.
         (part.flatten(2), weight.flatten(0, 1), None if bias is None else bias.flatten())
         for part, weight, bias in zip(inputs[:3], weights.conv, biases, strict=True)
     ]

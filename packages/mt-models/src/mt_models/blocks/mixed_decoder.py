@@ -48,6 +48,7 @@ class MixedDecoder(CausalDecoder):
         self.dtype = environment.parallel.params_dtype
 
     def unprojected(self, x: Tensor) -> Unprojected:
+        # An fp32 residual stream ends here: the LM head multiplies in the dtype of its weights.
         return super().unprojected(x.to(self.dtype))
 
 

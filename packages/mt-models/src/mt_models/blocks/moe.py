@@ -55,6 +55,7 @@ class MoEOptions:
         self.topk: int = self.options["moe_router_topk"]
         self.ffn_size: int = self.options["moe_ffn_hidden_size"] or config.ffn_size
         self.shared_size: int | None = self.options["moe_shared_expert_intermediate_size"]
+        # [num_layers] bool: which layers are MoE
         self.layers = layers_with_experts(self.options["moe_layer_freq"], config.num_layers)
 
     def __getitem__(self, key: str) -> Any:
@@ -73,6 +74,7 @@ class MoEOptions:
         allowed: option -> the values that the format can express; none: any.
         """
         for key, default in DEFAULTS.items():
+            # An option that a format does not mention can only have its default, so that no option is lost silently.
             legal = allowed.get(key, (default,))
             if legal and self.options[key] not in legal:
                 raise ConfigError(

@@ -21,8 +21,10 @@ def moe_flops(config: MoEFlopConfigLike) -> float:
     moe, matrices = MoEOptions(config), 3 if is_gated(config.activation) else 2
     hidden, latent = config.hidden_size, moe["moe_latent_size"]
     width = latent or hidden
+    # With a latent the experts are `latent` wide, between a down and an up projection that all experts share.
     experts = 2 * matrices * width * moe.ffn_size * moe.topk + (4 * hidden * latent if latent else 0)
     shared = 2 * matrices * hidden * (moe.shared_size or 0)
+    # The router has a row for each expert, whether chosen or not; the gate of the shared expert is one row.
     gates = 2 * hidden * (moe.num_experts + bool(moe["moe_shared_expert_gate"]))
     dense = 2 * matrices * hidden * config.ffn_size
     sparse_layers = sum(moe.layers)

@@ -61,6 +61,7 @@ class TokenPrediction(nn.Module):
         self.enorm = build_norm(config.normalization, hidden, epsilon, ctx)
         self.hnorm = build_norm(config.normalization, hidden, epsilon, ctx)
         init = normal(config.init_method_std)
+        # Replicated: a column-parallel matrix would need an all-gather before the layer, which takes whole rows of H.
         self.eh_proj = ReplicatedLinear(2 * hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
         self.mtp_model_layer = layer
         self.final_layernorm = build_norm(config.normalization, hidden, epsilon, ctx)
@@ -74,6 +75,7 @@ class TokenPrediction(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """hidden: of the depth before, embedded: of the token that it predicted; [B, S, H] -> the same"""
+        # [B, S, 2 H], the embedding first, as in DeepSeek's checkpoints. Norms make the two comparable in size.
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         return self.final_layernorm(self.mtp_model_layer(x, pattern, angles, cache))
 
@@ -113,8 +115,12 @@ class MultiTokenPrediction(nn.Module):
 
         batch: tokens, labels [B, S], loss_mask [B, S], maybe segment_ids [B, S].
         """
+        # `state` passes from depth to depth; `found` is the input of the LM
+        # head, to which the losses are tied one by one.
+        # tokens t0 t1 t2 t3, labels t1 t2 t3 t4. Depth 1, at position 0: state of t0, embedding of t1, target t2.
         found, state = hidden, hidden
         for depth in self.layers.numbers():
+            # Zeros at the end are embedded as token 0. The mask, shifted by as much, leaves these positions out.
             embedded = embed(shifted(batch["tokens"], depth + 1))
             state = self._predict(depth, state, embedded, pattern, angles)
             found = self.losses[depth](found, self.weight * self._mean_loss(logits(state), batch, depth + 1))
@@ -131,8 +137,11 @@ class MultiTokenPrediction(nn.Module):
     def _mean_loss(self, logits: Tensor, batch: Mapping[str, Tensor], by: int) -> Tensor:
         mask = shifted(batch["loss_mask"], by)
         if (segments := batch.get("segment_ids")) is not None:
+            # A target in the next document cannot be predicted from this one. Zeros shifted in may
+            # equal a segment's number, but the loss mask is 0 there.
             mask = mask * (shifted(segments, by) == segments)
         losses = self.loss(logits, {"labels": shifted(batch["labels"], by), "loss_mask": mask})
+        # Filled and not multiplied: a loss that is not finite at a position without a target would turn into NaN.
         return losses.masked_fill(mask == 0, 0.0).sum() / mask.sum().clamp(min=1.0)
 
 

@@ -29,6 +29,7 @@ class ZeroCenteredRMSNorm(Norm):
         super().__init__(ctx)
         self.eps = eps
         self.kernel = rms_norm
+        # The weight is replicated, its gradient is not: it has to be summed over the ranks in these axes.
         heads: tuple[AxisName, ...] = ("tp",) if ctx.tp.size > 1 else ()
         self.declare(
             "weight", ParameterLayout((size,), zeros, partial_gradient=heads if per_head else sequence_axes(ctx))

@@ -34,4 +34,5 @@ class PackedColumnParallelLinear(LinearModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, S, in] (S sharded with sequence parallelism) -> [B, S, block / tp] for each block"""
+        # One product for all blocks, since they read the same x: its gradient is reduced once.
         return self.multiply(x, self.weight, self.bias, self.ctx).split(self.local_blocks, dim=-1)

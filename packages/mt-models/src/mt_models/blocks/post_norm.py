@@ -35,4 +35,5 @@ class PostNormStack(LayerStack):
 
     def forward(self, x: Tensor, pattern: AttentionPattern, stage: Stage | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
+        # No angles and no cache: encoders alone are post-norm, with learned positions.
         return self.through(x, lambda number, layer, x: layer(x, pattern), stage)

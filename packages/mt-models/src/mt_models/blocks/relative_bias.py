@@ -31,9 +31,12 @@ class RelativeBias(LayoutModule):
     def forward(self, queries: int, keys: int) -> Tensor:
         """[1, heads of this rank, queries, keys] for the last `queries` of `keys` positions."""
         device = self.relative_attention_bias.weight.device
+        # A decode step has fewer queries than keys: its queries are the last
+        # positions, so their rows are the last ones.
         places = torch.arange(keys, device=device)
         distance = places[None, :] - places[keys - queries :, None]
         chosen = buckets_of(distance, self.buckets, self.max_distance, bidirectional=self.bidirectional)
+        # [queries, keys, heads] -> [1, heads, queries, keys], which broadcasts over the batch of scores.
         return self.relative_attention_bias(chosen).permute(2, 0, 1)[None]
 
 
@@ -57,8 +60,11 @@ def buckets_of(distance: Tensor, buckets: int, max_distance: int, *, bidirection
     Of the buckets of one direction the first half are single distances, and the second half are ranges whose bounds
     grow geometrically up to max_distance; larger distances share the last bucket.
     """
+    # As in Mesh TensorFlow and transformers. buckets = 32, max_distance = 128, causal: distances 0 to 15 have buckets 0
+    # to 15, 16 to 18 have bucket 16, 19 to 20 bucket 17, ... and 113 and above bucket 31.
     first = torch.zeros_like(distance)
     if bidirectional:
+        # Half of the buckets for each direction: later keys have the second half, the query's own position bucket 0.
         buckets //= 2
         first = (distance > 0).long() * buckets
         distance = distance.abs()

@@ -31,6 +31,8 @@ class ReplicatedLinear(LinearModule):
     ) -> None:
         super().__init__(ctx)
         self.multiply = whole_linear
+        # Without on_sequence every rank has all positions and computes the
+        # whole gradient: summing it would multiply it.
         partial: tuple[AxisName, ...] = sequence_axes(ctx) if on_sequence else ()
         self.declare("weight", ParameterLayout((out_features, in_features), init, partial_gradient=partial))
         self.declare("bias", ParameterLayout((out_features,), zeros, partial_gradient=partial) if bias else None)

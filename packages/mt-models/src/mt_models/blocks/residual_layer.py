@@ -34,6 +34,8 @@ class MambaLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.norm.add(x)
+        # With fp32_residual_connection x is fp32 and the block's output is added
+        # to it in fp32. Otherwise `to` does nothing.
         return x + self.mixer(normed.to(self.dtype), pattern.segment_ids, cache)
 
 

@@ -34,6 +34,7 @@ class RotaryAngles:
         scale: float = 1.0,
         in_window: RotaryAngles | None = None,
     ) -> None:
+        # [B or 1, S, 1, 1] * [R / 2]: the 1 broadcasts over heads. fp32, since bf16 has no odd integers above 256.
         angles = position_ids.to(torch.float32)[..., None, None] * frequencies.to(position_ids.device)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = in_window
@@ -45,6 +46,7 @@ class RotaryAngles:
 
 def rotary_features(config: object) -> tuple[Feature, ...] | None:
     """Requirements for the kernel `rotary`; None without rotary positions. Position ids are part of the batch."""
+    # Llama-like families have no such key: they are rotary.
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
     head_dim = getattr(config, "head_dim", 0)
@@ -71,5 +73,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         first, second = turned.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     pair = (first * cos - second * sin, first * sin + second * cos)
+    # stack puts the two of a pair side by side again, [..., R / 2, 2] -> [..., R]
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned

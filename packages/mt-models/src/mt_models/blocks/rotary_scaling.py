@@ -53,11 +53,15 @@ class DynamicRotary:
         self.rotary_dim, self.base, self.factor, self.original = rotary_dim, base, factor, original
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        # A scalar on the device, which the host does not read; of cached
+        # sequences one length for each position, [1, S, 1, 1].
         length = position_ids.max() + 1 if capacity is None else capacity[..., None, None]
         return RotaryAngles(position_ids, self.frequencies(length))
 
     def frequencies(self, length: Tensor) -> Tensor:
         """[D / 2] for a sequence of `length` (a scalar tensor) positions; [1, S, 1, D / 2] for lengths [1, S, 1, 1]."""
+        # 1 up to `original` positions: clamp replaces the branch
+        # `length > original`, for which the host would have to wait.
         stretch = (self.factor * length / self.original - (self.factor - 1)).clamp(min=1.0)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         return 1.0 / wavelengths(self.rotary_dim, base, length.device)
@@ -85,7 +89,9 @@ def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
 
 def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:
     """[D / 2] -> [D / 2]"""
+    # 2 pi / w is the wavelength in positions, as the reference has it: the other order rounds differently.
     turns = original / (2 * math.pi / frequencies)
+    # Clamped, the ramp covers the three cases of the reference: divided, blended, kept.
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - kept) * frequencies / factor + kept * frequencies
 
@@ -97,15 +103,18 @@ def yarn_frequencies(config: DecoderConfig, base: float, factor: float, original
     end = _channel_of(config.rope_beta_slow, size, base, original)
     if config.rope_truncate:
         start, end = math.floor(start), math.ceil(end)
+    # size - 1 and not size / 2 - 1, although there are size / 2 frequencies: the reference bounds it so.
     start, end = max(start, 0), min(end, size - 1)
     width = end - start or 0.001  # a step instead of a ramp
     divided = ((torch.arange(size // 2, dtype=torch.float32) - start) / width).clamp(0.0, 1.0)
+    # 1 - kept is rounded once more than `divided`. The reference does it, and so the bits of the frequencies agree.
     positions, kept = wavelengths(size, base), 1.0 - divided
     return (1.0 / (factor * positions)) * (1.0 - kept) + (1.0 / positions) * kept
 
 
 def _channel_of(turns: float, size: int, base: float, original: int) -> float:
     """The (fractional) channel whose frequency makes so many turns over the original positions."""
+    # From original base^(-2i / size) / (2 pi) = turns, solved for i.
     return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
@@ -113,6 +122,8 @@ def yarn_scale(config: DecoderConfig, factor: float) -> float:
     """The attention factor (mscale) of queries and keys, which keeps attention as sharp over more keys."""
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
+    # DeepSeek's form. Where the two are equal, as in V3, the quotient is 1 and the scores
+    # alone are scaled: see DeepseekConfig.attention_scale.
     if config.rope_mscale and config.rope_mscale_all_dim:
         return _mscale(factor, config.rope_mscale) / _mscale(factor, config.rope_mscale_all_dim)
     return _mscale(factor, 1.0)

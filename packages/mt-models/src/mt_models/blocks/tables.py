@@ -18,6 +18,7 @@ class LearnedTable(LayoutModule):
 
     def __init__(self, rows: int, hidden_size: int, init: Init, ctx: ParallelContext) -> None:
         super().__init__(ctx)
+        # No partial gradient: whole sequences are looked up on every rank, also with sequence parallelism (see below).
         self.declare("weight", ParameterLayout((rows, hidden_size), init))
 
     def forward(self, numbers: Tensor) -> Tensor:

@@ -24,4 +24,6 @@ class TiedOutput(LayoutModule):
     def forward(self, x: Tensor, words: VocabParallelEmbedding) -> Tensor:
         """[B, S, H] -> [B, S, ids of this rank]"""
         logits = project_to_vocab(x, words.weight, words.range, words.ctx)
+        # Padding rows of the bias are at the end of the last ranks' shards.
+        # project_to_vocab has left them out of the logits.
         return logits if self.bias is None else logits + self.bias[: len(words.range)]

@@ -78,6 +78,8 @@ class TransformerLayer(nn.Module):
 
     def residual(self, x: Tensor, branch: Tensor, dropout: Dropout) -> Tensor:
         """x + dropout(branch)"""
+        # Ranks have different positions of a sequence: the mask is drawn for
+        # the whole and sharded, which no kernel does.
         if dropout.divides_positions:
             return x + dropout(branch)
         return self.add(branch, None, x, dropout.begin())
@@ -98,6 +100,7 @@ class ParallelResidualLayer(TransformerLayer):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
+        # Two norms with weights of their own, as in GPT-NeoX; GPT-J has one for both branches.
         attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
         x, normed = self.pre_mlp_layernorm.add(x)
         return x + attended + self.mlp_dropout(self.mlp(normed))
@@ -116,6 +119,7 @@ class TransformerStack(LayerStack):
         *,
         has_last: bool = True,
     ) -> None:
+        # A function, since only the process with the last layer has the norm.
         build = final_layernorm or partial(block_norm, config, ctx)
         super().__init__(layers, recompute, build() if has_last else None)
 

@@ -24,8 +24,10 @@ class WideRMSNorm(LayoutModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, heads of this rank, size] -> the same"""
+        # [B, S, heads of this rank * size]
         wide = x.float().flatten(-2)
         # Each rank uses the all-reduced sum for its own heads, so that its gradient has to be all-reduced too.
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ctx.tp), self.ctx.tp)
+        # `width` counts the channels of all ranks; squares [B, S, 1].
         normed = wide * (squares / self.width + self.eps).rsqrt() * self.weight.float()
         return normed.to(x.dtype).view_as(x)

@@ -67,6 +67,7 @@ class DeepseekConfig(DecoderConfig):
         changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
         if self.moe is not None:
             layers = MoEOptions(self).layers
+            # DeepSeek-V3's prediction layer is MoE, as its last layer is.
             pattern = layers + [layers[-1]] * self.mtp_num_layers
             changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
         return self.model_copy(update=changed)

@@ -38,6 +38,7 @@ def flops_per_token(config: DeepseekConfig, seq_length: int, *, convention: Conv
     output = 2 * config.hidden_size * config.vocab_size
     counted = config.with_predicted_layers()
     feed_forward, with_predicted = layers * _feed_forward(config), counted.num_layers * _feed_forward(counted)
+    # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
     each_depth = projections + core + 4 * config.hidden_size**2 + output
     return DeepseekFlops(
         attention_projections=layers * projections,
@@ -53,6 +54,7 @@ def projection_flops(config: DeepseekConfig) -> float:
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     rank, query = config.q_lora_rank, heads * config.head_dim
     queries = hidden * query if rank is None else hidden * rank + rank * query
+    # The expanded form, which training uses; decoding's absorbed form has other products.
     keys_values = hidden * (latent + config.qk_pos_emb_head_dim)
     keys_values += latent * heads * (config.qk_head_dim + config.v_head_dim)
     return 2.0 * (queries + keys_values + heads * config.v_head_dim * hidden)

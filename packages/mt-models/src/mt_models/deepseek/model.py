@@ -36,6 +36,7 @@ class DeepseekModel(RotaryDecoder):
         self.mtp: MultiTokenPrediction | None = None
         if config.mtp_num_layers and environment.has_last:
             self.mtp = build_prediction(config, environment)
+            # Also where the LM head is untied: every depth embeds the tokens that follow.
             self.embedding = self.embedding or TokenEmbedding(config, environment.parallel)
 
     def forward(
@@ -65,6 +66,8 @@ class DeepseekModel(RotaryDecoder):
         *,
         project: bool = True,
     ) -> Any:
+        # In evaluation, generation and other stages it is the plain decoder. The losses need the state before the LM
+        # head, so that this repeats run_stage of CausalDecoder with the prediction between decoder and head.
         predicts = stage.last and self.training and torch.is_grad_enabled()
         if self.mtp is None or not predicts or labels is None or loss_mask is None:
             return super().run_stage(stage, hidden, tokens, position_ids, segment_ids, cache, project=project)
@@ -90,6 +93,7 @@ class DeepseekModel(RotaryDecoder):
     def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
         assert self.mtp is not None
         assert self.embedding is not None
+        # Drafting: `tokens` are those depth + 1 places behind the cache's positions (PredictsAhead), so no shift here.
         embedded = self.embedding(tokens, cache.position_ids)
         pattern = self.pattern(None, tokens.device)
         angles = self.angles(cache.position_ids, cache.capacities)
@@ -98,6 +102,7 @@ class DeepseekModel(RotaryDecoder):
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         yield from super().stage_modules(stage)
         if stage.last and self.mtp is not None:
+            # A tied copy, or that of a first stage, is among the decoder's modules already; twice it would count twice.
             if self.output_layer is not None and not stage.first and self.embedding is not None:
                 yield self.embedding
             yield self.mtp
@@ -111,6 +116,7 @@ def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number
 
 
 def build_prediction(config: DeepseekConfig, environment: ModelEnvironment) -> MultiTokenPrediction:
+    # The feed-forward of layer num_layers + d is looked up by number, which the pattern of MoE layers has to reach.
     counted = config.with_predicted_layers()
 
     def layer(depth: int) -> nn.Module:

@@ -36,6 +36,8 @@ class GemmaEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         x = super().forward(tokens, position_ids)
+        # A tensor of no dimensions on the host: it multiplies like a number, without a copy to the device. In bf16 the
+        # factor of hidden_size 3072 is 55.5 and not 55.4256, which trained weights rely on.
         return x * torch.tensor(self.scale, dtype=x.dtype)
 
 
@@ -47,11 +49,13 @@ class GemmaAttention(SelfAttention):
         # The core divides by sqrt(head size).
         self.query_scale = math.sqrt(config.head_dim / (config.query_pre_attn_scalar or config.head_dim))
         self.logit_softcap = config.attn_logit_softcapping
+        # Replaces the norms that SelfAttention has built: Gemma's multiply by 1 + weight.
         if config.qk_layernorm:
             self.q_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
             self.k_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
 
     def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
+        # In training the core has the softcap (attention_core below); paged decoding computes scores without it.
         return replace(super().paged_scores(pattern), softcap=self.logit_softcap)
 
 
@@ -77,6 +81,7 @@ class GemmaLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
+        # The norm is on the branch, before the sum: the residual stream itself is never normalized.
         attended = self.post_self_attn_layernorm(self.self_attention(normed, pattern, angles, cache))
         x, normed = self.pre_mlp_layernorm.add(x, attended)
         return x + self.post_mlp_layernorm(self.mlp(normed))
@@ -97,6 +102,7 @@ class GemmaModel(CausalDecoder):
             lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
         )
         self.rotary = build_rotary(config)
+        # Gemma 3: scaling applies to global layers only; local ones have their own base. In Gemma 2 the two are equal.
         self.local_frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base_local)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
@@ -114,6 +120,7 @@ class GemmaModel(CausalDecoder):
 
     def logits(self, x: Tensor) -> Tensor:
         logits, cap = super().logits(x), self.config.final_logit_softcapping
+        # cap * tanh(x / cap) is x for small x and stays within (-cap, cap).
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @property

@@ -52,6 +52,7 @@ class GPTModel(CausalDecoder):
         super().__init__(config, environment, GPTEmbedding, lambda number: gpt_layer(config, environment, number))
         self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
+            # [heads of this rank]
             self.slopes = alibi_slopes(config.num_attention_heads).chunk(ctx.tp.size)[ctx.tp.rank]
         self.frequencies: Tensor | None = None
         if config.position_embedding_type == "rope":

@@ -28,6 +28,7 @@ class CoreAttention(LayoutModule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
         """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads"""
+        # softmax over the scores and the sink: exp(s_j) / (exp(sink) + sum_i exp(s_i)). A head can attend to nothing.
         return self.core(q, k, v, pattern, dropout, self.softmax_offset)
 
 
@@ -38,6 +39,7 @@ class SinkAttention(SelfAttention):
         self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, *, window: int | None
     ) -> None:
         super().__init__(config, core, ctx, window=window)
+        # A module around the core, since the parameter's name has to be self_attention.core_attention.softmax_offset.
         self.core_attention = CoreAttention(core, config.num_attention_heads, config.init_method_std, ctx)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:

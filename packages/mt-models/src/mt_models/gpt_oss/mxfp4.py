@@ -9,12 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# E2M1: exponent bias 1, the two smallest magnitudes without an implicit leading 1. By the three low bits.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [..., G, 16] and scales [..., G], both uint8 -> [..., 32 G] in bf16, which holds every such number."""
+    # A look-up of whole bytes, [..., G, 16] -> [..., G, 16, 2]. int: an index of uint8 would be read as a mask.
     numbers = _numbers_of_bytes(blocks.device)[blocks.int()].flatten(-2)  # [..., G, 32]
+    # The dtype converts 255 to NaN, which 2.0 ** (scales - 127) would not.
     factors = scales.view(torch.float8_e8m0fnu).to(torch.float32)
     return (numbers * factors[..., None]).flatten(-2).to(torch.bfloat16)
 
@@ -23,4 +26,5 @@ def _numbers_of_bytes(device: torch.device) -> Tensor:
     """[256, 2] fp32: the two numbers of each byte."""
     halves = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], device=device)
     byte = torch.arange(256, device=device)
+    # The low four bits are the first number of a row.
     return torch.stack((halves[byte % 16], halves[byte // 16]), -1)

@@ -55,6 +55,7 @@ class GraniteLayer(TransformerLayer):
     def residual_and_norm(self, x: Tensor, branch: Tensor, dropout: Dropout, norm: Norm) -> tuple[Tensor, Tensor]:
         if dropout.rate > 0.0:
             return norm.add(self.residual(x, branch, dropout))
+        # Without dropout `residual` is not called: the norm's kernel adds, so that the factor is applied here too.
         return norm.add(x, branch * self.multiplier)
 
 
@@ -79,6 +80,7 @@ class GraniteMoeModel(CausalDecoder):
         return None if scale == 1.0 else f"model.logits_scaling={scale} divides the logits"
 
     def logits(self, x: Tensor) -> Tensor:
+        # After the product, as in transformers: dividing x before it would round differently in bf16.
         return super().logits(x) / self.config.logits_scaling
 
     @property

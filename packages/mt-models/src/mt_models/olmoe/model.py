@@ -17,6 +17,7 @@ class OlmoeAttention(SelfAttention):
 
     def __init__(self, config: OlmoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__(config, core, ctx)
+        # config.qk_layernorm is false, so that SelfAttention has built no norms of heads.
         size, epsilon = config.head_dim, config.norm_epsilon
         self.q_layernorm = WideRMSNorm(config.num_attention_heads, size, epsilon, ctx)
         self.k_layernorm = WideRMSNorm(config.query_groups, size, epsilon, ctx)
