@@ -19,6 +19,8 @@ class MaskedWordHead(nn.Module):
         super().__init__()
         self.activation = config.activation
         width = config.hidden_size
+        # Replicated, as in Megatron; it is applied to S sharded over ranks,
+        # unlike the pooler, which reads one position.
         self.dense = ReplicatedLinear(width, width, ctx, init=normal(config.init_method_std), on_sequence=True)
         self.layer_norm = build_norm(config.normalization, width, config.norm_epsilon, ctx)
 

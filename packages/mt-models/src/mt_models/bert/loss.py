@@ -38,6 +38,7 @@ class BertLoss:
                 "data set gives no is_random; use data.dataset_type=bert, or set model.bert_binary_head=false"
             )
         order = F.cross_entropy(output.binary_logits.float(), batch["is_random"], reduction="none")
+        # [B, S] + [B, 1]: added at every position; the loss mask leaves the masked tokens of the sample.
         return losses + order[:, None]
 
 

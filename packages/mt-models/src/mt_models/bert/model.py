@@ -54,6 +54,8 @@ class BertEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, tokentype_ids: Tensor | None, position_ids: Tensor) -> Tensor:
         """[B, S] ids, types (None: all 0) and positions -> [B, S, H]"""
+        # Tables are replicated and give whole sequences. With sequence parallelism word_embeddings gives this rank's
+        # slice of S, so that the sum of the tables is cut once, and not each of them.
         added = self.position_embeddings(position_ids)
         if self.tokentype_embeddings is not None:
             types = torch.zeros_like(tokens) if tokentype_ids is None else tokentype_ids
@@ -149,6 +151,7 @@ class BertModel(BertEncoder):
             self.output_layer = TiedOutput(
                 config.vocab_size, self.ctx, bias=True, divisible_by=config.make_vocab_size_divisible_by
             )
+        # The binary head reads the pooled vector: has_pooler is true with it.
         self.pooler = Pooler(config, self.ctx) if config.has_pooler else None
         self.binary_head = BinaryHead(config, self.ctx) if config.bert_binary_head else None
 
@@ -164,6 +167,7 @@ class BertModel(BertEncoder):
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: str) -> Tensor:
         """[B, S] -> [B, H]: the mean of the last layer over the tokens (Reimers and Gurevych, Sentence-BERT, 2019)"""
         states = self.hidden_states(tokens, padding_mask=padding_mask)
+        # [B, S, 1]: padding counts 0 in the sum and in the number of tokens.
         weights = padding_mask[..., None].to(states.dtype)
         return (states * weights).sum(dim=1) / weights.sum(dim=1)
 
@@ -199,6 +203,7 @@ class BertModel(BertEncoder):
 
 def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
     """[B, S, H], sharded along S with sequence parallelism -> [B, H] of position 0, on every rank."""
+    # gather_copies and not gather_from: all ranks compute the same head, so that the gradient is cut and not summed.
     return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
 
 
@@ -219,6 +224,7 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> PostNormS
         for number in environment.layers(config.num_layers)
     }
     if config.layernorm_placement == "post":
+        # Post-norm layers end in a norm, and the stack has none of its own.
         return PostNormStack(layers, environment.recompute)
     return TransformerStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
 

@@ -27,6 +27,7 @@ def trained_keys(
     one_view: keys in place of the published ones for a data set that does not cut images.
     """
     keys = config.image_data_keys
+    # The run had no images in its data (it was converted, or trained on text): the published values are all there is.
     if COLOURS[0] not in data:
         return keys
     return {**keys, **(one_view or {}), **{key: data[key] for key in keys if data.get(key) is not None}}

@@ -25,6 +25,7 @@ class ProjectionMLP(nn.Module):
         super().__init__()
         self.activation = activation
         hidden, init = decoder.hidden_size, normal(decoder.init_method_std)
+        # The inner width is the decoder's, as in LLaVA 1.5.
         self.linear_fc1 = ColumnParallelLinear(width, hidden, ctx, bias=bias, init=init)
         self.linear_fc2 = RowParallelLinear(hidden, hidden, ctx, bias=bias, init=init)
 

@@ -20,10 +20,14 @@ def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext
     words [B, S, H], with sequence parallelism this rank's slice of S; places [B, S] bool, of the whole S, with as
     many True as there are features [F, H].
     """
+    # [B, S, H] in the order of the tokens. masked_scatter takes the rows of features one
+    # after another; places [B, S, 1] broadcasts over H.
     whole = features.new_zeros((*places.shape, features.shape[-1]))
     images = like_token_embeddings(whole.masked_scatter(places[..., None], features.to(words.dtype)), ctx)
+    # The same slice of S as that of the words.
     if ctx.sequence_parallel:
         places = places.chunk(ctx.tp.size, SEQUENCE_DIM)[ctx.tp.rank]
+    # Gradients reach the words and the features each at their own places only.
     return torch.where(places[..., None], images, words)
 
 
@@ -38,6 +42,7 @@ def spliced_words(embedding: VocabParallelEmbedding, places: Tensor, features: T
     def with_images(module: nn.Module, inputs: tuple[Tensor, ...], words: Tensor) -> Tensor:
         return splice(words, places, features, embedding.ctx)
 
+    # For one forward pass: removed even if it fails, or the next text would get these features.
     handle = embedding.register_forward_hook(with_images)
     try:
         yield

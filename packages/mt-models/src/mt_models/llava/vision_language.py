@@ -144,7 +144,10 @@ class VisionLanguageModel(Model):
         """Ids that are all in the vocabulary, as the image token need not be; positions; and a context in which the
         first stage splices features in."""
         places = tokens == self.config.image_token_index
+        # Every stage computes positions, only the first one embeds.
         spliced = self._with_images(places, images, image_grids) if is_first else nullcontext()
+        # Id 0 stands for image tokens in the embedding's look-up; `splice`
+        # replaces its row, which gets no gradient from them.
         return tokens.masked_fill(places, 0), self.positions(places, position_ids, image_grids), spliced
 
     def _with_images(
@@ -154,6 +157,8 @@ class VisionLanguageModel(Model):
         if images is None:
             self.require_tokens(places, 0)
             return nullcontext()
+        # Images are not sharded by positions: each context-parallel rank computes all features
+        # of its sequences and takes those at its own positions.
         whole = unshard_sequence(places.int(), SEQUENCE_DIM, self.cp).bool()
         features = self.features_of_batch(whole, images, image_grids)
         if self.cp.size > 1:
@@ -168,6 +173,7 @@ class VisionLanguageModel(Model):
 
         places: of its positions. whole: of all positions of the sequences.
         """
+        # The k-th image token of the batch has feature k - 1, row by row; sharded as the tokens are.
         numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)
         return shard_sequence(numbers, SEQUENCE_DIM, self.cp)[places]
 
@@ -193,6 +199,7 @@ class VisionLanguageModel(Model):
 
         An image token that was generated is a word like any other: no feature belongs to it.
         """
+        # [1, T]: new positions of all sequences, of which one pass may have a part of a prompt.
         places = torch.zeros_like(cache.tokens, dtype=torch.bool)
         features = list(self._take_features(cache, places)) if stage.first else []
         words = cache.tokens.masked_fill(places, 0)
@@ -208,7 +215,9 @@ class VisionLanguageModel(Model):
             if features is None:
                 continue
             before, new = (tokens == self.config.image_token_index for tokens in (sequence.past, sequence.new))
+            # Features of image tokens in earlier passes are used up.
             first = int(before.sum())
+            # Counts image tokens from the beginning: those beyond the features were generated.
             own = new & (first + new.cumsum(0) <= len(features))
             if own.any():
                 places[0, end - sequence.count : end] = own.to(places.device)
@@ -257,6 +266,7 @@ class FixedSizeImageModel(VisionLanguageModel):
     def tower_states(self, images: Tensor) -> Tensor:
         """What the projection reads."""
         states: Tensor = self.vision_model.hidden_states(images)
+        # The class token is no patch of the image.
         return states[:, 1:] if self.config.vision_model.has_class_token else states
 
     def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
@@ -280,6 +290,7 @@ class FixedSizeImageModel(VisionLanguageModel):
                 f"the rows of the batch have {counts.tolist()} image tokens (id {self.config.image_token_index}), "
                 f"and at most {capacity} images of {length} features each; write the image token once for each feature"
             )
+        # [B, M]: the first counts / F images of each row. nonzero waits for the device, as the number is a shape.
         real = torch.arange(capacity, device=places.device) < (counts // length)[:, None]
         return real.flatten().nonzero().squeeze(1)
 

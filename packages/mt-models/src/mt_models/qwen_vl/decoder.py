@@ -17,8 +17,11 @@ class QwenVLDecoder(QwenModel):
     config: QwenVLDecoderConfig
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
+        # A text alone: its three coordinates would be equal, which is the rotation of Qwen2.
         if position_ids.ndim == 2:
             return super().angles(position_ids, capacity)
         assert isinstance(self.rotary, FixedRotary)
+        # mrope_section: pairs of channels turned by time, height and width. The configuration excludes
+        # dynamic scaling, whose frequencies change with the length.
         parts = self.rotary.frequencies.split(self.config.mrope_section)
         return AxialAngles(position_ids, parts, self.rotary.scale)

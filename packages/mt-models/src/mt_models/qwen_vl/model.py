@@ -41,6 +41,7 @@ class QwenVLModel(VisionLanguageModel):
 
     def build_decoder(self, environment: ModelEnvironment) -> nn.Module:
         decoder = self.config.decoder
+        # As build_decoder of other families, with a decoder that no other family uses.
         own = environment.config.model_copy(update={"model": decoder})
         return QwenVLDecoder(decoder, replace(environment, config=own))
 
@@ -53,12 +54,15 @@ class QwenVLModel(VisionLanguageModel):
     def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
         """images [B, M, C, side, side]: the cells of the images of each row, in the order of their image tokens.
         image_grids int64 [B, K, 2]: rows and columns of cells of each image. What is beyond is padding (grids of 0)."""
+        # `tolist` waits for the device if the grids are there: sizes of windows and
+        # numbers of cells are shapes, which the host needs.
         grids = [] if image_grids is None else [real_grids(own) for own in image_grids.tolist()]
         counts = [cells(own) for own in grids] or [0] * len(places)
         self._require_tokens_of_rows(places.sum(1).tolist(), counts)
         if not any(counts):
             # A batch of texts alone: the features of a padding cell are not used, and have gradients of zero.
             return self.features(images[0, :1], [(1, 1)])[:0]
+        # [V, C, side, side] of the batch, without the padding of each row
         own_cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
         return self.features(own_cells, [grid for own in grids for grid in own])
 
@@ -83,6 +87,7 @@ class QwenVLModel(VisionLanguageModel):
         on the host, from which every stage computes positions."""
         if "images" not in inputs:
             return {}
+        # Positions are computed again for each new token, from few numbers: on the host no pass waits for the device.
         grids = inputs["image_grids"].cpu()
         if self.vision_model is None:
             return {"image_grids": grids}
@@ -92,11 +97,13 @@ class QwenVLModel(VisionLanguageModel):
         """[1, T] of texts alone, [3, 1, T] if a sequence has images."""
         if not any("image_grids" in sequence.conditioning for sequence in cache.sequences):
             return cache.position_ids
+        # Sequences of text have the same number three times.
         positions, end = cache.position_ids.expand(3, 1, -1).clone(), 0
         for sequence in cache.sequences:
             end += sequence.count
             grids = sequence.conditioning.get("image_grids")
             if grids is not None:
+                # From the beginning: a position depends on all images before it. The last `count` are taken.
                 places = torch.cat([sequence.past, sequence.new])[None] == self.config.image_token_index
                 own = multimodal_positions(places, grids[None])[..., sequence.start :]
                 positions[..., end - sequence.count : end] = own.to(positions.device)

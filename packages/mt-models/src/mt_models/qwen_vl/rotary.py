@@ -17,6 +17,7 @@ class AxialAngles(RotaryAngles):
     """
 
     def __init__(self, positions: Tensor, frequencies: Sequence[Tensor], scale: float = 1.0) -> None:
+        # [B, S, 1, 1] of each axis times its frequencies [R_axis / 2], end to end along the channels
         own = zip(positions.to(torch.float32)[..., None, None], frequencies, strict=True)
         angles = torch.cat([places * turns.to(places.device) for places, turns in own], dim=-1)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale

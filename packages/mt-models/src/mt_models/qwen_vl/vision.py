@@ -46,8 +46,11 @@ class FramePatchEmbedding(LayoutModule):
         self.declare("weight", ParameterLayout(kernel, normal(config.init_method_std)))
 
     def forward(self, images: Tensor) -> Tensor:
+        # [V, C, m, m, p, p]: windows of p by p pixels, row by row of the cell
         patches = images.to(self.weight.dtype).unfold(2, self.side, self.side).unfold(3, self.side, self.side)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [V, m, m, C p p]
+        # W [H, C, T, p, p] on T equal frames is sum_t W_t on one: [H, C p p]. The sum is part of
+        # the graph, so that every frame's weights get the gradient.
         return linear(patches.flatten(0, 2)[None], self.weight.sum(2).flatten(1), None)
 
 
@@ -59,6 +62,7 @@ class PatchAttention(SelfAttention):
     ) -> Tensor:
         q, k, v = self.project(x)
         q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
+        # [1, P, N, D] -> [G, L, N, D]: groups are the batch of attention, so that a window costs its own size squared.
         out = self.attend(groups.split(q), groups.split(k), groups.split(v), groups.pattern)
         return self.linear_proj(groups.join(out).flatten(2))
 
@@ -86,6 +90,7 @@ class PatchLayers(nn.Module):
 
     def forward(self, x: Tensor, windows: PatchGroups, images: PatchGroups, angles: RotaryAngles) -> Tensor:
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            # `images` and `windows` are two divisions of the same row of patches: x keeps its order between the layers.
             return layer(x, images if number in self.full else windows, angles)
 
         return self.final_layernorm(self.recompute.run(list(enumerate(self.layers)), x, call))
@@ -105,6 +110,8 @@ class QwenVisionTower(nn.Module):
 
     def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
         merged, side = self.config.merged_patches, self.config.spatial_merge_size
+        # Built once for all layers. Patches are not moved into the order of windows, as transformers does: a
+        # gather in each layer replaces the two permutations around them.
         windows = window_groups(grids, self.config.window_side, merged, images.device)
         whole = image_groups(grids, merged, images.device)
         angles = AxialAngles(patch_positions(grids, side).to(images.device), (self.frequencies, self.frequencies))
@@ -125,4 +132,5 @@ class PatchMerger(nn.Module):
         self.linear_fc2 = RowParallelLinear(width, config.decoder.hidden_size, ctx, bias=True, init=normal(init))
 
     def forward(self, x: Tensor) -> Tensor:
+        # [V, m m, H] -> [1, V, m m H]: the parallel layers take [B, S, H].
         return self.linear_fc2(activate("gelu", self.linear_fc1(x.flatten(1)[None])))[0]

@@ -53,6 +53,8 @@ class BatchNeighbors:
     def attend(self, layer: ChunkedCrossAttention, q: Tensor) -> Tensor:
         sequences, length = q.shape[:2]
         k, v = layer.neighbor_keys_and_values(self.states, self.num_neighbors)
+        # [B, S, N, D] -> [B L, m, N, D]: each chunk's m attending positions are a batch row of their own,
+        # beside the keys and values [B L, K r, N, D] of its neighbours.
         queries = attending_chunks(q, self.chunk_length)
         out = layer.core(queries, k, v, self.pattern, layer.dropout.begin())
         return from_attending_chunks(out, sequences, length)
@@ -73,16 +75,20 @@ class ChunkedCrossAttention(CrossAttention):
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, N, D]
         out = self.linear_proj(neighbors.attend(self, q).flatten(2))
         # Positions that attend to nothing get no bias either.
+        # linear_proj adds its bias to positions whose attention output is 0, too.
         return torch.where(neighbors.attending, out, 0.0)
 
     def neighbor_keys_and_values(self, states: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:
         """[n K, r, H] -> of n chunks [n, K r, N, D] each"""
+        # [n K, r, N, D] -> [n, K, r, N, D] -> [n, K r, N, D]: the softmax is
+        # over the tokens of all K neighbours together.
         k, v = (part.unflatten(0, (-1, num_neighbors)).flatten(1, 2) for part in self.keys_and_values(states))
         return k, v
 
     def cached_state(self) -> SequenceState:  # type: ignore[override]
         """Keys and values of the neighbours that were encoded last."""
         shape = (self.retrieved, self.linear_q.weight.shape[0] // self.head_dim, self.head_dim)
+        # The neighbours of one chunk: those of the chunks before are never attended to again.
         return SequenceState(((shape, self.linear_kv.weight.dtype),) * 2)
 
 
@@ -112,6 +118,7 @@ class NeighborCrossAttention(CrossAttention):
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [n K, r, N, D]
         k, v = text if isinstance(text, tuple) else self.chunks_of(text)
         # The neighbours' tokens are queries only: they do not attend to one another.
+        # [n K, r, N, D] -> [n, K r, N, D], beside the keys of the chunk [n, m, N, D]
         queries = q.unflatten(0, (-1, num_neighbors)).flatten(1, 2)
         out = self.core(queries, k, v, EVERYTHING, self.dropout.begin())
         return self.linear_proj(out.unflatten(1, (num_neighbors, -1)).flatten(0, 1).flatten(2))

@@ -21,6 +21,7 @@ def chunks(x: Tensor, m: int) -> Tensor:
 
 def attending_chunks(x: Tensor, m: int) -> Tensor:
     """[B, S, ...] -> [B L, m, ...]; zeros stand where the last of them reaches beyond the sequence."""
+    # m = 4, S = 8: chunk 0, tokens 0 to 3, attends as positions 3 to 6; chunk 1 as position 7 and three zeros.
     whole = x.shape[1] // m
     return chunks(_pad(x[:, m - 1 :], before=0, length=whole * m), m)
 

@@ -39,7 +39,9 @@ class NewPositions:
         """(chunk, its attending positions among the new ones); -1: the first m - 1 positions, which see no chunk."""
         place = 0
         while place < self.count:
+            # m = 4: positions 0 to 2 see no chunk (-1), 3 to 6 chunk 0, 7 to 10 chunk 1.
             chunk = (self.start + place + 1) // self.m - 1
+            # (chunk + 2) m - 1 is the last position of chunk + 1, the first that sees the next one.
             end = min((chunk + 2) * self.m - 1 - self.start, self.count)
             yield chunk, slice(place, end)
             place = end
@@ -80,11 +82,16 @@ def completed_text(layer: NeighborCrossAttention, text: Tensor, cache: Cache, co
 
     def whole_chunks(positions: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """positions [1, S] of new ones; k, v [1, K, N, D] up to them -> [1, whole chunks x m, 2, N, D]"""
+        # m = 4, new positions 6 to 12: chunks 1 and 2 (positions 4 to 11) are
+        # complete. Positions 4 and 5 come from the cache.
         start, end = int(positions[0, 0]), int(positions[0, -1]) + 1
         first, last = start // m * m, end // m * m
+        # k and v end at position end - 1, and may begin anywhere: they hold at most m - 1 positions before `start`.
         kept = slice(k.shape[1] - (end - first), k.shape[1] - (end - last))
         return torch.stack((k[:, kept], v[:, kept]), dim=2)
 
+    # The cache is used for its packing and its memory; no attention is computed here. Keys and values are stacked,
+    # since a result is one tensor, and end to end the results of the sequences are the complete chunks in order.
     found = cache.attend(layer, whole_chunks, (cache.position_ids,), layer.keys_and_values(text))
     # What the row is filled up with may have whole chunks, too.
     k, v = found[0, : count * m].unflatten(0, (count, m)).unbind(2)
@@ -109,11 +116,13 @@ class CachedNeighbors:
         self.attending, self.num_neighbors = attending, num_neighbors
 
     def attend(self, layer: ChunkedCrossAttention, q: Tensor) -> Tensor:
+        # Of all sequences at once: states of chunks of several sequences are one batch of the encoder.
         new = None if self.states is None else layer.neighbor_keys_and_values(self.states, self.num_neighbors)
 
         def advance(inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             queries, numbers = inputs
             rows = [
+                # Sequence by sequence: each has other chunks and other padding.
                 self._advance(layer, queries[row : row + 1], number, tuple(kept[row : row + 1] for kept in state), new)
                 for row, number in enumerate(numbers[:, 0].tolist())
             ]
@@ -141,18 +150,23 @@ class CachedNeighbors:
         if number < 0:
             return out, kept
         own = self.sequences[number]
+        # This sequence's rows among the chunks that all sequences complete
         own_new = slice(own.before, own.before + len(own.completed))
         if new is not None:
+            # [1 + completed, K r, N, D] each: row 0 is the chunk before the new positions' first, then those completed.
             kept = tuple(torch.cat((before, part[own_new])) for before, part in zip(kept, new, strict=True))
         for chunk, places in own.groups():
             seen = own.seen(chunk)
             if seen is not None:
+                # The row of `kept` that holds this chunk
                 place = chunk - (own.start // own.m - 1)
                 k, v = (part[place : place + 1] for part in kept)
                 out[:, places] = attend_to(layer, q[:, places], k, v, seen)
+        # The state has one chunk: the last that is complete.
         return out, tuple(part[-1:] for part in kept)
 
 
 def attend_to(layer: CrossAttention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """q [1, S, N, D], k and v [1, K r, N, D], seen [K r] bool -> [1, S, N, D]"""
+    # Padding is removed rather than masked: there is one sequence, so that no shape has to be shared.
     return layer.core(q, k[:, seen], v[:, seen], EVERYTHING, 0.0)

@@ -52,6 +52,7 @@ def flops_per_token(config: RetroConfig, seq_length: int, *, convention: Convent
     ratio = retrieved / chunk
     decoder = decoder_flops_per_token(config, seq_length, convention=convention)
     pair = 4 * config.hidden_size * config.num_attention_heads * config.head_dim  # queries and output; keys and values
+    # Positions m - 1 and later attend to neighbours: S - m + 1 of S.
     attending = 1.0 if convention == "full" else (seq_length - chunk + 1) / seq_length
     crossing, encoder = len(config.cross_attention_layers), config.retro_encoder_num_layers
     return RetroFlops(
@@ -64,6 +65,7 @@ def flops_per_token(config: RetroConfig, seq_length: int, *, convention: Convent
         encoder_attention_projections=encoder * ratio * projection_flops(config),
         encoder_attention_core=encoder * ratio * core_flops(config, config.retrieved_length),
         encoder_feed_forward=encoder * ratio * dense_feed_forward_flops(config),
+        # Once: the first layer of the encoder alone attends to the text.
         encoder_cross_attention_projections=pair * (1 + ratio),
         encoder_cross_attention_core=ratio * core_flops(config, chunk),
     )

@@ -43,6 +43,7 @@ class RetroDecoder(nn.Module):
     def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
         super().__init__()
         self.recompute = environment.recompute
+        # The neighbours are encoded when the text has passed attention of this layer: what the encoder attends to.
         self.first = config.cross_attention_layers[0]
         self.layers = nn.ModuleList(
             RetrievalLayer(config, environment, number)
@@ -61,6 +62,8 @@ class RetroDecoder(nn.Module):
         pattern = AttentionPattern()
         neighbors: Neighbors | None = None
 
+        # `neighbors` is read when a layer runs, after it has been set below. Its gradient flows back through
+        # every layer that reads it, and through `encode` into the text.
         def run(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             if isinstance(layer, RetrievalLayer):
                 return layer(x, pattern, angles, neighbors, cache)
@@ -70,6 +73,7 @@ class RetroDecoder(nn.Module):
             x = self._step(number, x, run)
         retrieving = self.layers[self.first]
         assert isinstance(retrieving, RetrievalLayer)
+        # The layer in two steps, each recomputed as a unit of its own: encoding needs what is between them.
         x = self._step(self.first, x, lambda number, layer, x: retrieving.attend(x, pattern, angles, cache))
         if encode is not None:
             neighbors = encode(retrieving.pre_cross_attn_layernorm(x))
@@ -128,6 +132,7 @@ class RetroModel(Model):
         encode: EncodeNeighbors | None = None
         if neighbor_tokens is not None:
             self._check(tokens, neighbor_tokens)
+            # A text shorter than a chunk has no neighbours, and an empty batch is not run through the encoder.
             if neighbor_tokens.shape[1]:
 
                 def encode(text: Tensor) -> Neighbors:
@@ -140,6 +145,7 @@ class RetroModel(Model):
         """Neighbours [B, L, K, r] of the chunks of text [B, S, H], whose length S is `length`."""
         batch, _, count, _ = neighbor_tokens.shape
         mask = torch.ones_like(neighbor_tokens) if neighbor_mask is None else neighbor_mask
+        # [B, L, K, r] -> [B L, K, r] -> [B L, K r]
         seen = mask.bool().flatten(0, 1).flatten(1)  # [B L, K r]
         return BatchNeighbors(
             states=self.encoded(neighbor_tokens.flatten(0, 1), mask.flatten(0, 1), text),
@@ -152,7 +158,9 @@ class RetroModel(Model):
     def encoded(self, neighbor_tokens: Tensor, neighbor_mask: Tensor, text: Tensor | TextChunks) -> Tensor:
         """Neighbours [n, K, r] of the chunks of a text [B, S, H], or of n chunks of texts -> [n K, r, H]"""
         _, count, retrieved = neighbor_tokens.shape
+        # [1, r]: the tokens of each neighbour are numbered from 0, wherever its chunk is in the text.
         places = torch.arange(retrieved, device=neighbor_tokens.device)[None]
+        # [n, K, r] -> [n K, r] -> [n K, r, H]. The embedding of the text, as in Megatron.
         x = self.embedding(neighbor_tokens.flatten(0, 1), places)
         pattern = padding_pattern(neighbor_mask.bool().flatten(0, 1))
         return self.encoder(x, pattern, self._angles(places), text, count)
@@ -178,6 +186,7 @@ class RetroModel(Model):
 
     def cached_layers(self) -> Iterator[KeepsState]:
         yield from layers_with_state(self.decoder)
+        # It keeps the text's keys and values until a chunk is complete; other layers of the encoder keep nothing.
         yield self.encoder.text_attention
 
     def decode_stage(self, stage: Stage, hidden: Tensor | None, cache: Cache) -> Tensor:
@@ -197,12 +206,14 @@ class RetroModel(Model):
         count, retrieved = config.retro_num_neighbors, config.retrieved_length
         sequences = new_positions(cache, config.retro_chunk_length, count * retrieved)
         completed = sum(len(own.completed) for own in sequences)
+        # Called also if no chunk is complete: the keys and values of the new positions have to get into the cache.
         chunks = completed_text(self.encoder.text_attention, text, cache, completed)
         states = None
         if completed:
             wanted = [own.completed for own in sequences]
             tokens, mask = (of_chunks(cache, name, wanted, (count, retrieved)) for name in self.conditioned_by)
             states = self.encoded(tokens, mask, chunks)
+        # [T] without filler. Filler attends to nothing.
         attending = torch.cat([own.attending() for own in sequences])
         padded = nn.functional.pad(attending, (0, cache.tokens.shape[1] - len(attending)))
         return CachedNeighbors(cache, sequences, states, like_token_embeddings(padded[None, :, None], self.ctx), count)
@@ -218,6 +229,7 @@ class RetroModel(Model):
 
     def _attending(self, found: Tensor, sequences: int, length: int) -> Tensor:
         """found [B L]: chunks with neighbours -> [B, S, 1] bool, positions that attend to some."""
+        # [B L] -> [B L, m], moved to the positions that attend: see retro.chunks
         rows = found[:, None].expand(-1, self.config.retro_chunk_length)
         return from_attending_chunks(rows, sequences, length)[..., None]
 
@@ -244,6 +256,7 @@ def of_chunks(cache: Cache, name: str, wanted: Sequence[range], shape: tuple[int
     """What each sequence is conditioned by [L, K, r], of the chunks wanted of it: [n, K, r]; zeros without any."""
     found = torch.zeros((sum(map(len, wanted)), *shape), dtype=torch.int64, device=cache.tokens.device)
     for sequence, chunks, rows in zip(cache.sequences, wanted, found.split([len(own) for own in wanted]), strict=True):
+        # Neighbours may be given for fewer chunks than the text will have: those behind stay zero, their mask too.
         given = sequence.conditioning.get(name, found[:0])[chunks.start : chunks.stop]
         rows[: len(given)] = given
     return found
@@ -252,6 +265,7 @@ def of_chunks(cache: Cache, name: str, wanted: Sequence[range], shape: tuple[int
 def padding_pattern(seen: Tensor) -> AttentionPattern:
     """Attention in both directions to the keys [rows, T] that are seen. A row without any sees all of its padding:
     what comes of it is left out later, and must be finite."""
+    # The softmax over a row of -inf alone would be NaN, and stay NaN in the gradient although `where` selects 0.
     return AttentionPattern(causal=False, key_padding=seen | ~seen.any(-1, keepdim=True))
 
 
@@ -259,6 +273,7 @@ def freeze_gpt(model: RetroModel) -> None:
     """Freeze the parameters that a GPT has (retro-fitting)."""
     parts: list[nn.Module | None] = [model.embedding, model.decoder.final_layernorm, model.output_layer]
     for layer in model.decoder.layers:
+        # What a retrieval layer has beside these, its cross attention and norm, is trained.
         parts += [layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp]  # type: ignore[list-item]
     for part in parts:
         if part is not None:

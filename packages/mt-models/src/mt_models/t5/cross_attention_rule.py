@@ -18,6 +18,7 @@ class HeadwiseKV(Rule):
     heads: int = 1
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        # [N D, H] twice -> [N, D, H] twice -> [N, 2 D, H] -> [N 2 D, H]; of biases without H
         return torch.cat([x.unflatten(0, (self.heads, -1)) for x in tensors], dim=1).flatten(0, 1)
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:

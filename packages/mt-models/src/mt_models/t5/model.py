@@ -70,6 +70,7 @@ class T5Model(Model):
         super().__init__()
         self.config = config
         self.ctx = ctx = environment.parallel
+        # Attributes that this process holds nothing of are None: the state dict has no names for them.
         parts = StageParts.of(config, environment)
         self.embedding = T5Embedding(config, ctx) if parts.embedding else None
         self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if parts.encoder else None
@@ -100,6 +101,7 @@ class T5Model(Model):
         Stages of the encoder send its hidden states [B, S, H], stages of the decoder send its hidden states [B, T, H]
         and the encoder's output (the memory, [B, S, H]). The last stage outputs logits [B, T, V].
         """
+        # The stage in the middle may have layers of both stacks: it ends the encoder and begins the decoder.
         encoder, decoder = parts_of_stage(stage, self.config)
         if encoder is not None:
             assert not isinstance(hidden, tuple)
@@ -107,13 +109,16 @@ class T5Model(Model):
         if decoder is None:
             assert hidden is not None
             return hidden
+        # A tensor comes from the encoder (or was made above), a pair from a stage of the decoder.
         x, memory = (None, hidden) if not isinstance(hidden, tuple) else hidden
         assert memory is not None
+        # The mask is a field of the micro-batch, which every stage gets: it is not sent with the memory.
         x = self.decoder_states(decoder_tokens, memory, encoder_mask, None, decoder, x)
         return self.logits(x) if stage.last else (x, memory)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         encoder, decoder = parts_of_stage(stage, self.config)
+        # Both stacks begin with the same embedding, and a tied LM head ends with it: up to three stages have a copy.
         begins = any(part is not None and part.first for part in (encoder, decoder))
         ties = stage.last and isinstance(self.output_layer, TiedOutput)
         modules = [
@@ -138,6 +143,7 @@ class T5Model(Model):
         """[B, S] -> [B, S, H]. stage: the encoder's layers to run, from x on; default: all of them."""
         stage = stage or whole(self.config.num_layers)
         length = encoder_tokens.shape[1]
+        # [1, N, S, S], of this rank's heads, computed once for all layers: in T5 only the first layer owns a table.
         bias = None if self.encoder_relative_pos_emb is None else self.encoder_relative_pos_emb(length, length)
         pattern = AttentionPattern(causal=False, key_padding=seen(encoder_mask), bias=bias)
         if stage.first:
@@ -176,6 +182,7 @@ class T5Model(Model):
         filler = -tokens.shape[1] % self.ctx.tp.size if self.ctx.sequence_parallel else 0
         mask = None
         if filler:
+            # The filler is not seen by the text, and "memory_length" excludes it from cross attention.
             mask = nn.functional.pad(torch.ones_like(tokens), (0, filler))
             tokens = nn.functional.pad(tokens, (0, filler))
         return self.encode(tokens, mask, stage, hidden)
@@ -206,6 +213,7 @@ class T5Model(Model):
         """[B, T, H] after the decoder's final norm. stage: its layers to run, from x on; default: all."""
         stage = stage or whole(self.config.decoder_layers)
         bias: Bias | None = self.decoder_relative_pos_emb
+        # With a cache the module itself is the bias: the cache calls attention for each sequence, with its own lengths.
         if self.decoder_relative_pos_emb is not None and cache is None:
             bias = self.decoder_relative_pos_emb(decoder_tokens.shape[1], decoder_tokens.shape[1])
         pattern = AttentionPattern(bias=bias)
@@ -224,6 +232,7 @@ class T5Model(Model):
         assert self.output_layer is not None
         if isinstance(self.output_layer, TiedOutput):
             assert self.embedding is not None
+            # With tied weights that start with a standard deviation of 1, logits would grow with sqrt(hidden_size).
             return self.output_layer(x * self.config.output_scale, self.embedding.word_embeddings)
         return self.output_layer(x)
 
@@ -245,6 +254,7 @@ class StageParts:
 
     @classmethod
     def of(cls, config: T5Config, environment: ModelEnvironment) -> StageParts:
+        # None without pipeline parallelism: one stage with all layers of both stacks.
         stages = environment.stages or (whole(config.num_layers + config.decoder_layers),)
         parts = [parts_of_stage(stage, config) for stage in stages]
         encoders = [encoder for encoder, _ in parts if encoder is not None]
@@ -263,6 +273,10 @@ def parts_of_stage(stage: Stage, config: T5Config) -> tuple[Stage | None, Stage 
 
     The stage with the encoder's last layer ends the encoder; the one with the decoder's first begins the decoder.
     """
+    # Two stacks of 2 layers over 3 stages of layers 0, 1-2 and 3:
+    #   layers 0    encoder 0, first             no decoder
+    #   layers 1-2  encoder 1, last              decoder 0, first
+    #   layers 3    no encoder                   decoder 1, last
     middle, end = config.num_layers, config.num_layers + config.decoder_layers
     layers, encoder, decoder = stage.layers, None, None
     if not layers:
@@ -274,6 +288,7 @@ def parts_of_stage(stage: Stage, config: T5Config) -> tuple[Stage | None, Stage 
         encoder = Stage(range(layers.start, min(layers.stop, middle)), stage.first, last=layers.stop >= middle)
     if layers.stop > middle:
         own = range(max(layers.start, middle) - middle, layers.stop - middle)
+        # layers.start == middle: the stage begins with the decoder and has no layer of the encoder.
         decoder = Stage(own, first=layers.start <= middle, last=stage.last)
     return encoder, decoder
 

@@ -59,5 +59,6 @@ def pooler_flops(config: VisionConfig) -> float:
     if config.has_class_token or not config.has_pooler:
         return 0.0
     hidden, positions = config.hidden_size, config.num_positions
+    # Query and output of the one probe; keys and values of every position.
     projections = 2 * hidden**2 * (2 + 2 * positions)
     return projections + 4 * positions * hidden + 4 * hidden * config.ffn_size

@@ -40,13 +40,16 @@ class PatchEmbedding(LayoutModule):
         self.declare("bias", ParameterLayout((config.hidden_size,), zeros) if bias else None)
 
     def forward(self, images: Tensor) -> Tensor:
+        # [H, C, p, p] -> [H, C p p]. A plain view would lose the fp32 main gradient that is attached to the parameter.
         matrix = with_main_gradient(self.weight, lambda kernel: kernel.flatten(1))
         return linear(self.patches(images.to(self.weight.dtype)), matrix, self.bias)
 
     def patches(self, images: Tensor) -> Tensor:
         """[B, C, img_h, img_w] -> [B, P, C patch_dim patch_dim]"""
         rows, columns = self.grid
+        # As a convolution does with pixels beyond the last whole patch.
         images = images[:, :, : rows * self.side, : columns * self.side]
+        # [B, C, rows, p, columns, p] -> [B, rows, columns, C, p, p]: a patch's numbers in the order of the kernel's
         cut = images.unflatten(3, (columns, self.side)).unflatten(2, (rows, self.side))
         return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
@@ -69,6 +72,7 @@ class VisionLayers(nn.Module):
         pattern = AttentionPattern(causal=False)
         yield x
         for index, layer in enumerate(self.layers):
+            # Layer by layer, since a family may read any state between them.
             x = self.recompute.group(index, [(index, layer)], x, lambda number, layer, x: layer(x, pattern))
             yield x
 
@@ -91,6 +95,7 @@ class ScaledLayer(TransformerLayer):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
+        # The scaled branch is no plain sum, so that the fused residual and norm of TransformerLayer are not used.
         x = x + self.ls1(self.self_attention(self.input_layernorm(x), pattern, angles, cache))
         return x + self.ls2(self.mlp(self.pre_mlp_layernorm(x)))
 
@@ -140,12 +145,15 @@ class PoolingAttention(nn.Module):
     def __init__(self, config: VisionEncoderConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__()
         self.core, self.ctx, self.head_dim = core, ctx, config.head_dim
+        # Rows of linear_qkv are laid out as SelfAttention's with one query head for each key-value head; what
+        # divides the matrix by heads (Muon's muon_split_qkv) reads it here.
         self.heads_per_group = 1
         width, init = config.hidden_size, normal(config.init_method_std)
         self.linear_qkv = ColumnParallelLinear(width, 3 * width, ctx, bias=True, init=init)
         self.linear_proj = RowParallelLinear(width, width, ctx, bias=True, init=normal(config.output_init_std))
 
     def forward(self, queries: Tensor, x: Tensor) -> Tensor:
+        # The probe is projected once, [1, Q, heads, D], and repeated for the images as a view.
         q = self._project(queries, slice(0, 1)).squeeze(3).expand(len(x), -1, -1, -1)
         k, v = self._project(x, slice(1, 3)).unbind(3)
         return self.linear_proj(self.core(q, k, v, AttentionPattern(causal=False), 0.0).flatten(2))
@@ -153,6 +161,7 @@ class PoolingAttention(nn.Module):
     def _project(self, x: Tensor, part: slice) -> Tensor:
         """[B, S, H] -> [B, S, heads of this rank, parts, head size]; parts: 0 queries, 1 keys, 2 values"""
         assert self.linear_qkv.bias is not None
+        # [heads of this rank, parts, D, H]: a product with the rows that are needed, one third or two thirds of them.
         weight = self.linear_qkv.weight.unflatten(0, (-1, 3, self.head_dim))[:, part]
         bias = self.linear_qkv.bias.unflatten(0, (-1, 3, self.head_dim))[:, part]
         out = column_parallel_linear(x, weight.flatten(0, 2), bias.flatten(), self.ctx)

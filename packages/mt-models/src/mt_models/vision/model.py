@@ -55,6 +55,7 @@ class VisionTower(LayoutModule):
 
     def behind(self, state: int) -> list[nn.Module]:
         """The modules that are not used for `states` up to number `state`."""
+        # State 0 is before the first layer, so that state n needs the first n layers.
         return [*list(self.decoder.layers)[state:], *self.finishing()]
 
     def embed(self, images: Tensor) -> Tensor:
@@ -94,6 +95,7 @@ class ClassTokenTower(VisionTower):
 
     def embed(self, images: Tensor) -> Tensor:
         patches = self.conv1(images)
+        # [H] -> [B, 1, H]; the class token is position 0 of the table, patches follow.
         first = self.class_token.expand(len(patches), 1, -1)
         return torch.cat((first, patches), dim=1) + self.position_embeddings.weight
 
@@ -117,6 +119,7 @@ class ClipTower(ClassTokenTower):
         return [] if self.ln_post is None else [self.ln_post]
 
     def finish(self, x: Tensor) -> VisionOutput:
+        # hidden_states are not normalized: ln_post is applied to the class token alone.
         return VisionOutput(x, None if self.ln_post is None else self.ln_post(x[:, 0]))
 
 
@@ -163,6 +166,8 @@ TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower
 def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> VisionTower:
     """A tower for any model; under sequence and context parallelism it has whole sequences on every rank."""
     ctx = environment.parallel
+    # cp is replaced by an axis of one rank too: attention would otherwise exchange keys with ranks
+    # that hold the same images, as parts of one long sequence.
     whole = replace(ctx, sequence_parallel=False, axes={**ctx.axes, "cp": Axis()})
     return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
 

@@ -12,5 +12,6 @@ def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
     to GPT-4V?*, 2024) and Idefics3; torch's pixel_unshuffle has the width W in front of the square.
     """
     rows, columns = grid
+    # [N, rows / f, f, columns / f, f, W] -> [N, rows / f, columns / f, f, f, W]
     squares = x.unflatten(1, (rows // factor, factor, columns // factor, factor))
     return squares.transpose(2, 3).flatten(3).flatten(1, 2)
