@@ -58,6 +58,7 @@ class Flops:
     @property
     def training(self) -> float:
         """Forward and backward, all weights trained."""
+        # Backward computes two products for each one of forward: the gradient of the input and that of the weight.
         return 3 * self.forward
 
 
@@ -95,11 +96,13 @@ def flops_per_token(
 
 def projection_flops(config: LayerFlopShape) -> float:
     """Of one layer's self-attention: queries, keys, values and its output."""
+    # 2 H x (N D) each for queries and for the output, 2 H x (G D) each for keys and values
     return 4 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.query_groups)
 
 
 def core_flops(config: LayerFlopShape, keys: float) -> float:
     """Per query: its scores of so many keys, and their product with the values."""
+    # 2 D for a score and 2 D for its share of the sum of values, of each head
     return 4 * config.num_attention_heads * config.head_dim * keys
 
 

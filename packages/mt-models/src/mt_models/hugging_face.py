@@ -86,6 +86,9 @@ def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily
     Under a layout of several ranks each takes its slice. Raises CheckpointError for tensors that are missing, left
     over, of another shape, or named as copies of a tensor from which they differ.
     """
+    # In order: published names of all tensors; the form of each rule that these names have (a file may hold
+    # experts in one tensor or one by one); copies of tied tensors compared and set aside; the rest matched
+    # with the parameters one to one. Only then is a parameter written.
     config, ctx = _config_of(model), _context_of(model)
     names, layouts = family.name_map(config), parameter_layouts(model)
     tensors = {family.spelling(config, name): tensor for name, tensor in tensors.items()}
@@ -96,6 +99,8 @@ def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in names.import_value(tensors.__getitem__):
+            # The canonical shape: vocabulary without padding, all ranks' rows.
+            # to_local cuts this rank's slice and pads it.
             if tuple(tensor.shape) != layouts[name].shape:
                 raise CheckpointError(
                     f"{name} has the shape {list(tensor.shape)} in the checkpoint; the configuration makes it "
@@ -107,6 +112,7 @@ def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily
 def to_reference(model: nn.Module, family: HuggingFaceFamily) -> dict[str, Tensor]:
     """The Hugging Face state dict of a model that one process holds, copies of tied tensors left out."""
     layouts = parameter_layouts(model)
+    # Without a context: there are no other ranks to gather from. mt-ckpt writes sharded models.
     ours = {name: layouts[name].to_canonical(parameter.detach()) for name, parameter in model.named_parameters()}
     return dict(family.name_map(_config_of(model)).export_value(ours))
 
@@ -114,6 +120,7 @@ def to_reference(model: nn.Module, family: HuggingFaceFamily) -> dict[str, Tenso
 def require_copies(tensors: Tensors, copies: Mapping[str, str]) -> None:
     """Raises CheckpointError if a tensor that should repeat another one holds something else."""
     for name, original in copies.items():
+        # Files may leave a copy out, or hold it. One that differs means that the two were trained apart.
         if name in tensors and original in tensors and not torch.equal(tensors[name], tensors[original]):
             raise CheckpointError(
                 f"the configuration ties {name} to {original}, but the two differ in the checkpoint; "
@@ -148,6 +155,7 @@ def _config_of(model: nn.Module) -> ModelConfig:
 
 
 def _context_of(model: nn.Module) -> ParallelContext:
+    # All layers of a model are built with one context.
     return next(module.ctx for module in model.modules() if isinstance(module, LayoutModule))
 
 

@@ -34,6 +34,8 @@ def mamba_flops(config: Config) -> float:
 def hybrid_flops(config: Config) -> float:
     """Experts are the feed-forward of layers of their own, so that a layer of them is counted as if all were."""
     model, length = _shape(config), config.data.seq_length
+    # moe_flops takes the mean over layers, dense ones included; with
+    # frequency 1 the mean is that of a layer of experts.
     every_layer = model.moe and model.model_copy(update={"moe": {**model.moe, "moe_layer_freq": 1}})
     return length * hybrid.flops_per_token(model, length, experts=_experts(every_layer)).training
 

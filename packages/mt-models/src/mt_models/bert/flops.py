@@ -44,6 +44,7 @@ def flops_per_token(config: BertConfig, seq_length: int) -> BertFlops:
         feed_forward=layers.feed_forward,
         lm_head=2 * hidden**2 if config.add_lm_head else 0.0,
         output=output_flops(hidden, config.vocab_size) if config.add_lm_head else 0.0,
+        # One position of the sequence, averaged over its tokens
         pooler=2 * hidden**2 / seq_length if config.has_pooler else 0.0,
         binary_head=4 * hidden / seq_length if config.bert_binary_head else 0.0,
     )

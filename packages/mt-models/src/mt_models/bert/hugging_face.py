@@ -28,6 +28,7 @@ def import_activation(name: str) -> str:
 
 
 def export_activation(name: str) -> str:
+    # reversed: of several names for one activation the first is inserted last, and stays.
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return names[require_known("model.activation", name, names)]
 
@@ -58,6 +59,7 @@ def heads_of(external: Mapping[str, Any], stem: str) -> Heads:
     """The heads of the class that `architectures` names; ConfigError for a class of another kind."""
     named = external.get("architectures") or [f"{stem}ForPreTraining"]
     known = {f"{stem}{end}": heads for end, heads in CLASSES.items()}
+    # The class decides which heads the file has: nothing else in a config.json of BERT does.
     return known[require_known("architectures", str(named[0]), known)]
 
 

@@ -38,6 +38,7 @@ class RetrievalLoss:
 
     def __call__(self, vectors: Vectors, batch: Mapping[str, Tensor]) -> Tensor:
         scores = self.scores(vectors, batch)
+        # Evaluation alone. The tensors stay on the device until take_metrics, so that the host does not wait here.
         if not torch.is_grad_enabled():
             self._ranks.append(self.ranks(scores))
         return F.cross_entropy(scores, self.own_texts(scores), reduction="none")
@@ -45,7 +46,10 @@ class RetrievalLoss:
     def scores(self, vectors: Vectors, batch: Mapping[str, Tensor]) -> Tensor:
         """[B, B x C x data-parallel size] fp32: of this rank's questions for the texts of all ranks, in their order.
         -inf where there is no text."""
+        # Backward sums the gradients of a text over the ranks whose questions it was compared with. Collective, in
+        # evaluation too: ranks must have the same number of micro-batches.
         context = gather_from(vectors.context, 0, self.parallel.dp)
+        # [B, P] x [P, texts of all ranks]; fp32 for the softmax
         scores = (vectors.query @ context.flatten(0, -2).T / self.divisor).float()
         if PRESENT not in batch:
             return scores
@@ -58,10 +62,12 @@ class RetrievalLoss:
         """[B]: the column of each question's text."""
         count, columns = scores.shape
         texts = columns // (count * self.parallel.dp.size)
+        # Column of question i of rank r: (r B + i) C, the first of its C texts.
         return (torch.arange(count, device=scores.device) + self.parallel.dp.rank * count) * texts
 
     def ranks(self, scores: Tensor) -> Tensor:
         """[B] fp32: number of texts with a higher score than the question's own, and half of those with the same."""
+        # Ties count half: a model whose vectors are all equal gets the middle rank and not the first.
         own = scores.gather(1, self.own_texts(scores)[:, None])
         return (scores > own).sum(1).float() + ((scores == own).sum(1) - 1) / 2
 
@@ -70,6 +76,7 @@ class RetrievalLoss:
         ranks = torch.cat(self._ranks) if self._ranks else torch.zeros(0)
         self._ranks = []
         sums = [float(len(ranks)), float(ranks.sum()), *(float((ranks < k).sum()) for k in self.top_k)]
+        # One all-reduce of sums, from which every rank computes the same means.
         count, *totals = sum_over(sums, self.parallel.dp, ranks.device)
         names = ("average_rank", *(f"top{k}_acc" for k in self.top_k))
         return {name: total / max(count, 1.0) for name, total in zip(names, totals, strict=True)}

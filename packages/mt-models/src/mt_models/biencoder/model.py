@@ -67,6 +67,7 @@ class BiencoderModel(Model):
         context_tokentype_ids: Tensor | None = None,
         context_padding_mask: Tensor | None = None,
     ) -> Vectors:
+        # [B, C, S] or [B, S] -> [B C, S]: all texts in one batch of the tower
         rows = [
             None if x is None else x.flatten(0, -2)
             for x in (context_tokens, context_tokentype_ids, context_padding_mask)

@@ -47,6 +47,7 @@ class TowersOfBert:
         return self._in_towers(self.reader.dtypes())
 
     def read(self, name: str) -> Tensor:
+        # "model.query_model.encoder.x" -> "model.encoder.x": two towers read the same stored tensor.
         return self.reader.read(MODEL + name.removeprefix(MODEL).partition(".")[2])
 
     def files(self) -> Mapping[str, bytes]:

@@ -38,6 +38,7 @@ def decoder_name_map(config: DecoderConfig, layer: list[Rule]) -> NameMap:
     ]
     if config.untie_embeddings_and_output_weights:
         rules.append(Same("output_layer.weight", "lm_head.weight"))
+    # Buffers that older versions of transformers stored; they follow from the configuration.
     frequencies = per_layer([f"{THEIRS}self_attn.rotary_emb.inv_freq"], config.num_layers)
     return NameMap(rules, config.num_layers, ignored=frequencies)
 
@@ -89,6 +90,8 @@ def one_of(external: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> 
     """The value under any of several spellings. Raises ConfigError if they contradict one another."""
     given = {key: external[key] for key in keys if external.get(key) is not None}
     values = list(given.values())
+    # Files written by several versions repeat a value under the old and the new key. Where they
+    # differ, which one a reader takes depends on its version.
     if any(value != values[0] for value in values):
         listed = " and ".join(f"{key}={value!r}" for key, value in given.items())
         raise ConfigError(f"{listed} contradict each other; they mean the same, so remove what is wrong")
@@ -168,6 +171,7 @@ def require_even_heads(config: Heads, name: str) -> None:
 
 def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
     """Keys of [model] from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    # In transformers 5 the base stands within rope_parameters, before it beside rope_scaling.
     given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
     base = float(given.pop("rope_theta", external.get("rope_theta", default_base)))
     return {"rotary_base": base, **import_scaling(given)}
@@ -176,9 +180,11 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
 def import_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of [model] from the parameters of one scaling. Raises ConfigError for an unknown type or parameter."""
     parameters = dict(given)
+    # Popped whether it is used or not: files from the time of the change have both keys.
     legacy = parameters.pop("type", "default")
     kind = parameters.pop("rope_type", legacy)
     fields = _SCALING_FIELDS[require_known("rope_scaling.rope_type", str(kind), _SCALING_FIELDS)]
+    # A parameter that is not known changes frequencies: reading on would give a model that is subtly wrong.
     unknown = sorted(set(parameters) - set(fields))
     if unknown:
         raise ConfigError(
@@ -202,6 +208,7 @@ def export_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     fields = _SCALING_FIELDS[config.rope_scaling_type]
     values = {theirs: getattr(config, ours) for theirs, ours in fields.items()}
     if "original_max_position_embeddings" in fields:
+        # Here null means max_position_embeddings; the reader there would take a default of its own.
         values["original_max_position_embeddings"] = (
             config.original_max_position_embeddings or config.max_position_embeddings
         )

@@ -22,6 +22,7 @@ def mixer_rules(config: MambaLayerConfig, ours: str, theirs: str) -> list[Rule]:
         names.append("conv1d.bias")
     if config.mamba_proj_bias:
         names += ["in_proj.bias", "out_proj.bias"]
+    # The same names and layouts: Megatron's in_proj rows and Hugging Face's are both those of mamba_ssm.
     return [Same(ours + name, theirs + name) for name in names]
 
 
@@ -52,6 +53,7 @@ def time_step_fields(lower: str = "time_step_min") -> tuple[Field, ...]:
 
 def import_limits(limits: Any) -> dict[str, Any]:
     """`time_step_limit` [low, high] -> keys of [model]; an infinite high is no limit."""
+    # json has no infinity; json.loads and json.dumps of Python read and write the word Infinity, as transformers does.
     low, high = (float(limit) for limit in limits)
     return {"mamba_dt_lower_limit": low, **({} if high == float("inf") else {"mamba_dt_upper_limit": high})}
 

@@ -31,6 +31,7 @@ class StackedExperts(Rule):
     experts: int = 1
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        # 1 (down) or 2 (gate, then up) tensors for each expert -> [experts, rows of all parts, in]
         parts = len(tensors) // self.experts
         return torch.stack([torch.cat(list(tensors[i : i + parts])) for i in range(0, len(tensors), parts)])
 
@@ -45,6 +46,7 @@ class RouterWithoutBias(Rule):
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         weight, bias = tensors
+        # Meta tensors carry shapes only: a plan of a conversion reads no values.
         if not bias.is_meta and bias.count_nonzero():
             raise CheckpointError(
                 f"{self.sources[1]} is not zero, but {BIAS_KEY} in config.json is false; set it to true"
@@ -77,6 +79,7 @@ def expert_rules(
     """The rules of an MoE layer. ours, theirs: prefixes of the names of a layer. always_biased: the format has an
     expert bias even if the model has none."""
     experts = range(moe.num_experts)
+    # gate of expert 0, up of expert 0, gate of expert 1, ...: the order in which StackedExperts takes them
     halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in (names.gate, names.up)]
     downs = [f"{theirs}{names.down}".replace("{e}", str(e)) for e in experts]
     router, fc1, fc2 = (f"{ours}mlp.{name}.weight" for name in ("router", "experts.linear_fc1", "experts.linear_fc2"))
@@ -85,6 +88,8 @@ def expert_rules(
         return (Same(ours, f"{theirs}{name}"),)
 
     rules: list[Rule] = [
+        # Written: one tensor for each expert, as published files have it. `others`: what transformers 5 holds in
+        # memory, which is [experts, 2 ffn, in] with all gate rows first, the canonical layout.
         Same(router, f"{theirs}{names.router}", others=in_memory(router, names.stacked_router)),
         StackedExperts(fc1, tuple(halves), moe.num_experts, others=in_memory(fc1, names.stacked_gate_up)),
         StackedExperts(fc2, tuple(downs), moe.num_experts, others=in_memory(fc2, names.stacked_down)),
@@ -105,6 +110,7 @@ def expert_rules(
 def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames, *, always_biased: bool = False) -> list[Rule]:
     """The feed-forwards of all layers, MoE or dense, one by one. always_biased: see expert_rules."""
     moe = MoEOptions(config)
+    # Rules name a layer `{i}`; which kind a layer has depends on its number, so that they are expanded here.
     sparse, dense = expert_rules(moe, names, always_biased=always_biased), feed_forward_rules()
     return [
         rule.for_layer(number)
@@ -155,6 +161,8 @@ def group_scores(moe: MoEOptions, fixed: int) -> tuple[int | None, ...]:
     """Values of moe_router_group_score_topk equivalent to the number that the class has fixed, or to no groups."""
     if moe["moe_router_num_groups"] is None:
         return (None,)
+    # Megatron's default: a group's score is the sum of its topk / group_topk highest.
+    # Unset is right where that is the number in the class.
     by_default = moe["moe_router_topk"] // moe["moe_router_group_topk"]
     return (fixed, None) if by_default == fixed else (fixed,)
 
@@ -195,6 +203,7 @@ def import_balance(external: Mapping[str, Any], default: float) -> dict[str, Any
 
 def export_balance(moe: MoEOptions) -> dict[str, float]:
     """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none."""
+    # Coefficients belong to the kinds of losses in order; the field there means aux_loss alone.
     losses = [x for x in moe.options.get("moe_router_load_balancing_type", ["aux_loss"]) if x.endswith("loss")]
     coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01] * len(losses)
     return {"router_aux_loss_coef": dict(zip(losses, coefficients, strict=True)).get("aux_loss", 0.0)}

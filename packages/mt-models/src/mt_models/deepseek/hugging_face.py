@@ -58,6 +58,7 @@ def name_map(config: DeepseekConfig) -> NameMap:
 def layer_rules(config: DeepseekConfig, number: int) -> list[Rule]:
     """Rules of layer `number`; MTP layers are numbered after the others."""
     sparse = config.moe is not None and MoEOptions(config).layers[number]
+    # The class of V3 always has e_score_correction_bias, that of V2 never.
     biased = model_type_of(config) == "deepseek_v3"
     feed_forward = expert_rules(MoEOptions(config), NAMES, always_biased=biased) if sparse else feed_forward_rules()
     return [rule.for_layer(number) for rule in (*norm_rules(PRE_NORMS), *latent_rules(config), *feed_forward)]
@@ -73,6 +74,7 @@ def latent_rules(config: DeepseekConfig) -> list[Rule]:
     if config.q_lora_rank is None:
         names["linear_q_proj"] = "q_proj"
     else:
+        # Rows need no permutation: plain and rotated channels of a head, and interleaved pairs, stand as in Megatron.
         names |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
     return norm_rules({f"self_attention.{ours}": f"self_attn.{theirs}" for ours, theirs in names.items()})
 
@@ -81,6 +83,8 @@ def prediction_rules(config: DeepseekConfig) -> list[Rule]:
     counted = config.with_predicted_layers()
     rules: list[Rule] = []
     for depth in range(config.mtp_num_layers):
+        # Layer 61 of V3's file is the first prediction layer: a whole decoder
+        # layer, two norms, a projection and a head.
         number = config.num_layers + depth
         ours, theirs = f"mtp.layers.{depth}.", THEIRS.replace("{i}", str(number))
         for own, external in (
@@ -90,6 +94,7 @@ def prediction_rules(config: DeepseekConfig) -> list[Rule]:
             ("final_layernorm", "shared_head.norm"),
         ):
             rules.append(Same(f"{ours}{own}.weight", f"{theirs}{external}.weight"))
+        # layer_rules names it as a decoder layer; only the canonical side is moved to mtp.
         prefix = OURS.replace("{i}", str(number))
         rules += [_renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in layer_rules(counted, number)]
     return rules
@@ -101,6 +106,7 @@ def _renamed(rule: Rule, prefix: str, instead: str) -> Rule:
 
 def copies(config: DeepseekConfig) -> dict[str, str]:
     found = dict(tied_output(config))
+    # Each prediction layer in the file repeats embedding and head, which the model has once.
     output = "lm_head.weight" if config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
     for number in range(config.num_layers, config.num_layers + config.mtp_num_layers):
         found[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"
@@ -128,9 +134,11 @@ def model_type_of(config: DeepseekConfig) -> str:
 def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: int, scale: float) -> dict[str, Any]:
     """Options of model.moe for both versions; dense, shared, layers, scale: defaults in Hugging Face's format."""
     layers = external.get("num_hidden_layers", layers)
+    # Files of small models may have a number above their layers: all of them are dense.
     dense = min(external.get("first_k_dense_replace", dense), layers)
     ffn = external["moe_intermediate_size"]
     shared_experts = external.get("n_shared_experts", shared)
+    # seq_aux: balance within each sequence, Megatron's seq_aux_loss.
     balance = "seq_aux_loss" if external.get("seq_aux", True) else "aux_loss"
     scale = float(external.get("routed_scaling_factor", scale))
     return {
@@ -149,6 +157,7 @@ def import__shared(external: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups = external["num_attention_heads"], external.get("num_key_value_heads")
     if groups not in (None, heads):
         raise ConfigError(f"num_key_value_heads={groups} is not supported; it can be num_attention_heads={heads}")
+    # This model has one epsilon for all norms. There the norms of latents are built without the configuration's.
     if (epsilon := float(external.get("rms_norm_eps", NORM_EPSILON))) != NORM_EPSILON:
         raise ConfigError(f"rms_norm_eps={epsilon} is not supported: norms of latents have {NORM_EPSILON} there")
     if external.get("topk_method") not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
@@ -164,8 +173,10 @@ def v2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=0, layers=32):
         return import__shared(external)
     moe = import_moe(external, dense=0, shared=2, layers=32, scale=1.0)
+    # V2 takes the softmax over all experts and does not renormalize the chosen ones.
     moe["moe_router_pre_softmax"] = True
     if external.get("topk_method") == "group_limited_greedy":
+        # V2: a group's score is its best expert's; V3: the sum of its best two.
         moe |= import_groups(external, score_topk=1)
     return {**import__shared(external), "moe": moe}
 
@@ -178,6 +189,7 @@ def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     require_normalized(external)
     moe = import_moe(external, dense=3, shared=1, layers=61, scale=2.5)
     moe |= {"moe_router_score_function": "sigmoid", **import_bias(external)}
+    # Defaults of the class for what a file leaves out, given before the file's own values
     moe |= import_groups({"n_group": 8, "topk_group": 4, **external}, score_topk=2)
     return {**values, "moe": moe}
 

@@ -64,6 +64,7 @@ def import_pattern(external: Mapping[str, Any], default: int) -> int:
     kinds = external.get("layer_types")
     if kinds is None:
         return external.get("sliding_window_pattern") or external.get("_sliding_window_pattern") or default
+    # The first global layer gives the period. Without any, a period beyond the last layer says the same.
     pattern = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
     if kinds != [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
         raise ConfigError(f"layer_types={kinds} is not supported: every n-th layer has to be {FULL}, others {SLIDING}")
@@ -79,11 +80,14 @@ def gemma2_rope(external: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_scaling={values['rope_scaling_type']} of a gemma2 is not supported; it can be null or default"
         )
+    # Gemma 2 rotates local and global layers alike.
     return {**values, "rotary_base_local": values["rotary_base"]}
 
 
 def gemma3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     """From `rope_parameters` by kind of layer (transformers 5), or the older keys."""
+    # One table for each kind of layer; older files have rope_theta and rope_scaling for
+    # global layers and rope_local_base_freq for local ones.
     kinds = external.get("rope_parameters") or {}
     whole = {**(external.get("rope_scaling") or {}), **(kinds.get(FULL) or {})}
     local = dict(kinds.get(SLIDING) or {})

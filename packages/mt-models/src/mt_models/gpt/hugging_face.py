@@ -98,6 +98,7 @@ BUFFERS = {
 
 def name_map(config: GPTConfig) -> NameMap:
     if (relative := relative_of(config)) is not None:
+        # A GPT with a Llama's layers has the same canonical names, so that the other family's rules apply as they are.
         return relative.family.name_map(relative.translate(config))
     kind = model_type_of(config)
     names = NAMES[kind]
@@ -142,6 +143,7 @@ def _qkv_rule(config: GPTConfig, kind: str, part: str, theirs: str) -> Rule:
     """GPT-2 and GPTBigCode store all queries, then keys, then values; BLOOM and GPT-NeoX group by head, as we do."""
     names = (f"{OURS}self_attention.linear_qkv.{part}", f"{theirs}.{part}")
     if kind in ("bloom", "gpt_neox"):
+        # [heads, (q, k, v), head size] there: with one query head for each group this is the canonical order.
         return Same(*names)
     heads, groups = config.num_attention_heads, config.query_groups
     return GroupedQKV(*names, groups=groups, heads=heads, transposed=kind == "gpt2")
@@ -199,6 +201,7 @@ def relative_of(config: GPTConfig) -> Relative | None:
     Raises ConfigError, with the reasons, for a GPT that no format can express.
     """
     own, others = _demands(config), {kind: relative.demands for kind, relative in RELATIVES.items()}
+    # Own formats come first, so that a GPT that was imported as one is exported as one.
     if _first_fit(config, own) is not None:
         return None
     found = _first_fit(config, others)
@@ -209,6 +212,7 @@ def relative_of(config: GPTConfig) -> Relative | None:
 
 def _demands(config: GPTConfig) -> dict[str, Demands]:
     heads = config.num_attention_heads
+    # These formats have no key for a head's size: it may be stated only if it is the quotient.
     head_sizes = (None,) if config.hidden_size % heads else (None, config.hidden_size // heads)
     common: Demands = {**_COMMON, "kv_channels": head_sizes}
     multi_head: Demands = {"num_query_groups": (None, heads)}
@@ -234,6 +238,7 @@ def _obstacle(config: GPTConfig, demands: Demands) -> str | None:
 
 
 def _nothing_fits(config: GPTConfig, demands: Mapping[str, Demands]) -> ConfigError:
+    # Formats that fail for the same reason are named together.
     kinds: dict[str | None, list[str]] = {}
     for kind, wanted in demands.items():
         kinds.setdefault(_obstacle(config, wanted), []).append(kind)

@@ -134,6 +134,7 @@ GPT_BIGCODE = ConfigMap(
 
 
 def _bloom_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    # Files of BLOOM have either name or both, depending on the version that wrote them.
     for theirs, ours in (("n_embed", "hidden_size"), ("num_attention_heads", "n_head")):
         if theirs in external and ours in external and external[theirs] != external[ours]:
             raise ConfigError(f"{theirs}={external[theirs]} and {ours}={external[ours]} should be the same number")
@@ -183,6 +184,8 @@ BLOOM = ConfigMap(
 
 
 def _neox_further(external: Mapping[str, Any]) -> dict[str, Any]:
+    # Three generations of keys: rotary_pct and rotary_emb_base; partial_rotary_factor and rope_theta beside the others;
+    # both within rope_parameters. one_of refuses a file in which they differ.
     given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
     nested = {f"rope_parameters.{key}": given.pop(key, None) for key in ("partial_rotary_factor", "rope_theta")}
     stated = {**external, **nested}

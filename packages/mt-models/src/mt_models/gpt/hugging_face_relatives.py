@@ -31,6 +31,7 @@ class Relative:
 
 
 def as_llama(config: GPTConfig) -> LlamaConfig:
+    # A GPT has one switch for all biases, a Llama one for attention and one for the feed-forward.
     biased = config.add_bias_linear
     return LlamaConfig(family="llama", attention_bias=biased, mlp_bias=biased, **_decoder_keys(config))
 
@@ -58,6 +59,7 @@ SAME_KEYS = (
 
 
 def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
+    # ffn_size is written as a number: the default widths of the families differ.
     keys = {**{key: getattr(config, key) for key in SAME_KEYS}, "ffn_hidden_size": config.ffn_size}
     longest = config.max_position_embeddings
     return keys if longest is None else {**keys, "max_position_embeddings": longest}

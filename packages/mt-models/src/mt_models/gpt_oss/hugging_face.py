@@ -66,6 +66,7 @@ def expert_rules() -> list[Rule]:
     router = [Same(f"{OURS}mlp.router.{kind}", f"{THEIRS}mlp.router.{kind}") for kind in ("weight", "bias")]
     fc1, gate_up = f"{OURS}mlp.experts.linear_fc1", f"{THEIRS}mlp.experts.gate_up_proj"
     fc2, down = f"{OURS}mlp.experts.linear_fc2", f"{THEIRS}mlp.experts.down_proj"
+    # Published files hold MXFP4 under names of their own, so that NameMap.reading selects the form by names alone.
     packed_gate_up = QuantizedInterleavedMatrices(f"{fc1}.weight", (f"{gate_up}_blocks", f"{gate_up}_scales"))
     packed_down = QuantizedMatrices(f"{fc2}.weight", (f"{down}_blocks", f"{down}_scales"))
     return [
@@ -89,6 +90,7 @@ def import_windows(kinds: Sequence[str] | None) -> int | str:
             f"layer_types has {', '.join(unknown)}, which is not supported; it can be {FULL} or {SLIDING}"
         )
     layers = [kind == SLIDING for kind in kinds]
+    # 1: no layer has a window; len + 1: all of them have. Otherwise a period, where one fits.
     for every in range(1, len(layers) + 2):
         if layers == [(layer + 1) % every != 0 for layer in range(len(layers))]:
             return every
@@ -105,6 +107,7 @@ def check_quantization(external: Mapping[str, Any]) -> None:
 def further(external: Mapping[str, Any]) -> dict[str, Any]:
     check_quantization(external)
     scaled = external.get("rope_parameters") or external.get("rope_scaling") or YARN
+    # import_rope takes the base from within the parameters if it is there, else from beside them.
     positions = {"rope_parameters": scaled, "rope_theta": external.get("rope_theta", 150000.0)}
     return {
         **import_rope(positions),

@@ -33,6 +33,8 @@ MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
 
 def name_map(config: GraniteMoeConfig) -> NameMap:
+    # input_linear [experts, 2 ffn, hidden], gate rows first, output_linear
+    # [experts, hidden, ffn]: the canonical layout.
     experts = [Same(f"{OURS}{ours}", f"{THEIRS}{theirs}") for ours, theirs in EXPERTS.items()]
     return decoder_name_map(config, [*norm_rules(PRE_NORMS), *attention_rules(config), *experts])
 

@@ -125,6 +125,7 @@ def on_decoder(family: str, base: HuggingFaceFamily) -> HuggingFaceFamily:
 
     def names(config: Any) -> NameMap:
         below = base.name_map(config)
+        # transformers' classes have `score` in place of the LM head.
         kept: list[Rule] = [rule for rule in below.rules if rule.ours != "output_layer.weight"]
         head = Same("classification_head.weight", "score.weight")
         return NameMap([*kept, head], config.num_layers, ignored=below.ignored)

@@ -26,8 +26,11 @@ def f1(outputs: Array, labels: Labels) -> float:
 def matthews(outputs: Array, labels: Labels) -> float:
     """Correlation of predicted and true classes, of any number (Gorodkin, 2004); for two that of Matthews (1975)."""
     classes = outputs.shape[-1]
+    # Confusion matrix [actual, predicted] from numbers actual x classes + predicted
     table = np.bincount(labels * classes + outputs.argmax(-1), minlength=classes**2).reshape(classes, classes)
     actual, predicted, total = table.sum(1, dtype=float), table.sum(0, dtype=float), float(table.sum())
+    # Gorodkin's R_K: (c s - sum_k p_k t_k) / sqrt((s^2 - sum p_k^2) (s^2 - sum t_k^2)), with c samples of s right, p_k
+    # predicted and t_k actual samples of class k. In fp64: products of counts exceed 2^53 only far beyond any data set.
     covariance = float(np.trace(table)) * total - float(actual @ predicted)
     spread = (total**2 - float(predicted @ predicted)) * (total**2 - float(actual @ actual))
     return _quotient(covariance, float(np.sqrt(spread)))
@@ -52,6 +55,7 @@ def _correlation(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
 
 def _ranks(values: Array) -> NDArray[np.float64]:
     _, numbers, counts = np.unique(values, return_inverse=True, return_counts=True)
+    # Rank of the last of each group of equal values; the mean of a group of n is (n - 1) / 2 below it.
     last = np.cumsum(counts, dtype=np.float64)
     return (last - (counts - 1) / 2)[numbers]
 

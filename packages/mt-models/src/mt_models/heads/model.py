@@ -84,6 +84,7 @@ class DecoderText(TextVector, CausalDecoder):
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
         super().__init__(config, environment)  # type: ignore[call-arg]  # of the family's decoder, next in line
         self.ctx = environment.parallel
+        # An untied LM head was built by the decoder's constructor; no name of it may be in the state dict.
         self.output_layer = None
 
     def logits(self, x: Tensor) -> Tensor:
@@ -91,15 +92,19 @@ class DecoderText(TextVector, CausalDecoder):
         return gather_copies(x, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else x
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        # Whole texts of one length: the last position is the last token of each.
         if padding_mask is None:
             return self.drop(self._states(tokens)[:, -1])
         counted = padding_mask.cumsum(1)
+        # Positions count tokens: padding on the left has position 0, as the first token. As segment ids the mask is 1
+        # for tokens and 0 for padding, which thus see only their own kind.
         x = self._states(tokens, (counted - 1).clamp(min=0), padding_mask)
         # argmax gives the first position at which all tokens have been counted: that of the last token.
         last = counted.argmax(1)
         return self.drop(x[torch.arange(len(last), device=x.device), last])
 
     def _states(self, tokens: Tensor, position_ids: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
+        # Named, since `forward` of the class next in line is the head's.
         return CausalDecoder.run_stage(self, whole(self.config.num_layers), None, tokens, position_ids, segment_ids)
 
     def new_head(self, outputs: int) -> ReplicatedLinear:
@@ -130,8 +135,10 @@ class Chooser(TextVector):
     def forward(
         self, tokens: Tensor, tokentype_ids: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Tensor:
+        # [B, N, S] -> [B N, S]: options are texts of one batch.
         flat = [None if x is None else x.flatten(0, 1) for x in (tokentype_ids, padding_mask)]
         vectors = self.text_vector(tokens.flatten(0, 1), *flat)
+        # [B N, 1] -> [B, N], over which the softmax of the loss runs
         return self.multichoice_head(vectors).view(tokens.shape[:2])
 
 

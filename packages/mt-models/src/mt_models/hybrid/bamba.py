@@ -41,6 +41,7 @@ def name_map(config: HybridConfig) -> NameMap:
 
 
 def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
+    # Layer 3 there is layers 6 (Mamba or attention) and 7 (feed-forward) here, each with its norm.
     first, second = f"decoder.layers.{2 * number}.", f"decoder.layers.{2 * number + 1}."
     theirs = f"model.layers.{number}."
     if kind == MAMBA:
@@ -108,6 +109,7 @@ def _require_pairs(head_dim: int) -> None:
 def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int:
     inner = external.get("mamba_expand", 2) * hidden
     given = external.get("mamba_d_head", "auto")
+    # Compared with the whole width below, since // may have dropped a rest.
     head_dim = inner // heads if given == "auto" else given
     if head_dim * heads != inner:
         raise ConfigError(
@@ -118,6 +120,7 @@ def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int
 
 def _rotary_base(external: Mapping[str, Any]) -> float:
     """Raises ConfigError for scaled positions, or another fraction than the class fixes."""
+    # Each `pop` takes what is understood; what is left over is refused.
     given = dict(external.get("rope_parameters") or {})
     base = given.pop("rope_theta", external.get("rope_theta", 10000.0))
     kind = given.pop("rope_type", "default")

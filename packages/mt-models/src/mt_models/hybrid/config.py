@@ -68,6 +68,7 @@ class HybridConfig(MambaLayerConfig):
         the pattern does not say."""
         if STAGE not in self.hybrid_layer_pattern:
             return None
+        # "M-*-|M-M-" -> "Etttt|ttttL": the embedding in front of the first stage, the loss behind the last
         return f"E{STAGE.join('t' * size for size in stages_of(self.hybrid_layer_pattern))}L"
 
     @property
@@ -89,6 +90,7 @@ class HybridConfig(MambaLayerConfig):
 
     @property
     def output_init_std(self) -> float:
+        # num_layers without the factor 2 of transformers: a layer here is one block and adds once.
         return self.init_method_std / math.sqrt(self.num_layers if self.use_scaled_init_method else 1.0)
 
     # Fixed values for keys of the shared blocks that the family does not expose.

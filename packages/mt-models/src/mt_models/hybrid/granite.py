@@ -60,6 +60,7 @@ def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
         Same(f"{first}{norm}.weight", f"{theirs}input_layernorm.weight"),
         *block,
         Same(f"{second}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight"),
+        # Gate and up are one tensor there too, gate first.
         Same(f"{second}mlp.linear_fc1.weight", f"{theirs}shared_mlp.input_linear.weight"),
         Same(f"{second}mlp.linear_fc2.weight", f"{theirs}shared_mlp.output_linear.weight"),
     ]
@@ -71,6 +72,7 @@ def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
 def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = external["hidden_size"], external["num_attention_heads"]
     scale = external.get("attention_multiplier", 1.0)
+    # Hybrids here scale scores by 1 / sqrt(head size) only. A file has the number in decimal, thus the tolerance.
     if not math.isclose(scale, (hidden // heads) ** -0.5, rel_tol=1e-6):
         raise ConfigError(f"attention_multiplier={scale} is not supported; it can be {(hidden // heads) ** -0.5}")
     kinds = [LAYER_TYPES[require_known("layer_types", kind, LAYER_TYPES)] for kind in _layer_types(external)]

@@ -87,6 +87,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(external: Mapping[str, Any]) -> str:
+    # Newer files list the kinds; older ones have Megatron's pattern, whose symbols are those of this family.
     listed = external.get("layers_block_type") or external.get("layer_types")
     pattern = external.get("hybrid_override_pattern")
     if listed is None and pattern is None:
@@ -135,6 +136,7 @@ def export__activation(name: str) -> str:
 
 
 def import_time_step(limit: float) -> float:
+    # Back to exactly 0, so that a round trip changes nothing.
     return 0.0 if limit <= SMALLEST_TIME_STEP else float(limit)
 
 

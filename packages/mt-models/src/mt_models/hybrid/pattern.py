@@ -39,6 +39,8 @@ def stages_of(pattern: str) -> list[int]:
 def check_pattern(pattern: str) -> None:
     """Raise ConfigError for an unknown symbol, or a part without layers."""
     known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())
+    # Symbols that Megatron has and this family does not are named by their meaning, so that the
+    # reader of a Megatron launch script sees what is missing.
     for place, symbol in enumerate(layers_of(pattern)):
         if symbol not in KINDS:
             meaning = f" ({MEGATRON_ONLY[symbol]})" if symbol in MEGATRON_ONLY else ""

@@ -25,6 +25,7 @@ def plain_feed_forward_rules(ours: str, theirs: str) -> list[Rule]:
 def gated_feed_forward_rules(ours: str, theirs: str) -> list[Rule]:
     """gate_proj and up_proj in one matrix; down_proj."""
     return [
+        # gate rows first, as in every gated feed-forward here
         Concatenate(f"{ours}linear_fc1.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")),
         Same(f"{ours}linear_fc2.weight", f"{theirs}down_proj.weight"),
     ]

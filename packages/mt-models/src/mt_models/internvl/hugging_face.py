@@ -28,6 +28,7 @@ def import_side(ratio: float) -> int:
 
 def export_side(side: int) -> float:
     """Raises ConfigError for a ratio that the class cannot divide by."""
+    # 1 / side is exact in binary for powers of 2 alone: int(1 / ratio) of another could round to side - 1.
     if side & (side - 1):
         raise ConfigError(
             f"model.scale_factor={side} cannot be written as downsample_ratio of a Hugging Face internvl; it can be a "

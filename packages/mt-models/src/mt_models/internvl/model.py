@@ -29,6 +29,7 @@ class InternVLProjection(nn.Module):
         self.grid, self.factor = config.vision_model.grid, config.scale_factor
         # The tower has whole sequences on every rank.
         whole = replace(ctx, sequence_parallel=False)
+        # Over the concatenated patches, [N, F, scale_factor^2 W].
         self.input_layernorm = build_norm("LayerNorm", config.feature_width, NORM_EPSILON, whole)
         self.encoder = ProjectionMLP(
             config.feature_width, config.decoder, config.projection_activation, whole, bias=True

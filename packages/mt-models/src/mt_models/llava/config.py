@@ -26,6 +26,7 @@ def tower_section(value: Any) -> Any:
     """The tower's table in its type; or that of a whole model of the family vision, whose tower is taken."""
     if not isinstance(value, Mapping):
         return value
+    # From a checkpoint or preset of the family vision: keys of its class head and of [model] are dropped.
     if value.get("family") == "vision":
         value = {key: value[key] for key in VisionEncoderConfig.model_fields if key in value}
     return validated("model.vision_model", VisionEncoderConfig, value)
@@ -78,6 +79,7 @@ class VisionLanguageConfig(ModelConfig):
     @model_validator(mode="after")
     def _one_vocabulary(self) -> Self:
         for key in ("vocab_size", "make_vocab_size_divisible_by"):
+            # A default counts as not given. Equal values are fine: a converted configuration repeats them.
             given = getattr(self.language_model, key)
             if given not in (ModelConfig.model_fields[key].default, getattr(self, key)):
                 raise ConfigError(
@@ -164,6 +166,7 @@ class LlavaConfig(VisionLanguageConfig):
     @property
     def feature_states(self) -> list[int]:
         """vision_feature_layers counted from 0."""
+        # One state before the first layer and one behind each: -1 % states is the last.
         states = self.vision_model.num_layers + 1
         return [layer % states for layer in self.vision_feature_layers]
 

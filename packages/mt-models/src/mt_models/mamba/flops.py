@@ -39,12 +39,14 @@ def flops_per_token(config: MambaConfig, seq_length: int, *, convention: Convent
 def projection_flops(config: MambaLayerConfig) -> float:
     """Of one layer."""
     inner, shared = config.mamba_inner_size, config.mamba_num_groups * config.mamba_state_dim
+    # z and x (2 inner), B and C (2 shared), dt (heads); the last inner is out_proj's
     return 2 * config.hidden_size * (2 * inner + 2 * shared + config.mamba_heads + inner)
 
 
 def convolution_flops(config: MambaLayerConfig) -> float:
     """Of one layer."""
     channels = config.mamba_inner_size + 2 * config.mamba_num_groups * config.mamba_state_dim
+    # x, B and C are convolved, each channel with its own taps.
     return 2 * channels * config.mamba_conv_kernel
 
 
@@ -54,12 +56,16 @@ def scan_flops(config: MambaLayerConfig, seq_length: int, convention: Convention
     inner, state = config.mamba_inner_size, config.mamba_state_dim
     whole, rest = divmod(seq_length, size)
     if convention == "full":
+        # The last chunk is filled with zeros to its full size: tokens counts these too, as a share of the real ones.
         tokens = (whole + (rest > 0)) * size / seq_length
         partners = tokens * size
     else:
         tokens = 1.0
+        # Position l of a chunk (from 1) has l partners, itself included: 1 + 2 + ... + size in a whole chunk.
         partners = (whole * size * (size + 1) + rest * (rest + 1)) / 2 / seq_length
+    # Scores c . b of each group (N), and their product with x of every head (inner).
     within = 2 * partners * (config.mamba_num_groups * state + inner)
+    # Between chunks: each token is written to the state (2 inner N) and read from it (2 inner N).
     return within + tokens * 4 * inner * state
 
 

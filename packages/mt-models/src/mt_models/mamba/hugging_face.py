@@ -50,6 +50,7 @@ def further(external: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads, head_dim = (
         external.get(key, default) for key, default in (("hidden_size", 4096), ("num_heads", 128), ("head_dim", 64))
     )
+    # Three keys give one width; the class multiplies two of them, and a third that differs would be silently wrong.
     require_expansion(external, hidden=hidden, heads=heads, head_dim=head_dim)
     inner = external.get("intermediate_size", heads * head_dim)
     if inner != heads * head_dim:

@@ -37,6 +37,7 @@ from mt_models.qwen_moe.glm4_moe import is_glm4_moe
 from mt_models.qwen_moe.hugging_face import HUGGING_FACE as QWEN_MOE
 from mt_models.qwen_moe.hugging_face import name_map as qwen_moe_name_map
 
+# w1 is the gate and w3 the up projection, as in Llama's original code; w2 leads back.
 NAMES = ExpertNames(
     router="block_sparse_moe.gate.weight",
     gate="block_sparse_moe.experts.{e}.w1.weight",

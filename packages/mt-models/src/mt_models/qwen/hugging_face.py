@@ -54,6 +54,8 @@ def import_windows(external: Mapping[str, Any]) -> dict[str, Any]:
     # Above the number of layers it means that none has a window.
     first = min(external.get("max_window_layers", 28), layers)
     values = {"sliding_window": window, "max_window_layers": first} if window is not None and first < layers else {}
+    # Newer files list every layer's kind beside the three older keys. Both
+    # are the same statement, or the file is wrong.
     expected = [SLIDING if values and layer >= first else FULL for layer in range(layers)]
     given = external.get("layer_types")
     if given is not None and given != expected:

@@ -58,6 +58,7 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
 
 def import_value(external: Mapping[str, Any]) -> dict[str, Any]:
     given = external.get("rope_parameters") or {}
+    # The class's default is 0.5: a file without the field is refused too.
     rotated = given.get("partial_rotary_factor", external.get("partial_rotary_factor", 0.5))
     if rotated != 1.0:
         raise ConfigError(f"partial_rotary_factor={rotated} of a {KIND} is not supported; it can be 1.0")

@@ -74,11 +74,13 @@ def model_type_of(config: QwenMoeConfig) -> str:
 def import_layers(external: Mapping[str, Any], num_layers: int) -> int | str:
     """`decoder_sparse_step` and `mlp_only_layers` as moe_layer_freq."""
     step, dense = external.get("decoder_sparse_step", 1), external.get("mlp_only_layers") or []
+    # Every step-th layer has experts, unless it is named as dense.
     return frequency_of([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
 
 def export_layers(moe: MoEOptions) -> dict[str, Any]:
     dense = [number for number, has_experts in enumerate(moe.layers) if not has_experts]
+    # Any pattern can be written as a list of the dense layers.
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -87,6 +89,8 @@ def import_moe(external: Mapping[str, Any], *, topk: int, experts: int, ffn: int
     return {
         "num_experts": external.get("num_experts", external.get("num_local_experts", experts)),
         "moe_router_topk": external.get("num_experts_per_tok", topk),
+        # Softmax over all experts, divided by the sum over the chosen, is the softmax over the chosen alone:
+        # post-softmax in Megatron's terms. Without the division it is pre-softmax.
         "moe_router_pre_softmax": not external.get("norm_topk_prob", False),
         "moe_ffn_hidden_size": external.get("moe_intermediate_size", ffn),
         "moe_layer_freq": import_layers(external, external.get("num_hidden_layers", 24)),
@@ -154,6 +158,7 @@ def qwen2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     moe.require("qwen2_moe", **allowed)
     require_even_heads(config, "qwen2_moe")
     values = export_extra(model)
+    # The class has no such field: a head is hidden_size / num_attention_heads, as checked above.
     del values["head_dim"]
     return {**values, "qkv_bias": config.add_qkv_bias, "shared_expert_intermediate_size": moe.shared_size}
 

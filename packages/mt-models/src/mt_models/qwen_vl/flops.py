@@ -51,6 +51,7 @@ def image_flops(config: QwenVisionConfig, grid: Grid) -> ImageFlops:
     hidden, merged = config.hidden_size, config.merged_patches
     patches = grid[0] * grid[1] * merged
     full = len(set(config.full_attention_layers))
+    # Pairs of patches: of the whole image in layers of full attention; elsewhere m^2 x m^2 for each pair of cells.
     scores = full * patches**2 + (config.num_layers - full) * merged**2 * _pairs_in_windows(grid, config.window_side)
     return ImageFlops(
         patches=2 * patches * config.num_channels * config.patch_dim**2 * hidden,
@@ -66,6 +67,8 @@ def _pairs_in_windows(grid: Grid, side: int) -> int:
     """Pairs of merged patches that are in one window."""
 
     def squares(length: int) -> int:
+        # Windows are products of a range of rows and one of columns, so that pairs in them are a product
+        # too; the last window of each direction has what is left over.
         return length // side * side**2 + (length % side) ** 2
 
     return squares(grid[0]) * squares(grid[1])

@@ -58,6 +58,7 @@ def text_of(external: Mapping[str, Any]) -> dict[str, Any]:
         return flat
     for field in qwen.QWEN2.fields:
         key = field.theirs
+        # tie_word_embeddings is excluded: the outer field is that of the whole model, and decides (see import_decoder).
         if key in flat and key in nested and flat[key] != nested[key] and key != "tie_word_embeddings":
             raise ConfigError(f"{key}={flat[key]!r} and text_config.{key}={nested[key]!r} differ; remove what is wrong")
     return {key: value for key, value in nested.items() if key not in (*TOKENS, "image_token_id")}
@@ -67,9 +68,11 @@ def import_decoder(external: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of [model.language_model]."""
     text = {**TEXT_DEFAULTS, **text_of(external)}
     rope = dict(text.pop("rope_parameters", None) or text.pop("rope_scaling", None) or {})
+    # Left where rope_parameters was taken: a file of a version between may have both.
     text.pop("rope_scaling", None)
     sections = rope.pop("mrope_section", ROTARY_DEFAULTS["mrope_section"])
     for key in ("type", "rope_type"):
+        # mrope names the kind of positions, not a scaling; mrope_section says it, and the scaling is none.
         if rope.get(key) == "mrope":
             rope[key] = "default"
     theta = rope.pop("rope_theta", text.pop("rope_theta", ROTARY_DEFAULTS["rope_theta"]))
@@ -207,6 +210,7 @@ def tower_rules(config: QwenVisionConfig) -> list[Rule]:
             Same(f"vision_projection.linear_fc1.{kind}", f"visual.merger.mlp.0.{kind}"),
             Same(f"vision_projection.linear_fc2.{kind}", f"visual.merger.mlp.2.{kind}"),
         ]
+    # Expanded for the tower's layers here: the whole model's NameMap has 0 layers, as its parts differ in depth.
     return NameMap(rules, config.num_layers).rules
 
 

@@ -34,6 +34,8 @@ class SmolVLMProjection(nn.Module):
         self.encoder = ColumnParallelLinear(config.feature_width, decoder.hidden_size, whole, bias=False, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Each rank has some of the H columns, and every rank splices whole features in: gather_copies, since all of
+        # them compute the same from here: backward keeps this rank's columns of the gradient.
         return gather_copies(self.encoder(pixel_shuffle(x, self.grid, self.factor)), 2, self.tp)
 
 

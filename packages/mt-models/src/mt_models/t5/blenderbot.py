@@ -64,6 +64,7 @@ def name_map(config: T5Config) -> NameMap:
             Twice("embedding.position_embeddings.weight", tables),
             *_stack_rules(config, "encoder", config.num_layers),
             *_stack_rules(config, "decoder", config.decoder_layers),
+            # [1, vocab] there: a buffer that is added to logits [B, T, vocab]
             Row("output_layer.bias", "final_logits_bias"),
         ],
         config.num_layers,
@@ -129,6 +130,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for key, ours in BOTH_STACKS:
         encoder, decoder = external[f"encoder_{key}"], external[f"decoder_{key}"]
+        # The number of layers may differ between the stacks; heads and widths are one key for both here.
         if key == "layers":
             values["decoder_num_layers"] = decoder
         elif encoder != decoder:

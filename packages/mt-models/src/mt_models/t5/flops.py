@@ -39,6 +39,7 @@ def flops_per_sample(
     """seq_length, decoder_seq_length: positions of encoder and decoder, padding included. convention: of the decoder's
     self-attention. Raises ConfigError when the vocabulary is unknown."""
     encoder, decoder = config.num_layers, config.decoder_layers
+    # Two matrices [H, N D] for each position: queries and output in the decoder, keys and values in the encoder.
     width = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
     own_keys = mean_keys(decoder_seq_length, None, convention)
     return SampleFlops(

@@ -31,6 +31,8 @@ def export_activation(name: str) -> str:
 
 def further(external: Mapping[str, Any]) -> dict[str, Any]:
     """If `tie_word_embeddings` is false the output is not scaled; newer files have a separate key for it."""
+    # Before transformers 5 tie_word_embeddings decided both whether the LM head is the embedding and whether
+    # its input is scaled; since then scale_decoder_outputs is the second.
     dropout, tied = float(external.get("dropout_rate", 0.1)), bool(external.get("tie_word_embeddings", True))
     scaled = bool(external.get("scale_decoder_outputs", tied))
     if scaled and not tied:
@@ -97,8 +99,10 @@ CONFIG_MAPS = {
 def stack_rules(config: T5Config, stack: str, layers: int) -> Iterable[Rule]:
     """Rules of encoder or decoder, expanded: the two may differ in their number of layers."""
     ours, theirs = f"{stack}.layers.{{i}}.", f"{stack}.block.{{i}}.layer."
+    # `layer.{n}` of a block: 0 self-attention, in a decoder 1 cross attention, and the feed-forward last
     last = 2 if stack == "decoder" else 1
     heads, feed = config.num_attention_heads, f"{theirs}{last}.DenseReluDense."
+    # wi_0 is the gate, to which the activation is applied; wi_1 the other half.
     wi = (f"{feed}wi_0.weight", f"{feed}wi_1.weight") if is_gated(config.activation) else (f"{feed}wi.weight",)
     qkv = tuple(f"{theirs}0.SelfAttention.{x}.weight" for x in "qkv")
     rules: list[Rule] = [
@@ -139,7 +143,9 @@ def name_map(config: T5Config) -> NameMap:
     ]
     if config.untie_embeddings_and_output_weights:
         rules.append(Same("output_layer.weight", "lm_head.weight"))
+    # Google's first checkpoints hold it; transformers ignores it too (_keys_to_ignore_on_load_unexpected).
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    # No rule has `{i}` left: the stacks expand their own, and may differ in depth.
     return NameMap(rules, config.num_layers, ignored=[unused])
 
 

@@ -157,6 +157,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
         architecture = str((external.get("architectures") or [None])[0])
         require_known("architectures", architecture, [class_name, joint_name])
         vision = {"model_type": tower.architecture, **(external.get("vision_config") or {})}
+        # A whole CLIP or SigLIP: its image tower is read, and OF_TEXTS names what is left.
         if architecture == joint_name:
             return tower.import_value(vision)
         labels = external.get("id2label")
@@ -255,6 +256,7 @@ def layer_rules(
 
 def clip_rules(config: VisionEncoderConfig) -> list[Rule]:
     rules: list[Rule] = [Same(f"{OURS}class_token", f"{THEIRS}embeddings.class_embedding")]
+    # The misspelled name is that of the published files.
     rules += with_bias(f"{OURS}ln_pre", f"{THEIRS}pre_layrnorm")
     if config.has_pooler:
         rules += with_bias(f"{OURS}ln_post", f"{THEIRS}post_layernorm")
@@ -269,6 +271,7 @@ def siglip_rules(config: VisionEncoderConfig) -> list[Rule]:
     heads = config.num_attention_heads
     rules.append(Same(f"{OURS}head.probe", f"{THEIRS}head.probe"))
     for kind in ("weight", "bias"):
+        # torch's MultiheadAttention: queries, keys and values end to end in one tensor
         source = f"{THEIRS}head.attention.in_proj_{kind}"
         rules.append(GroupedQKV(f"{OURS}head.attention.linear_qkv.{kind}", (source,), groups=heads, heads=heads))
     for ours, theirs in SIGLIP_HEAD:

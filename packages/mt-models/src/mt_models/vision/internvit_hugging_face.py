@@ -37,6 +37,7 @@ DEFAULTS = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads":
 
 
 def import_tower(external: Mapping[str, Any]) -> dict[str, Any]:
+    # The class's default is no bias, which the layers here always have.
     if not external.get("attention_bias", False):
         raise ConfigError("vision_config.attention_bias=False is not supported; it can be True")
     sizes = {"image_size": external.get("image_size", 448), "patch_size": external.get("patch_size", 14)}
@@ -84,6 +85,7 @@ class Unsqueezed(Rule):
     leading: int = 1
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        # [1, S, H] -> [S, H], or [1, 1, H] -> [H]
         return tensors[0].flatten(0, self.leading)
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
